@@ -1,0 +1,348 @@
+"""The transformer and its loss, and where its weights come from.
+
+    tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
+
+A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. The
+weights are nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v
+keep their heads as a dimension of their own. There is no mesh in this file, no axis and no
+collective: it calls four things of shard.py (stack, attend, stream, inner) that know about those.
+
+Dimensions: B batch, T time, S time of keys, D model, H heads, K kv heads, N per head,
+F feed-forward, V vocabulary (padded), L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import shard
+from shard import Refused
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
+    layers: int = 4               # blocks
+    d_model: int = 128            # width of the residual stream
+    heads: int = 8                # query heads
+    kv_heads: int = 0             # key/value heads; 0: as many as heads
+    head_dim: int = 0             # width of a head; 0: d_model / heads
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
+    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
+    seq_len: int = 128            # tokens in a training example
+    tied: bool = True             # one table for reading and for saying tokens
+    rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
+    dropout: float = 0.0          # share of each block's output dropped in training
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
+    remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
+    experts: int = 0              # experts in each MLP; 0: a dense MLP
+    experts_per_token: int = 2    # of which each token visits
+
+    def __post_init__(self) -> None:
+        at_least = dict(layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
+                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1)
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise Refused(f"--{name} {getattr(self, name)}: must be at least {least}")
+        if not self.head_dim and self.d_model % self.heads:
+            fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.heads))
+            raise Refused(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
+                          f"the nearest that does is --heads {near}, or give --head_dim")
+        for name, value in (("kv_heads", self.heads), ("head_dim", self.d_model // self.heads),
+                            ("d_ff", -(-self.d_model * 8 // (3 * 64)) * 64)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise Refused(f"--heads {self.heads} does not divide by --kv_heads {self.kv_heads}")
+        if self.head_dim % 2:
+            raise Refused(f"--head_dim {self.head_dim}: rotary positions need an even one")
+        if not 0 <= self.dropout < 1:
+            raise Refused(f"--dropout {self.dropout}: at least 0 and below 1")
+        if not self.rope_theta > 1:
+            raise Refused(f"--rope_theta {self.rope_theta}: must be above 1")
+        for name, known in (("dtype", ("", "float32", "bfloat16")),
+                            ("remat", ("none", "selective", "full"))):
+            if getattr(self, name) not in known:
+                raise Refused(f"--{name} {getattr(self, name)}: expected "
+                              f"{', '.join(filter(None, known))}"
+                              + shard.nearest(getattr(self, name), known))
+        if self.experts:
+            raise Refused(f"--experts {self.experts}: mixtures of experts are not built yet; "
+                          f"only 0 is accepted")
+
+
+PRESETS = {
+    "tiny": Config(),
+    "124m": Config(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024),
+    "1.2b": Config(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048,
+                   tied=False),
+    "llama-7b": Config(layers=32, d_model=4096, heads=32, d_ff=11008, vocab_size=32000,
+                       seq_len=2048, tied=False),
+    "llama-70b": Config(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28672,
+                        vocab_size=32000, seq_len=4096, tied=False),
+    "llama3-8b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336,
+                        vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
+    "llama3-405b": Config(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248,
+                          vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
+}
+
+
+def padded(vocab_size: int) -> int:
+    """Rows of the vocabulary's tables: up to a multiple of 128, a TPU's lane width, whatever
+    the mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
+    return -(-vocab_size // 128) * 128
+
+
+# -------------------------------------------------------------------------------------------
+# Weights
+
+def _weights(c: Config) -> Params:
+    """Every weight once: its shape, and the standard deviation that it starts with (None: ones)."""
+    L, D, H, K, N, F, V = (c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim, c.d_ff,
+                           padded(c.vocab_size))
+    # What is added to the stream 2 L times starts smaller by the root of that, so that the
+    # stream's size does not grow with the depth.
+    into, back = D**-0.5, (2 * L) ** -0.5
+    weights = {
+        "embed": ((V, D), D**-0.5),
+        "layers": {
+            "attn_norm": ((L, D), None),
+            "wq": ((L, D, H, N), into),
+            "wk": ((L, D, K, N), into),
+            "wv": ((L, D, K, N), into),
+            "wo": ((L, H, N, D), (H * N) ** -0.5 * back),
+            "mlp_norm": ((L, D), None),
+            "w_gate": ((L, D, F), into),
+            "w_up": ((L, D, F), into),
+            "w_down": ((L, F, D), F**-0.5 * back),
+        },
+        "norm": ((D,), None),
+    }
+    if not c.tied:
+        weights["head"] = ((D, V), into)
+    return weights
+
+
+def init(config: Config, key: jax.Array) -> Params:
+    """New float32 weights. Under jit with out_shardings each device makes its own part alone:
+    the bits of a weight are a function of the key and the place in it, not of the mesh."""
+    if not config.vocab_size:
+        raise Refused("vocab_size is 0: it follows from the data, or give --vocab_size")
+    leaves, tree = jax.tree.flatten(_weights(config), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.unflatten(tree, [
+        jnp.ones(shape, jnp.float32) if scale is None
+        else scale * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
+        for i, (shape, scale) in enumerate(leaves)])
+
+
+def count(params: Params) -> int:
+    """The number of parameters."""
+    return sum(math.prod(w.shape) for w in jax.tree.leaves(params))
+
+
+def flops(config: Config, tokens: int) -> float:
+    """Arithmetic of training on that many tokens: 6 per weight of a product and token, and the
+    attention's two products with every key (causal or not), 12 T H N a layer and token."""
+    c = config
+    block = c.d_model * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.d_model * c.d_ff
+    weights = c.layers * block + c.d_model * padded(c.vocab_size)
+    return tokens * (6.0 * weights + 12.0 * c.layers * c.seq_len * c.heads * c.head_dim)
+
+
+# -------------------------------------------------------------------------------------------
+# The forward pass
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMSNorm over D, in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
+    return x32.astype(x.dtype) * scale
+
+
+def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
+    position, so that q.k depends on how far apart they are. x: [B, T, H, N]."""
+    half = x.shape[-1] // 2
+    rate = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)               # [N/2]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rate              # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q [B, T, H, N], k and v [B, S, H, N], mask [B, 1, T, S] -> [B, T, H, N]."""
+    scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
+                        preferred_element_type=jnp.float32)
+    probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
+    return jnp.einsum("bhts,bshn->bthn", probs.astype(v.dtype), v)
+
+
+def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
+          positions: jax.Array) -> jax.Array:
+    """Dropout of [B, T, D]. The bits follow from the row's own seed, the place in the network and
+    the position: not from the mesh, nor from how the batch was cut into micro-batches."""
+    if seeds is None or rate == 0:
+        return x
+    def keep(seed, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), position)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
+    kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, positions)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array, mask: jax.Array,
+           seeds: jax.Array | None, cache: Params | None, slot: Any
+           ) -> tuple[jax.Array, Params | None]:
+    """One layer: x [B, T, D] -> x, and its keys and values if it keeps them."""
+    h = _norm(x, w["attn_norm"])
+    q = _rotate(jnp.einsum("btd,dhn->bthn", h, w["wq"]), positions, c.rope_theta)
+    k = _rotate(jnp.einsum("btd,dkn->btkn", h, w["wk"]), positions, c.rope_theta)
+    v = jnp.einsum("btd,dkn->btkn", h, w["wv"])
+    if cache is not None:
+        cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
+                 "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
+        k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
+    if c.kv_heads != c.heads:       # each key/value head serves the heads of its group
+        k, v = (jnp.repeat(a, c.heads // c.kv_heads, axis=2) for a in (k, v))   # [B, S, H, N]
+    a = jnp.einsum("bthn,hnd->btd", shard.attend(_attention, q, k, v, mask), w["wo"])
+    x = shard.stream(x + _drop(a, c.dropout, 2 * layer, seeds, positions))
+
+    h = _norm(x, w["mlp_norm"])
+    h = jax.nn.silu(h @ w["w_gate"]) * (h @ w["w_up"])                          # [B, T, F]
+    m = shard.inner(h, 2) @ w["w_down"]
+    x = shard.stream(x + _drop(m, c.dropout, 2 * layer + 1, seeds, positions))
+    return x, cache
+
+
+def _trunk(params: Params, tokens: jax.Array, c: Config, specs: Params | None,
+           positions: jax.Array, mask: jax.Array, seeds: jax.Array | None = None,
+           cache: Params | None = None, slot: Any = 0) -> tuple[jax.Array, Params | None]:
+    """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
+    x = shard.stream(params["embed"][tokens] * c.d_model**0.5)     # rows of about unit size
+
+    def layer(w, x, each):
+        i, layer_cache = each
+        return _block(w, x, i, c, positions, mask, seeds, layer_cache, slot)
+
+    x, cache = shard.stack(layer, params["layers"], x, (jnp.arange(c.layers), cache),
+                           specs=specs and specs["layers"], remat=c.remat)
+    return _norm(x, params["norm"]), cache
+
+
+def _logits(params: Params, x: jax.Array, c: Config) -> jax.Array:
+    """x [B, T, D] -> float32 [B, T, V]; the padded ids can never be said."""
+    if c.tied:
+        logits = jnp.einsum("btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32)
+    else:
+        logits = jnp.einsum("btd,dv->btv", x, params["head"], preferred_element_type=jnp.float32)
+    return shard.inner(jnp.where(jnp.arange(logits.shape[-1]) < c.vocab_size, logits, -1e30), 2)
+
+
+def _causal(tokens: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Positions [B, T] and mask [B, 1, T, T]: each token sees those before it in its document."""
+    B, T = tokens.shape
+    positions = batch.get("positions", jnp.broadcast_to(jnp.arange(T), (B, T)))
+    mask = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    if "segments" in batch:
+        same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
+        mask = mask & same[:, None]
+    return positions, mask
+
+
+def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
+            positions: jax.Array | None = None, segments: jax.Array | None = None) -> jax.Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
+    if source is not None:
+        raise Refused("this model has no encoder to give a source to")
+    params = shard.cast(params, config.dtype or "float32")
+    given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
+    x, _ = _trunk(params, tokens, config, None, *_causal(tokens, given))
+    return _logits(params, x, config)[..., :config.vocab_size]
+
+
+def loss(params: Params, batch: dict[str, jax.Array], config: Config,
+         specs: Params | None = None) -> tuple[jax.Array, jax.Array]:
+    """(sum, count): nats over the batch's targets, weighted, and the sum of the weights. They
+    travel together and are divided once, so that masks and uneven shards change nothing.
+    Dropout is on where the batch brings `seeds` [B]."""
+    params = shard.cast(params, config.dtype or "float32")
+    x, _ = _trunk(params, batch["tokens"], config, specs, *_causal(batch["tokens"], batch),
+                  seeds=batch.get("seeds"))
+    logits = _logits(params, x, config)                                         # [B, T, V]
+    said = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    nats = jax.nn.logsumexp(logits, -1) - said
+    return jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def new_cache(config: Config, rows: int, slots: int, dtype: Any) -> Params:
+    """Room for the keys and values of `slots` tokens in each row."""
+    shape = (config.layers, rows, slots, config.kv_heads, config.head_dim)
+    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+
+
+def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: jax.Array,
+           config: Config) -> tuple[jax.Array, Params]:
+    """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
+    the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding."""
+    slots = slot + jnp.arange(tokens.shape[1])                                  # [T]
+    keys = jnp.arange(cache["k"].shape[2])                                      # [S]
+    positions = jnp.maximum(slots[None] - start[:, None], 0)                    # [B, T]
+    mask = (keys[None, None] <= slots[None, :, None]) & (keys[None, None] >= start[:, None, None])
+    x, cache = _trunk(params, tokens, config, None, positions, mask[:, None], None, cache, slot)
+    return _logits(params, x[:, -1:], config)[:, 0], cache
+
+
+# -------------------------------------------------------------------------------------------
+# Where weights come from
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """config.json of a run."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise Refused(f"--run {folder}: no run there ({path} cannot be read); give the --out of "
+                      f"a train.py that has begun") from None
+    except json.JSONDecodeError:
+        raise Refused(f"{path} is damaged: not JSON") from None
+
+
+def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
+             ) -> tuple[Params, Config]:
+    """The weights of a run's newest (or given) step, without its optimizer, straight into their
+    places on the mesh; without a mesh, on one device."""
+    import orbax.checkpoint as ocp
+    record = read_run(folder)
+    config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
+    where = Path(folder).resolve() / "checkpoints"
+    steps = sorted(int(p.name) for p in where.glob("*") if p.name.isdecimal())
+    if not steps or (step is not None and step not in steps):
+        raise Refused(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
+                      f"{', '.join(map(str, steps))}" if steps else "yet"))
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
+    tokens = jax.ShapeDtypeStruct((1, min(config.seq_len, 128)), jnp.int32)
+    specs = shard.infer_specs(lambda p, t: forward(p, t, config), shapes, tokens, mesh=mesh)
+    places = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
+                          shapes, shard.shardings(specs, mesh))
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(where / str(step if step is not None else steps[-1]) / "params",
+                                places)
+    return params, config
+
+
+def load_hf(folder: str | Path) -> tuple[Params, Config]:
+    """A published model's weights. Not built yet."""
+    raise Refused(f"{folder}: reading published models is not built yet; --model takes one of "
+                  f"{', '.join(PRESETS)}")

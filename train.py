@@ -1,0 +1,829 @@
+"""The step, the loop, checkpoints, the command line.
+
+    python train.py --shards 4
+
+    batch -> [ micro-batch -> loss -> gradient ] x accumulate -> one sum over devices -> AdamW
+             \\__________________ shard_map: our collectives _______________/   \\_ the compiler's
+
+`fit` is the loop. It takes the three functions of a task, and the command line at the end of
+this file is only its first user:
+
+    collate(examples) -> batch          a list of raw examples to a dict of arrays [B, ...]
+    loss(params, batch) -> sum, count   over the batch; divided once, when all is summed
+    predict(params, batch) -> outputs   shown after each evaluation
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import data
+import model
+import sample
+import shard
+from shard import Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(model.Config):
+    """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
+    # The model's fields come first: a run's configuration serves wherever a model's does.
+    model: str = "tiny"             # a preset to begin from; other flags change it
+    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
+    out: str = "out"                # folder of the run; the same command again continues it
+    steps: int = 600                # updates
+    batch: int = 16                 # examples in an update, over all devices
+    accumulate: int = 1             # parts that a batch is cut into, one after the other
+    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model
+    warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
+    weight_decay: float = 0.1       # of matrices; scales and biases have none
+    clip: float = 1.0               # largest norm of all gradients together
+    optimizer: str = "adamw"        # adamw
+    seed: int = 0                   # of the weights, the order of the data and dropout
+    shards: int = 0                 # size of the tensor axis
+    mesh: str = ""                  # axis=size,...; data takes the devices that are left
+    step: str = "shard_map"         # or jit: everything left to the compiler, as a control
+    microbatches: int = 1           # of the pipeline
+    schedule: str = "gpipe"         # of the pipeline
+    chunks: int = 1                 # of a pipeline stage
+    zero: int = 0                   # 1: optimizer state split over data
+    save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
+    eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
+    keep: int = 3                   # checkpoints that are kept
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0,
+                                microbatches=1, chunks=1, zero=0, save_every=0, eval_every=0,
+                                keep=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
+            value = getattr(self, name)
+            if not (value >= least and math.isfinite(value)):
+                raise Refused(f"--{name} {value}: must be a number of at least {least:g}")
+        if self.seed >= 2**32:
+            raise Refused(f"--seed {self.seed}: must be below 2**32")
+        if self.batch % self.accumulate:
+            raise Refused(f"--batch {self.batch} does not divide into --accumulate "
+                          f"{self.accumulate} parts")
+        if self.step not in ("shard_map", "jit"):
+            raise Refused(f"--step {self.step}: expected shard_map or jit"
+                          + shard.nearest(self.step, ("shard_map", "jit")))
+        for name, only in (("optimizer", "adamw"), ("microbatches", 1), ("schedule", "gpipe"),
+                           ("chunks", 1), ("zero", 0)):
+            if getattr(self, name) != only:
+                raise Refused(f"--{name} {getattr(self, name)}: not built yet; only {only} is "
+                              f"accepted")
+        shard.mesh_sizes(self.mesh, self.shards)
+        for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
+                            ("save_every", max(1, self.steps // 5)),
+                            ("eval_every", max(1, self.steps // 5))):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+
+# What decides a run's numbers. To continue it these must be what they were; the rest (how long,
+# where, how often it is saved) may change.
+SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name != "remat") + (
+    "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+
+
+# -------------------------------------------------------------------------------------------
+# The step
+
+class Program(NamedTuple):
+    """Everything compiled or ready to be, for one configuration on one mesh."""
+    config: Config
+    mesh: Any
+    decisions: Any          # where each weight lives, and why
+    state: Any              # abstract arrays with their places: params, opt, step
+    batch: Any              # the same for a batch
+    start: Any              # key -> state
+    step: Any               # state, batch -> state, metrics
+    evaluate: Any           # params, batch -> (sum, count)
+
+
+def schedule(config: Config, step: jax.Array) -> jax.Array:
+    """The rate of update number `step` (from 0): up to the peak in `warmup` updates, then half
+    a cosine, down to a fiftieth at the last one."""
+    return optax.warmup_cosine_decay_schedule(
+        config.lr / config.warmup, config.lr, config.warmup - 1,
+        max(config.steps - 1, config.warmup), config.lr / 50)(step)
+
+
+def optimizer(config: Config, matrices: Any) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW but for the rate, which the step applies."""
+    return optax.chain(optax.clip_by_global_norm(config.clip), optax.scale_by_adam(0.9, 0.95),
+                       optax.add_decayed_weights(config.weight_decay, matrices))
+
+
+def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any) -> Program:
+    """The program that trains `init`'s weights with `loss` on batches shaped like `batch` (a dict
+    of arrays with as many rows as an update has)."""
+    if not config.dtype:
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        config = dataclasses.replace(config, dtype="float32" if on_cpu else "bfloat16")
+    check(config, mesh)
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    batch = jax.tree.map(abstract, batch)
+    params = jax.eval_shape(init, jax.random.key(0))
+    takes_specs = "specs" in inspect.signature(loss).parameters
+    # The rule looks at one micro-batch of one group of devices: what each of them computes.
+    part = config.batch // shard.rows(mesh) // config.accumulate
+    small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
+    decisions = shard.decide(lambda p, b: _pair(loss(p, b)), jax.eval_shape(lambda p: shard.cast(p, config.dtype), params),
+                             small, mesh=mesh)
+    specs = jax.tree.map(lambda d: d.spec, decisions)
+    rule = optimizer(config, jax.tree.map(lambda d: d.matrix, decisions))
+
+    def fresh(key):
+        params = init(key)
+        return {"params": params, "opt": rule.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    state = jax.eval_shape(fresh, jax.random.key(0))
+    places = shard.shardings({"params": specs, "step": P(),
+                              "opt": shard.state_specs(state["opt"], params, specs)}, mesh)
+    whole = NamedSharding(mesh, P())
+    rows = shard.batch_spec(mesh)
+    ours = shard.manual(specs)
+
+    def local_loss(weights, batch):
+        """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
+        those of a stack where its layers use them, if the loss passes their specs on."""
+        now = specs
+        if takes_specs:
+            now = jax.tree.map(lambda d: P() if d.stacked else d.spec, decisions)
+        weights = shard.gather(weights, now)
+        return _pair(loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch))
+
+    def gradients(params, batch):
+        """Sums of gradient, loss and count over the batch's micro-batches, in float32."""
+        weights = shard.vary(shard.cast(params, config.dtype), batch)
+        grad = jax.value_and_grad(lambda w, b: (lambda pair: (pair[0], pair))(local_loss(w, b)), has_aux=True)
+
+        def micro(total, part):
+            (_, (s, c)), g = grad(weights, part)
+            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (g, s, c)), None
+
+        zero = (jax.tree.map(lambda w: shard.vary(jnp.zeros(w.shape, jnp.float32), w, batch),
+                             weights), *[shard.vary(jnp.zeros(()), batch)] * 2)
+        parts = jax.tree.map(lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch)
+        if config.accumulate == 1:
+            g, s, c = micro(zero, batch)[0]
+        else:
+            g, s, c = jax.lax.scan(micro, zero, parts)[0]
+        return shard.reduce(g, specs), shard.reduce((s, c))
+
+    def split(fn, outs, rows):
+        """`fn(params, batch)` with our collectives: each group of devices runs it on its rows."""
+        if config.step == "jit":
+            return fn
+        return jax.shard_map(fn, mesh=mesh, in_specs=(ours, rows), out_specs=outs,
+                             axis_names=set(shard.MANUAL))
+
+    def step(state, batch):
+        params = state["params"]
+        grads, (total, count) = split(gradients, (ours, (P(), P())), rows)(params, batch)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
+        rate = schedule(config, state["step"])
+        updates, opt = rule.update(grads, state["opt"], params)
+        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        metrics = {"loss": total / jnp.maximum(count, 1), "lr": rate,
+                   "grad_norm": optax.tree.norm(grads), "tokens": count}
+        return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
+
+    def evaluate(params, batch):
+        n = jax.tree.leaves(batch)[0].shape[0]
+        # What does not divide among the devices, each of them computes.
+        here = rows if n % shard.rows(mesh) == 0 else P()
+        def fn(params, batch):
+            weights = shard.vary(shard.cast(params, config.dtype), batch)
+            return shard.reduce(local_loss(weights, batch))
+        return split(fn, (P(), P()), here)(params, batch)
+
+    options = shard.compiler_options(mesh)
+    as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
+    return Program(
+        config, mesh, decisions, jax.tree.map(as_placed, state, places),
+        jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
+        jax.jit(fresh, out_shardings=places, compiler_options=options),
+        jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
+        jax.jit(evaluate, out_shardings=whole, compiler_options=options))
+
+
+def _pair(result: Any) -> tuple[jax.Array, jax.Array]:
+    if not (isinstance(result, tuple) and len(result) == 2
+            and all(jnp.shape(x) == () for x in result)):
+        raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and "
+                        f"the count to divide by; it returned {jax.typeof(result) if isinstance(result, jax.Array) else type(result).__name__}")
+    return result[0].astype(jnp.float32), jnp.asarray(result[1], jnp.float32)
+
+
+def check(config: Config, mesh: Any) -> None:
+    """Refuse what does not fit, with the numbers, before anything is compiled."""
+    sizes = dict(mesh.shape)
+    for axis, size in sizes.items():
+        if size > 1 and axis not in shard.BUILT:
+            raise Refused(f"mesh axis {axis}={size}: not built yet; the axes that work are "
+                          f"{', '.join(shard.BUILT)}")
+    groups = shard.rows(mesh)
+    each = groups * config.accumulate
+    if config.batch % each:
+        near = max(1, round(config.batch / each)) * each
+        raise Refused(f"--batch {config.batch} does not divide among {groups} groups of devices "
+                      f"({' x '.join(a for a in shard.BATCH if sizes[a] > 1) or 'data'}) x "
+                      f"{config.accumulate} accumulated parts = {each}; the nearest that does is "
+                      f"--batch {near}")
+
+
+def check_model(config: model.Config, mesh: Any) -> None:
+    """The same for what the transformer cannot split."""
+    n = dict(mesh.shape)["tensor"]
+    for name, value in (("heads", config.heads), ("d_ff", config.d_ff),
+                        ("vocabulary (padded)", model.padded(config.vocab_size or 1))):
+        if value % n:
+            fits = [k for k in range(1, value + 1) if value % k == 0]
+            near = min(fits, key=lambda k: abs(k - n))
+            raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
+                          f"does is --shards {near}")
+
+
+def machine(sizes: dict[str, int]) -> Any:
+    """The mesh on this machine's accelerators; with none, on as many CPU devices as it needs."""
+    shard.simulate(math.prod(sizes.values()))
+    return shard.make_mesh(**sizes)
+
+
+def language(config: Config) -> tuple[Callable, Callable, Any]:
+    """Language modelling for `build`: init, loss, and the shape of a batch."""
+    shape = (config.batch, config.seq_len)
+    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
+             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
+             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+             "seeds": jax.ShapeDtypeStruct(shape[:1], jnp.uint32)}
+    return (lambda key: model.init(config, key),
+            lambda params, batch, specs=None: model.loss(params, batch, config, specs), batch)
+
+
+def compile_step(config: Config) -> jax.stages.Compiled:
+    """The step of the command line, compiled for this machine. Touches no run directory."""
+    mesh = machine(shard.mesh_sizes(config.mesh, config.shards))
+    if not config.vocab_size:
+        config = dataclasses.replace(config, vocab_size=data.Bytes.vocab_size)
+    check_model(config, mesh)
+    program = build(config, mesh, *language(config))
+    return compiled(program)
+
+
+def compiled(program: Program) -> jax.stages.Compiled:
+    with jax.set_mesh(program.mesh):
+        return program.step.lower(program.state, program.batch).compile()
+
+
+# -------------------------------------------------------------------------------------------
+# The loop
+
+class Fit(NamedTuple):
+    """What fit gives back."""
+    params: Any
+    step: int               # updates made
+    held_out: float | None  # the last evaluation's loss
+    outputs: Any            # and prediction
+
+
+def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
+        predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (),
+        show: Callable | None = None, flops: float | None = None,
+        bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
+        mesh: Any = None) -> Fit:
+    """Train init(key)'s weights on `examples` (anything with a length and an index) for
+    config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
+
+    show(outputs) makes a text of predict's outputs. flops is the arithmetic of an update, for
+    MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
+    with the configuration and must be the same when the run continues."""
+    mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards))
+    if not len(examples):
+        raise Refused("there are no examples to learn from")
+    one = collate([examples[0]])
+    batch = {k: jax.ShapeDtypeStruct((config.batch, *np.shape(v)[1:]), np.asarray(v).dtype)
+             for k, v in one.items()}
+    batch["seeds"] = jax.ShapeDtypeStruct((config.batch,), jnp.uint32)
+    program = build(config, mesh, init, loss, batch)
+    config = program.config
+    run = Run(program, record or {}) if config.out else None
+    say = _Say(config)
+    say.header(program)
+
+    stop: list[int] = []
+    undo = _on_signals(stop)
+    try:
+        with jax.set_mesh(mesh):
+            began = time.perf_counter()
+            state = run and run.restore()
+            if state is None:
+                state = program.start(jax.random.key(config.seed))
+            at = int(state["step"])
+            if at:
+                say.line(f"continuing {config.out} at step {at}")
+            if at >= config.steps:
+                say.line(f"{config.out} has its {at} steps; --steps with a higher number goes on")
+            step = None if at >= config.steps else program.step.lower(
+                program.state, program.batch).compile()
+            if step is not None:
+                say.line(f"ready in {time.perf_counter() - began:.1f} s; "
+                         f"{say.memory(step.memory_analysis())}")
+            return _loop(program, run, say, stop, state, at, step, collate, predict, examples,
+                         held_out, show, flops, bits_per_nat)
+    finally:
+        for number, handler in undo:
+            signal.signal(number, handler)
+        if run:
+            run.close()         # waits for the save in flight, which would be lost otherwise
+
+
+def _loop(program, run, say, stop, state, at, step, collate, predict, examples, held_out, show,
+          flops, bits_per_nat) -> Fit:
+    config, pending, score, outputs = program.config, None, None, None
+    clock = time.perf_counter()
+
+    def settle():
+        """Write down the step whose numbers are still on the devices."""
+        nonlocal pending, clock
+        if pending is None:
+            return
+        number, metrics = pending
+        pending = None
+        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        took, clock = now - clock, now
+        row = {"step": number, "loss": values["loss"], "lr": values["lr"],
+               "grad_norm": values["grad_norm"], "tokens": int(values["tokens"]),
+               "tokens_per_second": round(values["tokens"] / took, 1),
+               "mfu": _mfu(flops, took, program.mesh)}
+        if run:
+            run.write(row)
+        say.step(row, took)
+
+    while at < config.steps and not stop:
+        placed = _batch(program, collate, examples, at)
+        state, metrics = step(state, placed)
+        at += 1
+        settle()            # of the step before: the devices already have the next one
+        pending = at, metrics
+        last = at == config.steps
+        if len(held_out) and (last or at % config.eval_every == 0):
+            settle()
+            score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
+            row = {"step": at, "eval_loss": score,
+                   "bits_per_byte": None if bits_per_nat is None else score * bits_per_nat}
+            if run:
+                run.write(row)
+            say.evaluation(row, show(outputs) if show and predict else None)
+            clock = time.perf_counter()
+        if run and (last or at % config.save_every == 0):
+            settle()
+            run.save(at, state)
+    settle()
+    if run and stop:
+        run.save(at, state)
+    if stop:
+        say.line(f"stopped at step {at} by signal {signal.Signals(stop[0]).name}"
+                 + (f", saved in {config.out}: run the same command to continue" if run else ""))
+    elif score is None and len(held_out):       # a finished run was asked for again
+        score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
+        say.evaluation({"step": at, "eval_loss": score, "bits_per_byte": None
+                        if bits_per_nat is None else score * bits_per_nat},
+                       show(outputs) if show and predict else None)
+    return Fit(state["params"], at, score, outputs)
+
+
+def _place(program: Program, make: Callable[[int, int], dict], count: int, split: bool = True
+           ) -> Any:
+    """A batch on the mesh, of which this process makes only the rows that its devices hold.
+    make(first, last) gives those rows."""
+    spec = shard.batch_spec(program.mesh) if split else P()
+    place = NamedSharding(program.mesh, spec)
+    here = [i[0].indices(count)[:2] for i in
+            place.addressable_devices_indices_map((count,)).values()]
+    first, last = min(a for a, _ in here), max(b for _, b in here)
+    return {k: jax.make_array_from_callback(
+                (count, *v.shape[1:]), place,
+                lambda i, v=v: v[slice(*(x - first for x in i[0].indices(count)[:2]))])
+            for k, v in make(first, last).items()}
+
+
+def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> Any:
+    """Update number `at`'s batch: a pure function of the seed and the number."""
+    config = program.config
+
+    def make(first, last):
+        place = at * config.batch + first
+        chosen = data.order(len(examples), config.seed, place, last - first)
+        batch = {k: np.asarray(v) for k, v in collate([examples[int(i)] for i in chosen]).items()}
+        for k, v in batch.items():
+            if v.shape[:1] != (last - first,):
+                raise Refused(f"collate made {k!r} of shape {v.shape} from {last - first} "
+                              f"examples: the first dimension must count them")
+        # A seed for each row: randomness belongs to the example, wherever it is computed.
+        spot = np.arange(place, place + last - first, dtype=np.uint64)
+        batch["seeds"] = data.mix(spot * np.uint64(2**32) + np.uint64(config.seed)).astype(np.uint32)
+        return batch
+
+    return _place(program, make, config.batch)
+
+
+def _evaluate(program: Program, params: Any, collate: Callable, predict: Callable | None,
+              held_out: Sequence) -> tuple[float, Any]:
+    """The loss over every held-out example, and the prediction for the first few."""
+    config, groups = program.config, shard.rows(program.mesh)
+    size, pairs, first = config.batch // config.accumulate, [], 0
+    while first < len(held_out):
+        n = min(size, len(held_out) - first)
+        n = n // groups * groups or n           # the last few, fewer than groups, by everyone
+        make = lambda a, b: {k: np.asarray(v) for k, v in collate(  # noqa: E731
+            [held_out[i] for i in range(first + a, first + b)]).items()}
+        pairs.append(program.evaluate(params, _place(program, make, n, n % groups == 0)))
+        pairs[-1][0].block_until_ready()        # un-awaited collectives deadlock the CPU backend
+        first += n
+    sums = np.sum([[float(s), float(c)] for s, c in pairs], axis=0)
+    outputs = None
+    if predict is not None:
+        n = min(groups, len(held_out))
+        batch = _place(program, lambda a, b: collate([held_out[i] for i in range(a, b)]), n,
+                       n == groups)
+        outputs = jax.device_get(jax.jit(predict)(params, batch))
+    return float(sums[0] / max(sums[1], 1)), outputs
+
+
+def _on_signals(stop: list[int]) -> list[tuple[int, Any]]:
+    """The first Ctrl-C or SIGTERM asks the loop to finish its step; a second one is not ours."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+
+    def ask(number, frame):
+        stop.append(number)
+        for n, handler in before:
+            signal.signal(n, handler)
+
+    before = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+    for n, _ in before:
+        signal.signal(n, ask)
+    return before
+
+
+# -------------------------------------------------------------------------------------------
+# What a run leaves on disk
+
+class Run:
+    """The folder of a run: config.json, metrics.jsonl, checkpoints/STEP."""
+
+    def __init__(self, program: Program, record: dict[str, Any]):
+        import orbax.checkpoint as ocp
+        self.ocp, self.program, config = ocp, program, program.config
+        self.folder = Path(config.out).resolve()
+        record = {**dataclasses.asdict(config), **record}
+        self.check(record, tuple(SAME) + tuple(k for k in record if not hasattr(config, k)))
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            data.write_json(self.folder / "config.json", record)
+        except OSError as e:
+            raise Refused(f"--out {config.out}: cannot be written ({e.strerror})") from None
+        self.manager = ocp.CheckpointManager(
+            self.folder / "checkpoints", item_names=("params", "opt", "meta"),
+            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep,
+                                                 cleanup_tmp_directories=True))
+        self.metrics = None
+
+    def check(self, record: dict[str, Any], same: Sequence[str]) -> None:
+        """Refuse to continue a run that was another one, before anything is touched."""
+        path = self.folder / "config.json"
+        if self.folder.exists() and not self.folder.is_dir():
+            raise Refused(f"--out {self.folder} is a file; give a folder")
+        if not path.exists():
+            return
+        old = model.read_run(self.folder)
+        for name in same:
+            if name in old and old[name] != record[name] and not (
+                    isinstance(record[name], tuple) and list(record[name]) == old[name]):
+                raise Refused(f"--out {self.program.config.out} holds a run with {name} "
+                              f"{old[name]!r}, and {record[name]!r} was given: continue with "
+                              f"what it was, or give another --out")
+
+    def restore(self) -> Any:
+        """The newest checkpoint, in its places on the mesh, or None. The metrics of steps after
+        it are dropped: they will be made again."""
+        step = self.manager.latest_step()
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines(keepends=True)
+                    if line.endswith("\n") and json.loads(line)["step"] <= (step or 0)]
+            part = path.with_suffix(".part")
+            part.write_text("".join(kept))
+            os.replace(part, path)
+        self.metrics = open(path, "a")
+        if step is None:
+            return None
+        state, arg = self.program.state, self.ocp.args
+        got = self.manager.restore(step, args=arg.Composite(
+            params=arg.StandardRestore(state["params"]),
+            opt=arg.StandardRestore({"opt": state["opt"], "step": state["step"]})))
+        return {"params": got.params, **got.opt}
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.flush()
+
+    def save(self, at: int, state: Any) -> None:
+        if self.manager.latest_step() == at:
+            return
+        arg = self.ocp.args
+        saved = self.manager.save(at, force=True, args=arg.Composite(
+            params=arg.StandardSave(state["params"]),
+            opt=arg.StandardSave({"opt": state["opt"], "step": state["step"]}),
+            meta=arg.JsonSave({"step": at})))
+        if not saved:
+            raise RuntimeError(f"the checkpoint of step {at} was not saved")
+
+    def close(self) -> None:
+        self.manager.close()
+        if self.metrics:
+            self.metrics.close()
+
+
+# -------------------------------------------------------------------------------------------
+# What a person sees
+
+# Peak arithmetic of one device in bfloat16, operations a second, by the start of its name.
+PEAKS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12,
+         "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12,
+         "NVIDIA A100": 312e12}
+
+
+def _mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
+    """Share of the devices' peak that an update's arithmetic is, or None where unknown."""
+    kind = mesh.devices.flat[0].device_kind
+    peak = next((v for k, v in PEAKS.items() if kind.startswith(k)), None)
+    return flops / seconds / (peak * mesh.size) if flops and peak else None
+
+
+class _Say:
+    """A live line on a terminal, plain lines elsewhere; nothing from other processes."""
+
+    def __init__(self, config: Config):
+        self.config, self.tty = config, sys.stdout.isatty()
+        self.quiet, self.times = jax.process_index() > 0, []
+
+    def line(self, text: str) -> None:
+        if not self.quiet:
+            print(("\r\x1b[K" if self.tty else "") + text, flush=True)
+
+    def header(self, program: Program) -> None:
+        mesh, config = program.mesh, program.config
+        device, n = mesh.devices.flat[0], mesh.size
+        what = (f"{n} simulated CPU device{'s'[:n > 1]}, no accelerator was found"
+                if device.platform == "cpu" else f"{n} x {device.device_kind}")
+        self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
+        self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
+        fields = {k: v for k, v in dataclasses.asdict(config).items()
+                  if k not in ("mesh", "shards", "dtype", "step")}
+        text = "config  "
+        for k, v in fields.items():
+            word = f" {k}={' '.join(v) or '-' if isinstance(v, tuple) else v if v != '' else '-'}"
+            if len(text.splitlines()[-1]) + len(word) > 100:
+                text += "\n        "
+            text += word
+        self.line(text)
+        params = program.state["params"]
+        self.line(f"weights  {model.count(params):,} parameters")
+        self.line(shard.explain(program.decisions, params, mesh))
+
+    def memory(self, stats: Any) -> str:
+        return (f"compiled step: {shard.human(stats.argument_size_in_bytes)} of state and batch, "
+                f"{shard.human(stats.temp_size_in_bytes)} of temporaries a device")
+
+    def step(self, row: dict[str, Any], took: float) -> None:
+        if row["step"] > 1:
+            self.times = [*self.times[-49:], took]
+        total, at = self.config.steps, row["step"]
+        every = max(1, total // 20)
+        if not (self.tty or at % every == 0 or at in (1, total)):
+            return
+        mean = sum(self.times) / len(self.times) if self.times else took
+        left = f"{(total - at) * mean:.0f} s left" if self.times else "-"
+        mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
+                f"{row['tokens'] / mean:,.0f} tokens/s  mfu {mfu}  "
+                f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {_in_use()}  {left}")
+        if self.quiet:
+            return
+        if self.tty:
+            width = shutil.get_terminal_size().columns
+            print("\r\x1b[K" + text[:width - 1], end="", flush=True)
+        else:
+            print(text, flush=True)
+
+    def evaluation(self, row: dict[str, Any], text: str | None) -> None:
+        bits = row["bits_per_byte"]
+        self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
+                  + (f"  ({bits:.4f} bits per byte)" if bits is not None else ""))
+        if text:
+            self.line("\n".join("    | " + line for line in text.splitlines()))
+
+
+def _in_use() -> str:
+    """Memory: the device's where it counts, else the process's peak."""
+    stats = jax.local_devices()[0].memory_stats()
+    used = (stats["bytes_in_use"] if stats and "bytes_in_use" in stats else
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return shard.human(used)
+
+
+# -------------------------------------------------------------------------------------------
+# The command line
+
+def flags(defaults: Any, argv: Sequence[str] | None = None, positional: str = "") -> Any:
+    """A dataclass as a command line: --key value or --key=value, dashes or underscores. Gives
+    the dataclass, and before it the other words where some are expected."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    given, words = _read(type(defaults), argv, positional)
+    result = dataclasses.replace(defaults, **given)
+    return (words, result) if positional else result
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """train.py's command line as a Config."""
+    given, _ = _read(Config, list(sys.argv[1:] if argv is None else argv), "")
+    name = given.get("model", "tiny")
+    if name not in model.PRESETS:
+        if Path(name).is_dir():
+            model.load_hf(name)
+        raise Refused(f"--model {name}: expected one of {', '.join(model.PRESETS)}"
+                      + shard.nearest(name, model.PRESETS))
+    base = dataclasses.asdict(model.PRESETS[name])
+    # What followed from a width that is now another follows from that one.
+    if {"d_model", "heads"} & set(given):
+        base.update(kv_heads=0, head_dim=0)
+    if "d_model" in given:
+        base.update(d_ff=0)
+    return Config(**{**base, **given})
+
+
+def _read(cls: Any, argv: list[str], positional: str) -> tuple[dict[str, Any], list[str]]:
+    kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    given, words = {}, []
+    while argv:
+        word = argv.pop(0)
+        if word in ("-h", "--help"):
+            print(_help(cls, positional))
+            sys.exit(0)
+        if not word.startswith("--"):
+            if not positional:
+                raise Refused(f"{word!r} stands alone: options are written --name value"
+                              + shard.nearest(word, kinds))
+            words.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1, 0.5)
+            raise Refused(f"--{name} is not an option" + (f"; did you mean --{near[0]}?" if near
+                          else f"; the options are --{' --'.join(kinds)}"))
+        kind = kinds[name]
+        follows = bool(argv) and not (argv[0].startswith("--") or equals)
+        if kind.startswith("tuple"):
+            values = [value] if equals else []
+            while argv and not argv[0].startswith("--"):
+                values.append(argv.pop(0))
+            if not values:
+                raise Refused(f"--{name} needs at least one value")
+            given[name] = given.get(name, ()) + tuple(values)
+            continue
+        if not equals:
+            if not follows and kind != "bool":
+                raise Refused(f"--{name} needs a value ({kind})")
+            value = argv.pop(0) if follows else "true"
+        given[name] = _value(name, kind, value)
+    return given, words
+
+
+def _value(name: str, kind: str, text: str) -> Any:
+    try:
+        if kind == "bool":
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False,
+                    "no": False}[text.lower()]
+        number = {"int": int, "float": float, "str": str}[kind](text)
+    except (ValueError, KeyError):
+        want = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise Refused(f"--{name} {text}: expected {want}") from None
+    if kind == "float" and not math.isfinite(number):
+        raise Refused(f"--{name} {text}: expected a finite number")
+    return number
+
+
+def _help(cls: Any, positional: str) -> str:
+    """The fields of the dataclass and the comments beside them."""
+    lines = [cls.__doc__, ""]
+    for owner in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        for name, default, text in re.findall(r"^    (\w+): [^=\n]+ = (.*?)\s+# (.*)$",
+                                              inspect.getsource(owner), re.M):
+            default = default.strip('"')
+            lines.append(f"  --{name:18} {text}" + (f"  [{default}]" if default not in ("", "()")
+                                                    else ""))
+    return "\n".join(lines)
+
+
+# Held-out text that is judged: the same windows each time, spread over all of it.
+HELD_OUT_TOKENS = 2**17
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(argv)
+    mesh = machine(shard.mesh_sizes(config.mesh, config.shards))
+    check_model(config, mesh)
+    check(config, mesh)
+    if not config.out:
+        raise Refused("--out '': expected a folder for the run")
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise Refused(f"--out {out} is a file; give a folder")
+    if (out / "config.json").exists():      # before its data is looked at, or anything written
+        old = model.read_run(out)
+        for name in SAME:
+            now = getattr(config, name)
+            if name in old and old[name] != now and not (name in ("vocab_size", "dtype") and not now):
+                raise Refused(f"--out {out} holds a run with {name} {old[name]!r}, and {now!r} was "
+                              f"given: continue with what it was, or give another --out")
+        if list(config.data) != old["data"]:
+            raise Refused(f"--out {out} holds a run on --data {' '.join(old['data']) or '(default)'}; "
+                          f"continue with that, or give another --out")
+    corpus = data.open_data(config.data, out / "data")
+    tokenizer = corpus.tokenizer
+    if not config.vocab_size:
+        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+    if config.vocab_size < tokenizer.vocab_size:
+        raise Refused(f"--vocab_size {config.vocab_size}: the data has {tokenizer.vocab_size} ids")
+    T = config.seq_len
+    if len(corpus.train) <= T:
+        raise Refused(f"--seq_len {T}: the data has only {len(corpus.train)} tokens to learn from; "
+                      f"give more data or a --seq_len below {len(corpus.train)}")
+    print(f"data     {corpus}", flush=True)
+    held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T))
+    said = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
+    size = int(tokenizer.lengths()[said].sum())
+    if corpus.folder != out / "data" and tokenizer.kind != "bytes":
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(corpus.folder / "tokenizer.model", out / "tokenizer.model")
+    jax.config.update("jax_compilation_cache_dir", os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR", str(_cache() / "compiled")))
+    init, loss, _ = language(config)
+    begin = min(32, T)
+
+    def predict(params, batch):
+        tokens = batch["tokens"][:, :begin]
+        start = jnp.zeros(tokens.shape[0], jnp.int32)
+        new = sample._generate(params, tokens, start, config, 160, 0.8, 0, 1.0, config.seed)
+        return jnp.concatenate([tokens, new], 1)
+
+    fit(config, init, lambda examples: data.collate(examples, T), loss, predict,
+        data.Windows(corpus.train, T), held_out, mesh=mesh,
+        show=lambda ids: tokenizer.decode(ids[0]),
+        flops=model.flops(config, config.batch * T),
+        bits_per_nat=len(said) / size / math.log(2) if size else None,
+        record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind})
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag"
+
+
+def run(main: Callable) -> None:
+    """A command line: what is refused is one line and status 2; a bug stays a traceback."""
+    try:
+        main()
+    except Refused as e:
+        print("error: " + " ".join(str(e).split()), file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    import train        # the module, not the script: sample.py and data.py import it too
+    run(train.main)
