@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -141,7 +142,10 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
             allow_whitespace_only_pieces=True, split_digits=True, input_sentence_size=1_000_000,
             num_threads=os.cpu_count(), minloglevel=2)
     except RuntimeError as e:
-        raise Refused(f"--vocab_size {vocab_size}: {str(e).splitlines()[-1].strip()}") from None
+        most = re.search(r"value <= (\d+)", str(e))
+        raise Refused(f"--vocab_size {vocab_size}: " + (
+            f"the text has pieces for {most[1]} at most" if most
+            else str(e).splitlines()[-1].strip())) from None
     out.with_suffix(".vocab").unlink(missing_ok=True)
     return Pieces(out)
 
@@ -283,6 +287,8 @@ class Windows:
         return self.count
 
     def __getitem__(self, i: int) -> np.ndarray:
+        if not 0 <= i < self.count:
+            raise IndexError(i)
         start = i * self.total // self.count * self.length
         return np.asarray(self.tokens[start:start + self.length + 1], np.int32)
 

@@ -39,7 +39,7 @@ class Config:
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
     vocab_size: int = 0           # ids; 0: what the data's tokenizer has
     seq_len: int = 128            # tokens in a training example
-    tied: bool = True             # one table for reading and for saying tokens
+    tied: bool = False            # one table for reading and for saying tokens
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
     dropout: float = 0.0          # share of each block's output dropped in training
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
@@ -83,7 +83,8 @@ class Config:
 
 PRESETS = {
     "tiny": Config(),
-    "124m": Config(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024),
+    "124m": Config(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
+                   tied=True),
     "1.2b": Config(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048,
                    tied=False),
     "llama-7b": Config(layers=32, d_model=4096, heads=32, d_ff=11008, vocab_size=32000,
@@ -285,6 +286,14 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     return jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"])
 
 
+def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape of a batch."""
+    shape = (rows, config.seq_len)
+    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
 def new_cache(config: Config, rows: int, slots: int, dtype: Any) -> Params:
     """Room for the keys and values of `slots` tokens in each row."""
     shape = (config.layers, rows, slots, config.kv_heads, config.head_dim)
@@ -332,8 +341,8 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
                       f"{', '.join(map(str, steps))}" if steps else "yet"))
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
-    tokens = jax.ShapeDtypeStruct((1, min(config.seq_len, 128)), jnp.int32)
-    specs = shard.infer_specs(lambda p, t: forward(p, t, config), shapes, tokens, mesh=mesh)
+    specs = shard.infer_specs(lambda p, b: loss(p, b, config), shapes, a_batch(config, 1),
+                              mesh=mesh)
     places = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
                           shapes, shard.shardings(specs, mesh))
     with ocp.StandardCheckpointer() as reader:

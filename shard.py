@@ -20,6 +20,7 @@ F feed-forward, V vocabulary, L layers, E experts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -110,7 +111,8 @@ def simulate(count: int) -> None:
     Call it before anything touches a device. Only the CPU backend reads this setting, so with
     an accelerator in the machine it changes nothing."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", count)
+        with contextlib.suppress(RuntimeError):     # the devices exist already: make_mesh counts
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def live(spec: P, mesh: Any) -> P:
@@ -169,10 +171,10 @@ def _axes_in(spec: P) -> set[str]:
 #    with each other) must be split together or not at all: they are one *thread*. A residual
 #    stream is one long thread through the whole network. The hidden dimension of an MLP is a
 #    short one: out of w_gate and w_up, into w_down. So are the heads, and the vocabulary.
-#    Splitting a thread has a price, the bytes that must be reduced wherever it is summed over
-#    and gathered wherever it is cut, forward and backward. The rule splits the threads that
-#    cost least per byte of weights, never two in one weight. Columns and rows alternate by
-#    themselves, because the two dimensions of a weight are different threads.
+#    Splitting a thread has a price, the bytes that must be reduced wherever it is summed over,
+#    forward and backward; one that is cut on the way (through a head, by a slice) is not split.
+#    The rule splits the threads that cost least per byte of weights, never two in one weight.
+#    Columns and rows alternate by themselves: a weight's two dimensions are different threads.
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -294,6 +296,7 @@ class _Walk:
         self.parent: list[int] = []
         self.prices: list[tuple[int, float, Any]] = []   # thread, bytes, what it is (counted once)
         self.roles: list[dict[int, set[str]]] = [{} for _ in leaves]
+        self.cuts: list[int] = []                         # threads that end before they are summed
         self.repeat = 1                                   # how often the present scan body runs
         self.leaf_ids = [self.fresh(leaf.shape) for leaf in leaves]
 
@@ -316,6 +319,10 @@ class _Walk:
     def price(self, thread: int, aval: Any, key: Any = None) -> None:
         size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) * self.repeat
         self.prices.append((thread, float(size), key if key is not None else len(self.prices)))
+
+    def cut(self, thread: int) -> None:
+        """A split would have to be gathered again here: through a head, through a slice."""
+        self.cuts.append(thread)
 
     def role(self, value: _Value, dim: int, role: str) -> None:
         """What became of a dimension of a leaf, seen through its views."""
@@ -385,29 +392,31 @@ class _Walk:
         elif name == "scan":
             return self.scan(eqn, ins)
         elif name in CALLS and (inner := _inner(params)) is not None:
-            return self.run(inner.jaxpr, [_Value(self.fresh(jnp.shape(c))) for c in inner.consts],
-                            ins[len(ins) - len(inner.jaxpr.invars):])
+            jaxpr, consts = inner
+            return self.run(jaxpr, [_Value(self.fresh(jnp.shape(c))) for c in consts],
+                            ins[len(ins) - len(jaxpr.invars):])
         elif name in ("slice", "dynamic_slice", "pad", "rev", "cumsum", "cumlogsumexp", "cummax",
                       "sort", "concatenate", "dynamic_update_slice", "split"):
-            # The dimensions that are cut, joined, turned or summed along come out anew (and
-            # would have to be gathered first); the others pass through.
+            # The dimensions that are cut, joined, turned or summed along would have to be whole,
+            # and come out anew (splitting those is free, but their gradients must be gathered);
+            # the others pass through.
             along = {params.get("dimension", params.get("axis"))} - {None}
             along |= set(params.get("dimensions", ())) if name == "rev" else set()
             for o, v in zip(outs, eqn.outvars):
-                for x, shape, xv in zip(ins, shapes, eqn.invars):
+                for x, shape in zip(ins, shapes):
                     if len(shape) != len(v.aval.shape):
                         continue
                     for d, (a, b) in enumerate(zip(shape, v.aval.shape)):
                         if a == b and d not in along:
                             self.tie(x.ids[d], o.ids[d])
                         elif a > 1:
-                            self.price(x.ids[d], xv.aval)
+                            self.cut(x.ids[d])
                             self.price(o.ids[d], v.aval)
         else:
             # An honest stop: nothing is known, so whatever comes in must come in whole.
-            for x, v in zip(ins, eqn.invars):
+            for x in ins:
                 for i in x.ids:
-                    self.price(i, v.aval)
+                    self.cut(i)
         return outs
 
     def product(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
@@ -448,7 +457,7 @@ class _Walk:
             if sizes[d] == shape[d]:
                 self.tie(table.ids[d], out.ids[o])
             else:
-                self.price(table.ids[d], eqn.invars[0].aval)
+                self.cut(table.ids[d])
         batch = [o for o in range(len(out.ids)) if o not in numbers.offset_dims]
         for o, i in zip(batch, index.ids):
             self.tie(out.ids[o], i)
@@ -471,19 +480,18 @@ class _Walk:
                     p, i = p * a[i], i + 1
                 else:
                     q, j = q * b[j], j + 1
-            for rest, ids, v in ((range(i0, i), x.ids, eqn.invars[0]),
-                                 (range(j0, j), out.ids, eqn.outvars[0])):
-                dims = [d for d in rest if v.aval.shape[d] > 1]
-                for d in dims[1:]:
-                    self.price(ids[d], v.aval)
+            for d in [d for d in range(i0, i) if a[d] > 1][1:]:
+                self.cut(x.ids[d])
+            for d in [d for d in range(j0, j) if b[d] > 1][1:]:
+                self.price(out.ids[d], eqn.outvars[0].aval)
             m = next((d for d in range(i0, i) if a[d] > 1), None)
             k = next((d for d in range(j0, j) if b[d] > 1), None)
             if m is not None and k is not None:
                 if a[m] == b[k] or (a[m] % self.shards == 0 and b[k] % self.shards == 0):
                     self.tie(x.ids[m], out.ids[k])
                 else:
-                    self.price(x.ids[m], eqn.invars[0].aval)
-                    self.price(out.ids[k], eqn.outvars[0].aval)
+                    self.cut(x.ids[m])
+                    self.price(out.ids[k], eqn.invars[0].aval)
 
     def scan(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
         params = eqn.params
@@ -513,10 +521,11 @@ class _Walk:
         cost: dict[int, dict[Any, float]] = {}
         for thread, size, key in self.prices:
             cost.setdefault(self.find(thread), {})[key] = size
+        cut = {self.find(i) for i in self.cuts}
         ranked = []
         for thread, places in threads.items():
             whose = [leaf for leaf, _ in places]
-            if (len(set(whose)) == len(whose)
+            if (thread not in cut and len(set(whose)) == len(whose)
                     and all(self.leaves[leaf].shape[d] % self.shards == 0 for leaf, d in places)
                     and any(self.roles[leaf].get(d) for leaf, d in places)):
                 weight = sum(math.prod(self.leaves[leaf].shape) for leaf in whose)
@@ -546,15 +555,15 @@ class _Walk:
                 if "stacked" not in self.roles[leaf].get(d, ())]
         if all(s % self.shards for s in dims):
             return f"whole: none of {dims} divides by {self.shards}"
-        return "whole: every split of it would cost more than it saves"
+        return "whole: every split of it would be cut again, through a head or a slice"
 
 
 def _inner(params: dict[str, Any]) -> Any:
-    """The jaxpr that a call-like primitive carries, closed, whatever jax calls it."""
+    """The jaxpr that a call-like primitive carries and its constants, whatever jax calls it."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in params:
             inner = params[key]
-            return inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+            return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
     return None
 
 
@@ -754,10 +763,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=257)
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
-    batch = {k: jax.ShapeDtypeStruct((rows(mesh), config.seq_len), t) for k, t in
-             (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))}
-    train.check(config, mesh)
-    found = decide(lambda p, b: model.loss(p, b, config), params, batch, mesh=mesh)
+    train.check_model(config, mesh)
+    found = decide(lambda p, b: model.loss(p, b, config), params, model.a_batch(config, 1),
+                   mesh=mesh)
     print(explain(found, params, mesh))
 
 

@@ -51,8 +51,8 @@ class Config(model.Config):
     model: str = "tiny"             # a preset to begin from; other flags change it
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
     out: str = "out"                # folder of the run; the same command again continues it
-    steps: int = 600                # updates
-    batch: int = 16                 # examples in an update, over all devices
+    steps: int = 900                # updates
+    batch: int = 8                  # examples in an update, over all devices
     accumulate: int = 1             # parts that a batch is cut into, one after the other
     lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
@@ -216,7 +216,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         here = rows if n % shard.rows(mesh) == 0 else P()
         def fn(params, batch):
             weights = shard.vary(shard.cast(params, config.dtype), batch)
-            return shard.reduce(local_loss(weights, batch))
+            return shard.reduce(shard.vary(local_loss(weights, batch), batch))
         return split(fn, (P(), P()), here)(params, batch)
 
     options = shard.compiler_options(mesh)
@@ -274,11 +274,8 @@ def machine(sizes: dict[str, int]) -> Any:
 
 def language(config: Config) -> tuple[Callable, Callable, Any]:
     """Language modelling for `build`: init, loss, and the shape of a batch."""
-    shape = (config.batch, config.seq_len)
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-             "seeds": jax.ShapeDtypeStruct(shape[:1], jnp.uint32)}
+    batch = {**model.a_batch(config, config.batch),
+             "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
     return (lambda key: model.init(config, key),
             lambda params, batch, specs=None: model.loss(params, batch, config, specs), batch)
 
@@ -507,6 +504,11 @@ class Run:
             data.write_json(self.folder / "config.json", record)
         except OSError as e:
             raise Refused(f"--out {config.out}: cannot be written ({e.strerror})") from None
+        # orbax would note which devices held what, and then refuse to open the checkpoint on
+        # other ones unless told where to put it. Without the note it opens anywhere.
+        ocp.type_handlers.register_type_handler(
+            jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False),
+            override=True)
         self.manager = ocp.CheckpointManager(
             self.folder / "checkpoints", item_names=("params", "opt", "meta"),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep,
@@ -805,7 +807,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     fit(config, init, lambda examples: data.collate(examples, T), loss, predict,
         data.Windows(corpus.train, T), held_out, mesh=mesh,
-        show=lambda ids: tokenizer.decode(ids[0]),
+        show=lambda ids: f"{tokenizer.decode(ids[0][:begin])} ==> {tokenizer.decode(ids[0][begin:])}",
         flops=model.flops(config, config.batch * T),
         bits_per_nat=len(said) / size / math.log(2) if size else None,
         record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind})

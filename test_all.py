@@ -1,0 +1,784 @@
+"""Every test. The reference is always something independent: one device for many, optax for the
+update, the formula without a cache for generation, a run that was never stopped for one that was.
+
+    pytest test_all.py               the quick ones
+    pytest test_all.py -m slow       the rest: real processes, real signals
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import data
+import model
+import sample
+import shard
+import train
+
+HERE = Path(__file__).parent
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
+
+TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", steps=20, batch=8,
+            dtype="float32", warmup=3, d_ff=64)
+
+
+def make(**changes):
+    return train.Config(**{**TINY, **changes})
+
+
+def mesh_of(text):
+    sizes = shard.mesh_sizes(text)
+    sizes.setdefault("data", 1)
+    return shard.make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values())))], **sizes)
+
+
+def tokens_of(config, count=64, seed=0):
+    """Examples with something to learn in them: each id is the one before plus a step."""
+    rng = np.random.default_rng(seed)
+    start, step = rng.integers(0, 50, (count, 1)), rng.integers(1, 4, (count, 1))
+    ids = (start + step * np.arange(config.seq_len + 1)) % config.vocab_size
+    return [row.astype(np.int32) for row in ids]
+
+
+def learn(config, mesh="", **given):
+    """The rows of metrics.jsonl of a run in this process, without a folder."""
+    rows = []
+
+    class Keep(train._Say):
+        def line(self, text): pass
+        def header(self, program): pass
+        def step(self, row, took): rows.append(row)
+        def evaluation(self, row, text): rows.append(row)
+
+    T = config.seq_len
+    init, loss, _ = train.language(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_Say", Keep)
+        result = train.fit(config, **{**dict(
+            init=init, collate=lambda e: data.collate(e, T), loss=loss,
+            examples=tokens_of(config), mesh=mesh_of(mesh)), **given})
+    return rows, result
+
+
+def program_of(config, mesh):
+    return train.build(config, mesh_of(mesh), *train.language(config))
+
+
+def batch_of(config, seed=1, weights=None):
+    rows = data.collate(tokens_of(config, config.batch, seed), config.seq_len)
+    rows["seeds"] = np.arange(config.batch, dtype=np.uint32)
+    if weights is not None:
+        rows["weights"] = weights.astype(np.float32)
+    return rows
+
+
+def gradients_of(config, mesh, batch):
+    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer", lambda config, matrices: optax.identity())
+        patch.setattr(train, "schedule", lambda config, step: jnp.float32(1.0))
+        program = program_of(config, mesh)
+        with jax.set_mesh(program.mesh):
+            state = program.start(jax.random.key(0))
+            before = jax.device_get(state["params"])
+            placed = train._place(program, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                                  config.batch)
+            state, metrics = program.step(state, placed)
+            after = jax.device_get(state["params"])
+    return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
+
+
+# ---- the command line in a process of its own
+
+def command(*words, file="train.py", env=None, **more):
+    return subprocess.run([sys.executable, str(HERE / file), *map(str, words)], text=True,
+                          capture_output=True, timeout=600, cwd=more.pop("cwd", HERE),
+                          env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
+
+
+SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
+
+
+WORDS = ("a".join(p) for p in itertools.product(("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"),
+                                                ("s", "t")))
+WORDS = list(WORDS)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("".join(f"{WORDS[(i * j) % 50]} {i} and {WORDS[(i + j) % 50]} {j} are {i + j}\n" for j in range(60)))
+    return folder
+
+
+# -------------------------------------------------------------------------------------------
+# Imports
+
+def test_importing_takes_no_device():
+    """A top-level jnp array or jax.devices() would fix the platform before flags are read."""
+    code = ("import model, shard, train, data, sample, jax\n"
+            "from jax._src import xla_bridge\nassert not xla_bridge._backends")
+    done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
+                          cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -------------------------------------------------------------------------------------------
+# The mesh
+
+@pytest.mark.parametrize("sizes, shape", [({}, (8, 1, 1, 1, 1, 1)), ({"tensor": 4}, (2, 1, 1, 1, 1, 4)),
+                                          ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 1, 1, 2))])
+def test_data_takes_the_devices_that_are_left(sizes, shape):
+    """Tensor innermost: its neighbours are the closest devices."""
+    mesh = shard.make_mesh(**sizes)
+    assert mesh.devices.shape == shape and mesh.axis_names == shard.AXES
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize("sizes, words", [({"tensor": 3}, ("tensor=3", "8", "1, 2, 4, 8")),
+                                          ({"tensor": 16}, ("16", "8")),
+                                          ({"tensr": 2}, ("tensr", "'tensor'"))])
+def test_an_impossible_mesh_names_the_numbers(sizes, words):
+    with pytest.raises(shard.Refused) as e:
+        shard.make_mesh(**sizes)
+    assert all(w in str(e.value) for w in words), e.value
+
+
+# -------------------------------------------------------------------------------------------
+# The rule
+
+def specs_of(config, mesh):
+    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    return shard.infer_specs(lambda p, b: model.loss(p, b, config), params,
+                             model.a_batch(config, 2), mesh=mesh_of(mesh))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoder_is_split_column_row(tied):
+    """Megatron's table: heads and hidden out of the stream are columns, into it rows, the
+    vocabulary by rows of its table. An inverted MLP costs more than no rule."""
+    specs = specs_of(make(tied=tied), "tensor=4")
+    layers = specs["layers"]
+    assert specs["embed"] == P("tensor") and specs["norm"] == P()
+    assert tied or specs["head"] == P(None, "tensor")
+    for name in ("wq", "wk", "wv", "w_gate", "w_up"):
+        assert layers[name] == P(None, None, "tensor"), name
+    for name in ("wo", "w_down"):
+        assert layers[name] == P(None, "tensor"), name
+    assert layers["attn_norm"] == layers["mlp_norm"] == P()
+
+
+def test_too_few_kv_heads_stay_whole_and_queries_split():
+    """Splitting 2 key/value heads four ways would cut through a head."""
+    layers = specs_of(make(kv_heads=2), "tensor=4")["layers"]
+    assert layers["wk"] == layers["wv"] == P()
+    assert layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
+    assert specs_of(make(kv_heads=2), "tensor=2")["layers"]["wk"] == P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c", "d"), ("d", "c", "b", "a"), ("b", "a", "d", "c")])
+def test_names_and_their_order_change_nothing(names):
+    """JAX sorts dict keys: a rule that alternates over a listing inverts w_down and w_up."""
+    shapes = [(32, 64), (64, 32), (32, 128), (128, 32)]
+    params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in zip(names, shapes)}
+
+    def chain(p, x):
+        a, b, c, d = (p[n] for n in names)
+        x = x + jax.nn.gelu(x @ a) @ b
+        return jnp.sum((x + jax.nn.gelu(x @ c) @ d) ** 2)
+
+    specs = shard.infer_specs(chain, params, jax.ShapeDtypeStruct((4, 32), "float32"),
+                              mesh=mesh_of("tensor=4"))
+    assert [specs[n] for n in names] == [P(None, "tensor"), P("tensor"), P(None, "tensor"), P("tensor")]
+
+
+def test_fsdp_takes_the_largest_dimension_left():
+    specs = specs_of(make(d_ff=256), "fsdp=2,tensor=2")
+    assert specs["layers"]["w_up"] == P(None, "fsdp", "tensor")
+    assert specs["norm"] == P(), "small leaves stay whole"
+
+
+def test_overrides_win_and_are_checked():
+    params = {"up": jax.ShapeDtypeStruct((32, 64), "float32")}
+    def infer(*overrides):
+        return shard.infer_specs(lambda p, x: jnp.sum(x @ p["up"]), params,
+                                 jax.ShapeDtypeStruct((4, 32), "float32"),
+                                 mesh=mesh_of("tensor=4"), overrides=overrides)
+    assert infer(("up", P("tensor")))["up"] == P("tensor")
+    for bad, word in [(("upp", P()), "matches no"), (("up", P("tensr")), "tensr"),
+                      (("up", P(None, None, "tensor")), "3 dimensions")]:
+        with pytest.raises(shard.Refused, match=word):
+            infer(bad)
+
+
+def test_an_unknown_primitive_is_a_stop_not_a_crash():
+    params = {"w": jax.ShapeDtypeStruct((32, 32), "float32"), "up": jax.ShapeDtypeStruct((32, 64), "float32")}
+    specs = shard.infer_specs(lambda p, x: jnp.sum(x @ jnp.linalg.qr(p["w"])[0] @ p["up"]), params,
+                              jax.ShapeDtypeStruct((4, 32), "float32"), mesh=mesh_of("tensor=4"))
+    assert specs["w"] == P() and specs["up"] == P(None, "tensor")
+
+
+# -------------------------------------------------------------------------------------------
+# The same loss on every mesh
+
+MESHES = ["tensor=2", "tensor=4", "data=2,tensor=2", "data=4", "fsdp=4", "fsdp=2,tensor=2",
+          "data=2,fsdp=2,tensor=2"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return learn(make())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_the_same_model(mesh, alone):
+    """Gradients scaled by a mesh's size hide behind Adam; norms clipped on each device differ."""
+    rows, result = learn(make(), mesh)
+    first, last = alone[0][0], alone[0][-1]
+    assert rows[0]["loss"] == pytest.approx(first["loss"], rel=2e-6)
+    assert rows[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5)
+    for a, b in zip(rows, alone[0], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
+    assert last["loss"] < 0.8 * first["loss"], "it learns"
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit"), dict(step="jit", accumulate=2),
+                                     dict(remat="full"), dict(remat="selective", accumulate=2)])
+def test_accumulation_remat_and_the_compilers_step_change_nothing(mesh, changes, alone):
+    for a, b in zip(learn(make(**changes), mesh)[0], alone[0], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
+
+
+@pytest.mark.parametrize("mesh", ["", "tensor=4", "data=4,tensor=2", "fsdp=4,tensor=2", "data=2,fsdp=2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
+    """Leaf by leaf, with masks that differ per row: a mean of means would show here."""
+    config = make(tied=tied, kv_heads=2, accumulate=1 if mesh else 2)
+    weights = np.random.default_rng(0).random((8, 16)) < np.linspace(0.1, 1, 8)[:, None]
+    batch = batch_of(config, weights=weights)
+    got, value = gradients_of(config, mesh, batch)
+    params = model.init(config, jax.random.key(0))
+    plain = {k: jnp.asarray(v) for k, v in batch.items()}
+    mean = lambda p: (lambda s, n: s / n)(*model.loss(p, plain, config))
+    want_value, want = jax.value_and_grad(mean)(params)
+    assert value == pytest.approx(float(want_value), rel=2e-6)
+    total = float(optax.tree.norm(want))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)):
+        # Both sides are p - (p - g) in float32, so each element carries the rounding of p.
+        slack = 1e-5 * np.linalg.norm(b) + 1e-7 * total + 1e-7 * np.sqrt(b.size)
+        assert np.linalg.norm(a - b) < slack, jax.tree_util.keystr(path)
+
+
+def test_gradients_equal_finite_differences():
+    """In float64, leaf by leaf: the derivative of the loss that is printed."""
+    with jax.enable_x64(True):
+        config = make(layers=1, d_model=16, d_ff=32)
+        params = jax.tree.map(lambda w: w.astype(jnp.float64), model.init(config, jax.random.key(0)))
+        batch = {k: jnp.asarray(v) for k, v in batch_of(config).items()}
+        keep = dataclasses.replace(config, dtype="float32")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shard, "cast", lambda tree, dtype: tree)
+            patch.setattr(jnp, "float32", jnp.float64)      # every "in float32" of the model
+            mean = jax.jit(lambda p: (lambda s, n: s / n)(*model.loss(p, batch, keep)))
+            grads = jax.grad(mean)(params)
+            leaves, tree = jax.tree.flatten(params)
+            for i, leaf in enumerate(leaves):
+                way = jax.random.normal(jax.random.key(i), leaf.shape, jnp.float64)
+                at = lambda h: float(mean(jax.tree.unflatten(
+                    tree, leaves[:i] + [leaf + h * way] + leaves[i + 1:])))
+                slope = (at(1e-5) - at(-1e-5)) / 2e-5
+                assert float(jnp.vdot(jax.tree.leaves(grads)[i], way)) == pytest.approx(slope, rel=1e-4, abs=1e-9)
+
+
+def test_copies_stay_equal_and_two_runs_are_equal():
+    """Copies of a weight whose gradients were not summed drift apart after one update."""
+    first, result = learn(make(), "data=2,fsdp=2,tensor=2")
+    for leaf in jax.tree.leaves(result.params):
+        copies = {}
+        for piece in leaf.addressable_shards:
+            copies.setdefault(str(piece.index), []).append(np.asarray(piece.data))
+        assert all((c == same[0]).all() for same in copies.values() for c in same)
+    again, _ = learn(make(), "data=2,fsdp=2,tensor=2")
+    assert [r["loss"] for r in first] == [r["loss"] for r in again]
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "fsdp=2,tensor=2", "tensor=2", "fsdp=4"])
+def test_bfloat16_on_cpu(mesh):
+    """Done naively the compiler aborts the process on a bfloat16 sum."""
+    rows, _ = learn(make(dtype="bfloat16", accumulate=2), mesh)
+    exact, _ = learn(make())
+    assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
+    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.1)
+
+
+def test_softmax_loss_and_sums_are_float32_under_bfloat16():
+    """A log-softmax or a sum of micro-batch gradients in bfloat16 loses the last digits."""
+    config = make(dtype="bfloat16", accumulate=2)
+    program = program_of(config, "")
+    with jax.set_mesh(program.mesh):
+        text = str(program.step.trace(program.state, program.batch).jaxpr)
+    assert re.search(r"bf16\[\d+,32,4,8\]|bf16\[32,4,8\]", text), "products are in bfloat16"
+    assert not re.search(r":bf16\S* = (exp|log|logsumexp|reduce_max)\b", text)
+    assert all(w.dtype == jnp.float32 for w in jax.tree.leaves((program.state["params"], program.state["opt"][1].mu)))
+
+
+@pytest.mark.parametrize("mesh, changes", [("data=4,tensor=2", {}), ("fsdp=2", {}), ("", dict(accumulate=4))])
+def test_dropout_masks_belong_to_the_example(mesh, changes):
+    """A key per device would drop differently on every mesh, and on copies of one activation."""
+    config = make(dropout=0.3, steps=3)
+    rows, _ = learn(dataclasses.replace(config, **changes), mesh)
+    base, _ = learn(config)
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in base], rel=5e-6)
+    assert base[0]["loss"] != learn(make(steps=3))[0][0]["loss"]
+
+
+def test_one_gradient_reduction_per_update_however_many_parts():
+    """Autodiff left alone puts the sum over devices into every micro-batch."""
+    counts = {}
+    for parts in (1, 4):
+        program = program_of(make(batch=32, accumulate=parts), "data=8")
+        text = train.compiled(program).as_text()
+        bodies = re.findall(r"body=%?([\w.\-]+)", text)
+        inside = [b for b in bodies if "all-reduce" in re.search(
+            rf"%?{re.escape(b)} [^\n]*{{\n(.*?)\n}}", text, re.S).group(1)]
+        assert not inside, inside
+        counts[parts] = len(re.findall(r" all-reduce(?:-start)?\(", text))
+    assert counts[1] == counts[4] > 0
+
+
+def test_weights_are_made_in_their_places():
+    """Made on one device and then spread, a model that fits only split could never begin."""
+    config = make(d_model=128, d_ff=512, vocab_size=1000)
+    program = program_of(config, "fsdp=4,tensor=2")
+    with jax.set_mesh(program.mesh):
+        memory = program.start.lower(jax.random.key(0)).compile().memory_analysis()
+    whole = 12 * model.count(program.state["params"])
+    assert memory.output_size_in_bytes < 0.14 * whole
+    # Random bits and their counters, one leaf at a time, of this device's part alone.
+    assert memory.temp_size_in_bytes < 0.14 * whole
+
+
+# -------------------------------------------------------------------------------------------
+# The update
+
+def test_adamw_schedule_and_clipping_equal_optax():
+    """And the rate in the metrics is the one that was applied."""
+    config = make(clip=0.5, steps=12, warmup=4)
+    rows, result = learn(config)
+    rate = optax.warmup_cosine_decay_schedule(config.lr / 4, config.lr, 3, 11, config.lr / 50)
+    matrices = lambda p: jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), p)
+    rule = optax.chain(optax.clip_by_global_norm(0.5),
+                       optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices))
+    params = model.init(config, jax.random.key(0))
+    state, examples = rule.init(params), tokens_of(config)
+
+    @jax.jit
+    def update(params, state, batch):
+        mean = lambda p: (lambda s, n: s / n)(*model.loss(p, batch, config))
+        grads = jax.grad(mean)(params)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for at in range(12):
+        chosen = data.order(64, 0, at * 8, 8)
+        params, state = update(params, state, data.collate([examples[i] for i in chosen], 16))
+        assert rows[at]["lr"] == pytest.approx(float(rate(at)), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(result.params)):
+        # Adam divides by the root of the second moment: where a gradient is rounding alone, so
+        # is the step; its size is bounded by the rate, 1e-2 here.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * max(1, 100 * config.lr))
+    assert rows[-1]["lr"] == pytest.approx(config.lr / 50)
+    assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
+
+
+# -------------------------------------------------------------------------------------------
+# The model
+
+def test_no_token_sees_a_later_one_or_another_document():
+    """By gradient, not by eye."""
+    config = make()
+    params = model.init(config, jax.random.key(0))
+    rows = {k: jnp.asarray(v)[:1] for k, v in batch_of(config).items()}
+    rows["segments"] = jnp.asarray([[0] * 6 + [1] * 10])
+    rows["positions"] = jnp.asarray([[*range(6), *range(10)]])
+
+    def at(table, t):
+        weights = jnp.zeros((1, 16)).at[0, t].set(1)
+        return model.loss({**params, "embed": table}, {**rows, "tokens": jnp.arange(16)[None],
+                                                       "weights": weights}, config)[0]
+
+    for t in (3, 9):
+        seen = np.abs(jax.grad(at)(params["embed"], t)).sum(1)[:16] > 0
+        assert seen.tolist() == [(i < 6) == (t < 6) and i <= t for i in range(16)]
+
+
+def test_positions_are_relative():
+    """Shifting every position must change nothing: rates that differ between q and k would."""
+    config = make()
+    params = model.init(config, jax.random.key(0))
+    tokens = jnp.asarray(batch_of(config)["tokens"])
+    where = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+    a = model.forward(params, tokens, config, positions=where)
+    b = model.forward(params, tokens, config, positions=where + 1000)
+    np.testing.assert_allclose(a, b, atol=3e-4)     # float32 angles near 1000 carry 6e-5
+    c = model.forward(params, tokens, config, positions=where * 2)
+    assert float(jnp.abs(a - c).max()) > 1e-2
+
+
+def test_padded_ids_are_never_said_and_never_learn():
+    config = make(tied=True)
+    params = model.init(config, jax.random.key(0))
+    assert params["embed"].shape == (128, 32)
+    got, _ = gradients_of(config, "tensor=4", batch_of(config))
+    assert (got["embed"][61:] == 0).all() and (got["embed"][:61] != 0).any(1).all()
+    assert model.forward(params, jnp.zeros((1, 4), int), config).shape == (1, 4, 61)
+
+
+def test_parameter_counts_are_the_published_ones():
+    """LLaMA-7B has 6,738,415,616 parameters; the head and the table are 32000 x 4096 each."""
+    shapes = jax.eval_shape(lambda: model.init(model.PRESETS["llama-7b"], jax.random.key(0)))
+    assert model.count(shapes) == 6_738_415_616
+
+
+# -------------------------------------------------------------------------------------------
+# Data
+
+@pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 1000, 4097])
+def test_each_epoch_is_a_shuffle_without_repeats(count):
+    everything = data.order(count, 7, 0, 3 * count)
+    epochs = everything.reshape(3, count)
+    assert all(sorted(e) == list(range(count)) for e in epochs)
+    pieces = [data.order(count, 7, a, 1)[0] for a in range(min(3 * count, 200))]
+    assert pieces == everything[:len(pieces)].tolist(), "whatever is asked for at a time"
+    if count > 60:
+        assert (epochs[0] != epochs[1]).any() and (epochs[0] != data.order(count, 8, 0, count)).any()
+        assert abs(np.corrcoef(epochs[0], np.arange(count))[0, 1]) < 5 / count**0.5     # five sigma
+
+
+def test_order_takes_no_memory():
+    assert (data.order(10**15, 0, 10**14, 4) < 10**15).all()
+
+
+def test_bytes_and_pieces_give_the_text_back(tmp_path, text):
+    """Newlines, runs of spaces, tabs, other scripts, and bytes that are no text."""
+    corpus = data.prepare([str(text)], tmp_path / "p", 400)
+    assert corpus.tokenizer.vocab_size == 400 and corpus.train.dtype == np.uint16
+    for tokenizer in (corpus.tokenizer, data.Bytes()):
+        for words in ("7 and 8 are 15\n", "  two  spaces\n\n\ttab", "naïve 日本語 🙂", "", " x"):
+            ids = tokenizer.encode(words)
+            assert tokenizer.decode(ids) == words
+            assert tokenizer.lengths()[ids].sum() == len(words.encode())
+        assert tokenizer.decode(tokenizer.encode(b"\xff\xfe")) is not None
+    assert len(corpus.tokenizer.encode("7 and 8 are 15\n")) < 12, "it has learned pieces"
+
+
+def test_prepared_tokens_are_the_files(tmp_path, text):
+    corpus = data.prepare([str(text)], tmp_path / "d")
+    for split in data.SPLITS:
+        parts = "".join(chr(i) if i < 256 else "\0" for i in getattr(corpus, split)).split("\0")[1:]
+        names = [n for n, _ in data.documents([str(text)]) if data._held_out(n) == (split == "held_out")]
+        assert parts == [(text / n).read_text() for n in names] and names
+    assert corpus.record["train"]["bytes"] == len(corpus.train) - corpus.record["train"]["documents"]
+    os.truncate(tmp_path / "d" / "train.bin", 100)
+    with pytest.raises(shard.Refused, match="data.json says"):
+        data.Corpus(tmp_path / "d")
+
+
+def test_one_file_still_has_a_held_out_end(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 100)
+    corpus = data.prepare([str(tmp_path / "a.txt")], tmp_path / "d")
+    assert len(corpus.held_out) == 100 and len(corpus.train) == 901
+
+
+def test_windows_cover_everything_once():
+    rows = data.Windows(np.arange(101), 10)
+    assert len(rows) == 10 and [r[0] for r in rows] == list(range(0, 100, 10))
+    assert all(len(r) == 11 for r in rows)
+    few = data.Windows(np.arange(101), 10, 3)
+    assert [few[i][0] for i in range(3)] == [0, 30, 60]
+
+
+@pytest.mark.parametrize("mesh", ["", "data=8", "data=2,tensor=4"])
+def test_evaluation_is_exact_for_any_number_of_examples(mesh):
+    """Dropping the remainder, or a mean of batch means, depends on how many devices there are."""
+    config = make(steps=1, batch=8)
+    held_out = [e[:5 + i] for i, e in enumerate(tokens_of(config, 13, 5))]      # 13, uneven
+    rows, result = learn(config, mesh, held_out=held_out)
+    params = jax.device_get(result.params)
+    s, n = model.loss(params, data.collate(held_out, 16), config)
+    assert rows[-1]["eval_loss"] == pytest.approx(float(s / n), rel=2e-6)
+
+
+# -------------------------------------------------------------------------------------------
+# Generation
+
+@pytest.fixture(scope="module")
+def trained():
+    config = make(steps=60)
+    return learn(config)[1].params, config
+
+
+PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
+
+
+def test_greedy_is_the_argmax_without_a_cache(trained):
+    """A cache read at the slot about to be filled gives other ids; so does padding that is seen."""
+    params, config = trained
+    got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
+    forward = jax.jit(lambda row: model.forward(params, row, config))
+    for prompt, new in zip(PROMPTS, got):
+        row = list(prompt)
+        for _ in range(8):      # what lies after a token cannot change its logits
+            logits = forward(jnp.asarray([row + [0] * (20 - len(row))]))
+            row.append(int(jnp.argmax(logits[0, len(row) - 1])))
+        assert new == row[len(prompt):]
+    assert got[0][:4] == [5, 6, 7, 8], "it has learned to count"
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_generation_is_the_same_on_any_shards(trained, shards):
+    params, config = trained
+    mesh = mesh_of(f"tensor={shards}")
+    specs = specs_of(config, f"tensor={shards}")
+    split = jax.device_put(params, shard.shardings(specs, mesh))
+    for temperature in (0, 0.8):
+        assert (sample.generate(split, PROMPTS, config, 8, temperature)
+                == sample.generate(params, PROMPTS, config, 8, temperature))
+
+
+def test_choices_are_limited_and_seeded(trained):
+    params, config = trained
+    draw = lambda **k: sample.generate(params, [[1, 2]], config, **{**dict(tokens=12), **k})
+    assert draw(seed=1) == draw(seed=1) != draw(seed=2, temperature=3.0)
+    assert draw(top_k=1) == draw(top_p=1e-6) == draw(temperature=0)
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
+    keys = jax.random.split(jax.random.key(0), 400)
+    ids = {int(i) for i in sample._draw(jnp.repeat(logits, 400, 0), keys, 1.0, 0, 0.7)}
+    assert ids == {0, 1}, "the likeliest that together have the share"
+    assert {int(i) for i in sample._draw(jnp.repeat(logits, 400, 0), keys, 1.0, 3, 1.0)} == {0, 1, 2}
+
+
+def test_a_full_beam_finds_the_best_of_all_continuations(trained):
+    """With a beam per continuation nothing is pruned: compare with trying every one."""
+    params, config = trained
+    config = dataclasses.replace(config, vocab_size=5)      # the other ids can no longer be said
+    prompt = [1, 2, 3]
+    every = list(itertools.product(range(5), repeat=3))
+    logp = jax.nn.log_softmax(model.forward(params, jnp.asarray([prompt + list(n) for n in every]), config))
+    scores = {n: sum(float(logp[k, 2 + i, n[i]]) for i in range(3)) for k, n in enumerate(every)}
+    best = sorted(scores, key=scores.get, reverse=True)
+    found = sample.beam_search(params, [prompt, [4]], config, beams=25, tokens=3)[0]
+    assert tuple(found[0][0]) == best[0]
+    assert found[0][1] == pytest.approx(scores[best[0]], abs=1e-4)
+    assert found[0][1] >= found[1][1]
+
+
+def test_a_bad_prompt_is_refused(trained):
+    params, config = trained
+    for prompts, word in (([[]], "empty"), ([[61]], "61"), ([[-1]], "-1"), ([], "empty")):
+        with pytest.raises(shard.Refused, match=word):
+            sample.generate(params, prompts, config, tokens=1)
+
+
+# -------------------------------------------------------------------------------------------
+# The command line
+
+def refused(capsys, *words, main=train.main):
+    """Exit status 2 and one line."""
+    with pytest.raises(SystemExit) as e:
+        train.run(lambda: main([str(w) for w in words]))
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--layer", 3], "--layers"), (["--layers", "three"], "whole number"), (["--lr", "nan"], "finite"),
+    (["--lr", "-1"], "at least 0"), (["--shards", 3], "8"), (["--layers"], "needs a value"),
+    (["layers=3"], "alone"), (["--heads", 5], "divide"), (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
+    (["--heads", 4, "--kv_heads", 3], "kv_heads"), (["--mesh", "tensr=2"], "'tensor'"),
+    (["--mesh", "tensor=0"], "at least 1"), (["--mesh", "tensor=2", "--shards", 4], "disagree"),
+    (["--mesh", "pipe=2"], "not built yet"), (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
+    (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
+    (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
+    (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
+    (["--experts", 8], "not built yet"), (["--schedule", "1f1b"], "not built yet"),
+    (["--steps", 0], "at least 1"), (["--seq_len", "1e3"], "whole number")])
+def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, "--out", tmp_path / "out", *words)
+    assert not list(tmp_path.rglob("*.bin")) or "vocab" in str(words)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_bad_data_is_one_line(capsys, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "file").touch()
+    out = tmp_path / "out"
+    assert "no text" in refused(capsys, "--data", tmp_path / "empty.txt", "--out", out)
+    assert "no text" in refused(capsys, "--data", tmp_path / "none", "--out", out)
+    assert not out.exists()
+    assert "--seq_len 128" in refused(capsys, "--data", tmp_path / "short.txt", "--out", out)
+    assert "is a file" in refused(capsys, "--out", tmp_path / "file")
+    assert "no run" in refused(capsys, "--run", tmp_path / "none", main=sample.main)
+    assert "no PATH" in refused(capsys, "--out", out, main=data.main)
+    assert "at least 300" in refused(capsys, tmp_path / "short.txt", "--vocab_size", 50, main=data.main)
+
+
+def test_dashes_equals_and_presets():
+    a = train.parse(["--d-model=64", "--heads", "4", "--data", "a", "b", "--tied", "--mesh=tensor=2"])
+    assert (a.d_model, a.head_dim, a.data, a.tied, a.mesh) == (64, 16, ("a", "b"), True, "tensor=2")
+    b = train.parse(["--model", "llama-7b", "--layers", "2"])
+    assert (b.d_model, b.d_ff, b.layers, b.lr) == (4096, 11008, 2, 0.5 / 4096)
+    assert train.parse(["--tied", "false"]).tied is False
+
+
+def test_every_field_is_in_the_help(capsys):
+    with pytest.raises(SystemExit) as e:
+        train.parse(["--help"])
+    text = capsys.readouterr().out
+    assert e.value.code == 0
+    for f in dataclasses.fields(train.Config):
+        assert re.search(rf"--{f.name} +\S", text), f.name
+
+
+def test_the_table_of_a_big_model_needs_no_memory():
+    done = command("--model", "llama-70b", "--shards", 8, file="shard.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"layers.w_down +\[80,28672,8192\] +\[-,tensor,-\] .* row", done.stdout)
+
+
+def test_the_users_flags_are_kept(tmp_path, text):
+    """Overwriting XLA_FLAGS would lose the 8 devices that were asked for."""
+    done = command(*SMALL, "--shards", 4, "--steps", 2, "--data", text, "--out", tmp_path / "o", "--heads=4",
+                   env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert done.returncode == 0 and "data=2" in done.stdout and "tensor=4" in done.stdout, done.stderr
+
+
+def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
+    """The commands of the README, on a small model and a tokenizer of its own."""
+    folder, out = tmp_path / "tokens", tmp_path / "out"
+    done = command(text, "--out", folder, "--vocab_size", 400, file="data.py")
+    assert done.returncode == 0, done.stderr
+    done = command(*SMALL, "--shards", 2, "--steps", 4, "--data", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
+    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"}
+    assert set(rows[-1]) == {"step", "eval_loss", "bits_per_byte"} and rows[0]["tokens"] == 4 * 32
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 400 and config["tokenizer"] == "sentencepiece"
+    said = {command("--run", out, "--prompt", "3 and", "--shards", n, "--tokens", 20,
+                    file="sample.py").stdout for n in (1, 4)}
+    assert len(said) == 1 and said.pop().startswith("3 and")
+    code = (f"import orbax.checkpoint as ocp, numpy as np\n"
+            f"p = ocp.StandardCheckpointer().restore({str(out / 'checkpoints' / '4' / 'params')!r})\n"
+            f"assert np.asarray(p['layers']['wq']).shape == (2, 32, 4, 8), p\nprint('read')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert "read" in done.stdout, done.stderr
+    other = command(*SMALL, "--data", folder, "--out", out, "--layers", 3)
+    assert other.returncode == 2 and "layers 2" in other.stderr and other.stderr.count("\n") == 1
+
+
+def times_aside(path):
+    rows = [json.loads(line) for line in open(path)]
+    return [json.dumps({k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu")}) for r in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])
+def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
+    """Weights, optimizer, randomness (dropout is on) and the position in the data all come back;
+    each step is in the metrics once. Stopped by SIGTERM, by Ctrl-C, and by kill -9."""
+    words = (*SMALL, "--mesh", mesh, "--steps", 300, "--save_every", 40, "--eval_every", 70,
+             "--dropout", 0.1, "--data", text)
+    assert command(*words, "--out", tmp_path / "whole").returncode == 0
+    out = tmp_path / "stopped"
+    for number, at in ((signal.SIGTERM, 15), (signal.SIGINT, 95), (signal.SIGKILL, 150), (None, 0)):
+        run = subprocess.Popen([sys.executable, str(HERE / "train.py"), *map(str, words), "--out", str(out)],
+                               env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True, cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while number and run.poll() is None:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
+                    break
+            time.sleep(0.02)
+        if number:
+            run.send_signal(number)
+        text_out, error = run.communicate(timeout=300)
+        assert run.returncode == (-9 if number == signal.SIGKILL else 0), error
+        if number in (signal.SIGTERM, signal.SIGINT):
+            assert "to continue" in text_out and number.name in text_out
+    assert times_aside(out / "metrics.jsonl") == times_aside(tmp_path / "whole" / "metrics.jsonl")
+
+
+def readme_blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,tensor=2", "fsdp=2,tensor=2", "fsdp=2"])
+def test_the_readers_own_ten_lines_train_on_every_mesh(tmp_path, mesh):
+    """The README's script: another task, three functions, no code of our model."""
+    script = next(b for b in readme_blocks("python") if "train.fit" in b)
+    (tmp_path / "mine.py").write_text(script)
+    done = subprocess.run([sys.executable, "mine.py", "--mesh", mesh, "--steps", "60"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)})
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"held-out loss ([\d.]+)", done.stdout)
+    assert float(losses[-1]) < 0.35, done.stdout
+
+
+def test_own_functions_reach_the_update():
+    """A custom loss gives params - lr * grad of that loss, whatever the mesh."""
+    target = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    init = lambda key: {"w": jnp.zeros((8, 8)), "b": jnp.zeros((8,))}
+    collate = lambda examples: {"x": np.stack(examples)}
+    def loss(params, batch):
+        error = batch["x"] @ params["w"] + params["b"] - batch["x"] @ target
+        return jnp.sum(error ** 2), len(batch["x"])
+    rng = np.random.default_rng(0)
+    examples = [rng.normal(size=8).astype(np.float32) for _ in range(32)]
+    results = []
+    for mesh in ("", "data=2", "fsdp=2,tensor=2", "tensor=4"):
+        rows, result = learn(make(steps=5, batch=8), mesh, init=init, collate=collate, loss=loss,
+                             examples=examples, held_out=examples[:5], predict=lambda p, b: b["x"] @ p["w"])
+        assert np.asarray(result.outputs).shape[1] == 8
+        results.append([r["loss"] for r in rows if "loss" in r] + [result.held_out])
+    for other in results[1:]:
+        assert other == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_mean_for_a_loss_is_a_clear_error():
+    with pytest.raises(TypeError, match="two scalars"):
+        learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
+
+
+def test_a_bug_stays_a_traceback(monkeypatch):
+    """Only what is refused is one line."""
+    def main():
+        raise ValueError("a bug")
+    with pytest.raises(ValueError):
+        train.run(main)
