@@ -744,11 +744,11 @@ def test_the_readers_own_ten_lines_train_on_every_mesh(tmp_path, mesh):
     """The README's script: another task, three functions, no code of our model."""
     script = next(b for b in readme_blocks("python") if "train.fit" in b)
     (tmp_path / "mine.py").write_text(script)
-    done = subprocess.run([sys.executable, "mine.py", "--mesh", mesh, "--steps", "60"], cwd=tmp_path, text=True,
+    done = subprocess.run([sys.executable, "mine.py", "--mesh", mesh], cwd=tmp_path, text=True,
                           capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)})
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"held-out loss ([\d.]+)", done.stdout)
-    assert float(losses[-1]) < 0.35, done.stdout
+    assert float(losses[-1]) < 0.1, done.stdout
 
 
 def test_own_functions_reach_the_update():

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
 import resource
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -497,7 +500,10 @@ class Run:
         import orbax.checkpoint as ocp
         self.ocp, self.program, config = ocp, program, program.config
         self.folder = Path(config.out).resolve()
-        record = {**dataclasses.asdict(config), **record}
+        shapes = str([(path, w.shape, str(w.dtype)) for path, w in
+                      zip(*shard._flatten(program.state["params"])[:2])])
+        record = {**dataclasses.asdict(config), **record,
+                  "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
         self.check(record, tuple(SAME) + tuple(k for k in record if not hasattr(config, k)))
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -506,9 +512,11 @@ class Run:
             raise Refused(f"--out {config.out}: cannot be written ({e.strerror})") from None
         # orbax would note which devices held what, and then refuse to open the checkpoint on
         # other ones unless told where to put it. Without the note it opens anywhere.
+        logging.disable(logging.WARNING)        # it warns that it does as it is told
         ocp.type_handlers.register_type_handler(
             jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False),
             override=True)
+        logging.disable(logging.NOTSET)
         self.manager = ocp.CheckpointManager(
             self.folder / "checkpoints", item_names=("params", "opt", "meta"),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep,
@@ -629,11 +637,11 @@ class _Say:
         every = max(1, total // 20)
         if not (self.tty or at % every == 0 or at in (1, total)):
             return
-        mean = sum(self.times) / len(self.times) if self.times else took
-        left = f"{(total - at) * mean:.0f} s left" if self.times else "-"
+        usual = statistics.median(self.times) if self.times else took
+        left = f"{(total - at) * usual:.0f} s left" if self.times else "-"
         mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
-                f"{row['tokens'] / mean:,.0f} tokens/s  mfu {mfu}  "
+                f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
                 f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {_in_use()}  {left}")
         if self.quiet:
             return
