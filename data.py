@@ -185,9 +185,9 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
                     print(f"\r{split}: {i + 1}/{len(group)} files", end="\x1b[K", file=sys.stderr)
     if by_end:
         size = (out / "train.bin").stat().st_size // dtype().itemsize
-        tokens = np.fromfile(out / "train.bin", dtype, offset=(size - size // 10) * dtype().itemsize)
-        tokens.tofile(out / "held_out.bin")
-        os.truncate(out / "train.bin", (size - size // 10) * dtype().itemsize)
+        keep = (size - size // 10) * dtype().itemsize
+        np.fromfile(out / "train.bin", dtype, offset=keep).tofile(out / "held_out.bin")
+        os.truncate(out / "train.bin", keep)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     for split in SPLITS:

@@ -1,6 +1,6 @@
 """Generation.
 
-    prompts (any lengths) -> padded on the left -> one pass fills the cache -> one scan, an id a turn
+    prompts, any lengths -> padded on the left -> one pass fills the cache -> a scan, id by id
 
     . . t h e |        slots before a row's start are padding: never seen, no position
     o n c e   |

@@ -494,17 +494,21 @@ class _Walk:
                     self.price(out.ids[k], eqn.invars[0].aval)
 
     def scan(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
-        params = eqn.params
-        nc, nk = params["num_consts"], params["num_carry"]
-        body = params["jaxpr"]
+        body, consts = _inner(eqn.params)
+        length = eqn.params["length"]
+        # What is carried looks the same inside and out; what is scanned over has one dimension
+        # more outside. (The numbers of each have other names in every version of jax.)
+        nk = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars))
+        nx = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(eqn.invars, body.invars))
+        nc = len(ins) - nk - nx
         for x in ins[nc + nk:]:
             self.role(x, 0, "stacked")
         inner = ins[:nc + nk] + [_Value(x.ids[1:], x.leaf) for x in ins[nc + nk:]]
-        self.repeat *= params["length"]
-        outs = self.run(body.jaxpr, [_Value(self.fresh(jnp.shape(c))) for c in body.consts],
+        self.repeat *= length
+        outs = self.run(body, [_Value(self.fresh(jnp.shape(c))) for c in consts],
                         [_Value(x.ids, x.leaf if i < nc or i >= nc + nk else None)
                          for i, x in enumerate(inner)])
-        self.repeat //= params["length"]
+        self.repeat //= length
         for x, o in zip(ins[nc:nc + nk], outs):
             for a, b in zip(x.ids, o.ids):
                 self.tie(a, b)

@@ -106,7 +106,7 @@ class Config(model.Config):
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how often it is saved) may change.
 SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name != "remat") + (
-    "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+    "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 
 
 # -------------------------------------------------------------------------------------------
@@ -152,8 +152,9 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
-    decisions = shard.decide(lambda p, b: _pair(loss(p, b)), jax.eval_shape(lambda p: shard.cast(p, config.dtype), params),
-                             small, mesh=mesh)
+    decisions = shard.decide(lambda p, b: _pair(loss(p, b)),
+                             jax.eval_shape(lambda p: shard.cast(p, config.dtype), params), small,
+                             mesh=mesh)
     specs = jax.tree.map(lambda d: d.spec, decisions)
     rule = optimizer(config, jax.tree.map(lambda d: d.matrix, decisions))
 
@@ -180,7 +181,12 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     def gradients(params, batch):
         """Sums of gradient, loss and count over the batch's micro-batches, in float32."""
         weights = shard.vary(shard.cast(params, config.dtype), batch)
-        grad = jax.value_and_grad(lambda w, b: (lambda pair: (pair[0], pair))(local_loss(w, b)), has_aux=True)
+
+        def with_pair(weights, part):
+            pair = local_loss(weights, part)
+            return pair[0], pair
+
+        grad = jax.value_and_grad(with_pair, has_aux=True)
 
         def micro(total, part):
             (_, (s, c)), g = grad(weights, part)
@@ -236,7 +242,7 @@ def _pair(result: Any) -> tuple[jax.Array, jax.Array]:
     if not (isinstance(result, tuple) and len(result) == 2
             and all(jnp.shape(x) == () for x in result)):
         raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and "
-                        f"the count to divide by; it returned {jax.typeof(result) if isinstance(result, jax.Array) else type(result).__name__}")
+                        f"the count to divide by; it returned {result}")
     return result[0].astype(jnp.float32), jnp.asarray(result[1], jnp.float32)
 
 
@@ -383,6 +389,18 @@ def _loop(program, run, say, stop, state, at, step, collate, predict, examples, 
             run.write(row)
         say.step(row, took)
 
+    def judge(run):
+        """Evaluate, write it down and say it."""
+        nonlocal clock
+        score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
+        row = {"step": at, "eval_loss": score,
+               "bits_per_byte": None if bits_per_nat is None else score * bits_per_nat}
+        if run:
+            run.write(row)
+        say.evaluation(row, show(outputs) if show and predict else None)
+        clock = time.perf_counter()
+        return score, outputs
+
     while at < config.steps and not stop:
         placed = _batch(program, collate, examples, at)
         state, metrics = step(state, placed)
@@ -392,27 +410,18 @@ def _loop(program, run, say, stop, state, at, step, collate, predict, examples, 
         last = at == config.steps
         if len(held_out) and (last or at % config.eval_every == 0):
             settle()
-            score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
-            row = {"step": at, "eval_loss": score,
-                   "bits_per_byte": None if bits_per_nat is None else score * bits_per_nat}
-            if run:
-                run.write(row)
-            say.evaluation(row, show(outputs) if show and predict else None)
-            clock = time.perf_counter()
+            score, outputs = judge(run)
         if run and (last or at % config.save_every == 0):
             settle()
             run.save(at, state)
     settle()
-    if run and stop:
+    if stop and run:
         run.save(at, state)
     if stop:
-        say.line(f"stopped at step {at} by signal {signal.Signals(stop[0]).name}"
+        say.line(f"stopped at step {at} by {signal.Signals(stop[0]).name}"
                  + (f", saved in {config.out}: run the same command to continue" if run else ""))
     elif score is None and len(held_out):       # a finished run was asked for again
-        score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
-        say.evaluation({"step": at, "eval_loss": score, "bits_per_byte": None
-                        if bits_per_nat is None else score * bits_per_nat},
-                       show(outputs) if show and predict else None)
+        score, outputs = judge(None)
     return Fit(state["params"], at, score, outputs)
 
 
@@ -445,7 +454,8 @@ def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> 
                               f"examples: the first dimension must count them")
         # A seed for each row: randomness belongs to the example, wherever it is computed.
         spot = np.arange(place, place + last - first, dtype=np.uint64)
-        batch["seeds"] = data.mix(spot * np.uint64(2**32) + np.uint64(config.seed)).astype(np.uint32)
+        spot = spot * np.uint64(2**32) + np.uint64(config.seed)
+        batch["seeds"] = data.mix(spot).astype(np.uint32)
         return batch
 
     return _place(program, make, config.batch)
@@ -493,6 +503,21 @@ def _on_signals(stop: list[int]) -> list[tuple[int, Any]]:
 # -------------------------------------------------------------------------------------------
 # What a run leaves on disk
 
+def check_run(out: str, now: dict[str, Any]) -> None:
+    """Refuse to continue a run that was another one, before anything is touched."""
+    if Path(out).exists() and not Path(out).is_dir():
+        raise Refused(f"--out {out} is a file; give a folder")
+    if not (Path(out) / "config.json").exists():
+        return
+    old = model.read_run(out)
+    for name, value in now.items():
+        value = list(value) if isinstance(value, tuple) else value
+        known = value or name not in ("vocab_size", "dtype")    # these may still be to follow
+        if name in old and old[name] != value and known:
+            raise Refused(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} was "
+                          f"given: continue with what it was, or give another --out")
+
+
 class Run:
     """The folder of a run: config.json, metrics.jsonl, checkpoints/STEP."""
 
@@ -504,7 +529,8 @@ class Run:
                       zip(*shard._flatten(program.state["params"])[:2])])
         record = {**dataclasses.asdict(config), **record,
                   "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
-        self.check(record, tuple(SAME) + tuple(k for k in record if not hasattr(config, k)))
+        check_run(config.out, {k: v for k, v in record.items()
+                               if k in SAME or not hasattr(config, k)})
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             data.write_json(self.folder / "config.json", record)
@@ -523,25 +549,10 @@ class Run:
                                                  cleanup_tmp_directories=True))
         self.metrics = None
 
-    def check(self, record: dict[str, Any], same: Sequence[str]) -> None:
-        """Refuse to continue a run that was another one, before anything is touched."""
-        path = self.folder / "config.json"
-        if self.folder.exists() and not self.folder.is_dir():
-            raise Refused(f"--out {self.folder} is a file; give a folder")
-        if not path.exists():
-            return
-        old = model.read_run(self.folder)
-        for name in same:
-            if name in old and old[name] != record[name] and not (
-                    isinstance(record[name], tuple) and list(record[name]) == old[name]):
-                raise Refused(f"--out {self.program.config.out} holds a run with {name} "
-                              f"{old[name]!r}, and {record[name]!r} was given: continue with "
-                              f"what it was, or give another --out")
-
     def restore(self) -> Any:
         """The newest checkpoint, in its places on the mesh, or None. The metrics of steps after
         it are dropped: they will be made again."""
-        step = self.manager.latest_step()
+        step = self.saved = self.manager.latest_step()
         path = self.folder / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines(keepends=True)
@@ -563,7 +574,7 @@ class Run:
         self.metrics.flush()
 
     def save(self, at: int, state: Any) -> None:
-        if self.manager.latest_step() == at:
+        if self.saved == at:
             return
         arg = self.ocp.args
         saved = self.manager.save(at, force=True, args=arg.Composite(
@@ -572,6 +583,7 @@ class Run:
             meta=arg.JsonSave({"step": at})))
         if not saved:
             raise RuntimeError(f"the checkpoint of step {at} was not saved")
+        self.saved = at
 
     def close(self) -> None:
         self.manager.close()
@@ -656,7 +668,8 @@ class _Say:
         self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
                   + (f"  ({bits:.4f} bits per byte)" if bits is not None else ""))
         if text:
-            self.line("\n".join("    | " + line for line in text.splitlines()))
+            clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+            self.line("\n".join("    | " + line for line in clean.split("\n")))
 
 
 def _in_use() -> str:
@@ -772,19 +785,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check(config, mesh)
     if not config.out:
         raise Refused("--out '': expected a folder for the run")
+    # Before its data is looked at, or anything written.
+    check_run(config.out, {name: getattr(config, name) for name in SAME})
     out = Path(config.out)
-    if out.exists() and not out.is_dir():
-        raise Refused(f"--out {out} is a file; give a folder")
-    if (out / "config.json").exists():      # before its data is looked at, or anything written
-        old = model.read_run(out)
-        for name in SAME:
-            now = getattr(config, name)
-            if name in old and old[name] != now and not (name in ("vocab_size", "dtype") and not now):
-                raise Refused(f"--out {out} holds a run with {name} {old[name]!r}, and {now!r} was "
-                              f"given: continue with what it was, or give another --out")
-        if list(config.data) != old["data"]:
-            raise Refused(f"--out {out} holds a run on --data {' '.join(old['data']) or '(default)'}; "
-                          f"continue with that, or give another --out")
     corpus = data.open_data(config.data, out / "data")
     tokenizer = corpus.tokenizer
     if not config.vocab_size:
@@ -815,7 +818,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     fit(config, init, lambda examples: data.collate(examples, T), loss, predict,
         data.Windows(corpus.train, T), held_out, mesh=mesh,
-        show=lambda ids: f"{tokenizer.decode(ids[0][:begin])} ==> {tokenizer.decode(ids[0][begin:])}",
+        show=lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
         flops=model.flops(config, config.batch * T),
         bits_per_nat=len(said) / size / math.log(2) if size else None,
         record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind})
