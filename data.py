@@ -11,11 +11,13 @@ them, and are mapped, never loaded. Which examples make the batch of a step is a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -50,7 +52,12 @@ def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
         root, files = library_sources()
         return [(p.relative_to(root).as_posix(), p) for p in files]
     found = []
-    for path in map(Path, paths):
+    for path in paths:
+        if not path:
+            raise Refused("--data '': an empty path; expected a text file or a folder")
+        path = Path(path)
+        if (path / "data.json").exists():
+            raise Refused(f"--data {path} was made by data.py: give it alone, to train.py")
         if not path.exists():
             near = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
             raise Refused(f"--data {path}: no such file or folder" + nearest(path.name, near))
@@ -84,7 +91,7 @@ class Bytes:
     kind, vocab_size, separator = "bytes", 257, 256
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        raw = text if isinstance(text, bytes) else text.encode("utf-8", errors="strict")
+        raw = text if isinstance(text, bytes) else text.encode("utf-8")
         return np.frombuffer(raw, np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,7 +114,10 @@ class Pieces:
         self.vocab_size, self.separator = self.model.vocab_size(), self.model.bos_id()
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        if isinstance(text, str):
+            text.encode("utf-8")        # a text that is none is the caller's error, not ours
+        else:
+            text = text.decode("utf-8", errors="replace")
         return np.array(self.model.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -141,7 +151,7 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
             remove_extra_whitespaces=False, add_dummy_prefix=False,
             allow_whitespace_only_pieces=True, split_digits=True, input_sentence_size=1_000_000,
             num_threads=os.cpu_count(), minloglevel=2)
-    except RuntimeError as e:
+    except (RuntimeError, ValueError) as e:
         most = re.search(r"value <= (\d+)", str(e))
         raise Refused(f"--vocab_size {vocab_size}: " + (
             f"the text has pieces for {most[1]} at most" if most
@@ -165,8 +175,9 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
         raise Refused(f"{out} already holds prepared data; give another --out or remove it")
     groups = {"train": [f for f in files if not _held_out(f[0])],
               "held_out": [f for f in files if _held_out(f[0])]}
-    # With a handful of files the hash may leave one side empty: hold out the end instead.
-    by_end = not all(any(p.stat().st_size for _, p in g) for g in groups.values())
+    # With a handful of files the hash may hold out almost nothing, or most of it: then the end.
+    size = {k: sum(p.stat().st_size for _, p in g) for k, g in groups.items()}
+    by_end = not 0.03 < size["held_out"] / (size["train"] + size["held_out"]) < 0.3
     if by_end:
         groups = {"train": files, "held_out": []}
     tokenizer = (train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
@@ -263,12 +274,35 @@ def tokenizer_of(folder: Path, kind: str) -> Bytes | Pieces:
     return Bytes() if kind == "bytes" else Pieces(folder / "tokenizer.model")
 
 
-def open_data(paths: Sequence[str], out: Path) -> Corpus:
-    """The corpus behind --data: a folder made by data.py as it is; text, encoded as bytes into
-    `out` the first time. From then on the run keeps what it began with."""
-    if len(paths) == 1 and (Path(paths[0]) / "data.json").exists():
-        return Corpus(paths[0])
-    return Corpus(out) if (out / "data.json").exists() else prepare(paths, out)
+@contextlib.contextmanager
+def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
+    """The corpus behind --data: a folder made by data.py as it is, or text, encoded as bytes into
+    the run's own folder when the run begins. Only if what is done with it here passes is it kept,
+    so that a run that is refused leaves nothing behind; a run that goes on keeps what it has."""
+    made, part = run / "data", run / "data.part"
+    given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
+    if given or ((run / "config.json").exists() and (made / "data.json").exists()):
+        corpus = Corpus(paths[0] if given else made)
+        yield corpus
+    else:
+        documents(paths)                        # is refused before anything is made
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            corpus = prepare(paths, part)
+            yield corpus
+            shutil.rmtree(made, ignore_errors=True)
+            os.replace(part, made)
+            corpus.folder = made
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                run.rmdir()                     # goes only if it is empty
+    if given and corpus.tokenizer.kind != "bytes":
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.model")
+        except OSError as e:
+            raise Refused(f"--out {run}: cannot be written ({e.strerror})") from None
 
 
 # -------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
     """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
     if source is not None:
         raise Refused("this model has no encoder to give a source to")
-    params = shard.cast(params, config.dtype or "float32")
+    params = shard.cast(params, config.dtype)
     given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
     x, _ = _trunk(params, tokens, config, None, *_causal(tokens, given))
     return _logits(params, x, config)[..., :config.vocab_size]
@@ -277,7 +277,7 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     """(sum, count): nats over the batch's targets, weighted, and the sum of the weights. They
     travel together and are divided once, so that masks and uneven shards change nothing.
     Dropout is on where the batch brings `seeds` [B]."""
-    params = shard.cast(params, config.dtype or "float32")
+    params = shard.cast(params, config.dtype)
     x, _ = _trunk(params, batch["tokens"], config, specs, *_causal(batch["tokens"], batch),
                   seeds=batch.get("seeds"))
     logits = _logits(params, x, config)                                         # [B, T, V]
@@ -319,12 +319,15 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     """config.json of a run."""
     path = Path(folder) / "config.json"
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
+        if missing := {f.name for f in dataclasses.fields(Config)} - set(record):
+            raise Refused(f"{path} is damaged, or not a run's: it has no {min(missing)}")
+        return record
     except OSError:
         raise Refused(f"--run {folder}: no run there ({path} cannot be read); give the --out of "
                       f"a train.py that has begun") from None
-    except json.JSONDecodeError:
-        raise Refused(f"{path} is damaged: not JSON") from None
+    except (json.JSONDecodeError, TypeError):
+        raise Refused(f"{path} is damaged: not a JSON object") from None
 
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None

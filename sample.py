@@ -85,7 +85,7 @@ def _on(params: Any) -> Any:
 
 def _first(params, padded, start, config, tokens):
     """The weights in the compute precision, the prompt's last logits, and the filled cache."""
-    params = shard.cast(params, config.dtype or "float32")
+    params = shard.cast(params, config.dtype)
     B, P = padded.shape
     cache = model.new_cache(config, B, P + tokens, params["embed"].dtype)
     return (params, *model.extend(params, cache, padded, 0, start, config))
@@ -191,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.model:
         model.load_hf(config.model)
     record = model.read_run(config.run)
+    if "tokenizer" not in record:
+        raise Refused(f"--run {config.run}: a run of another task, with no tokenizer to read or "
+                      f"write text with")
     mesh = train.machine({"tensor": config.shards})
     params, c = model.load_run(config.run, mesh)
     train.check_model(c, mesh)

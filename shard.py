@@ -200,7 +200,7 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
     """As infer_specs, with the reason beside each spec."""
     sizes = dict(mesh.shape)
     n = sizes["tensor"]
-    paths, leaves, tree = _flatten(params)
+    paths, leaves, tree = flatten(params)
     walk = _Walk(n, leaves)
     jaxpr = jax.make_jaxpr(fn)(params, *args)
     flat_args = [_Value(walk.fresh(v.aval.shape)) for v in jaxpr.jaxpr.invars[len(leaves):]]
@@ -220,7 +220,7 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
     return jax.tree.unflatten(tree, decisions)
 
 
-def _flatten(params: Any) -> tuple[list[str], list[Any], Any]:
+def flatten(params: Any) -> tuple[list[str], list[Any], Any]:
     pairs, tree = jax.tree_util.tree_flatten_with_path(params)
     return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
             [leaf for _, leaf in pairs], tree)
@@ -349,7 +349,6 @@ class _Walk:
         outs = [_Value(self.fresh(v.aval.shape)) for v in eqn.outvars]
         out, out_shape = outs[0] if outs else None, eqn.outvars[0].aval.shape if outs else ()
         shapes = [v.aval.shape for v in eqn.invars]
-        views = [x.leaf for x in ins if x.leaf is not None]
 
         if name in ELEMENTWISE:
             for o in outs:
@@ -357,7 +356,9 @@ class _Walk:
                     if len(x.ids) == len(o.ids):
                         for a, b in zip(x.ids, o.ids):
                             self.tie(a, b)
-                o.leaf = views[0] if len(ins) == 1 and views else None
+                # Cast, or times a number: still the weight.
+                arrays = [x for x in ins if x.ids]
+                o.leaf = arrays[0].leaf if len(arrays) == 1 else None
         elif name == "dot_general":
             self.product(eqn, ins, out)
         elif name in REDUCE:
@@ -572,11 +573,13 @@ def _inner(params: dict[str, Any]) -> Any:
 
 
 def explain(decisions: Any, params: Any, mesh: Any) -> str:
-    """The table of what is split where, and why: `decide`'s answer for a person."""
-    paths, leaves, _ = _flatten(params)
+    """The table of what is split where, and why, for a person: of what `decide` gives, or (then
+    without reasons) infer_specs."""
+    paths, leaves, _ = flatten(params)
     sizes = dict(mesh.shape)
     table, total, whole = [("weight", "shape", "split", "per device", "why")], 0, 0
-    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
+    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=_is_spec)):
+        d = Decision(d, "as given", True, False) if _is_spec(d) else d
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         here = size // math.prod(sizes[a] for a in _axes_in(d.spec))
         total, whole = total + here, whole + (here if here == size else 0)
@@ -607,14 +610,14 @@ def human(size: float) -> str:
 def state_specs(state: Any, params: Any, specs: Any) -> Any:
     """Specs for an optimizer's state: what has a weight's path and shape lives with the weight,
     the rest is whole."""
-    homes = list(zip(*[_flatten(params)[0], jax.tree.leaves(params),
+    homes = list(zip(*[flatten(params)[0], jax.tree.leaves(params),
                        jax.tree.leaves(specs, is_leaf=_is_spec)]))
 
     def place(path, leaf):
         path = jax.tree_util.keystr(path, simple=True, separator=".")
-        fits = [s for p, w, s in homes if w.shape == leaf.shape
+        fits = [(len(p), s) for p, w, s in homes if w.shape == leaf.shape
                 and (path == p or path.endswith("." + p))]
-        return fits[0] if fits else P()
+        return max(fits, key=lambda f: f[0])[1] if fits else P()
 
     return jax.tree_util.tree_map_with_path(place, state)
 
@@ -713,8 +716,8 @@ def gather(weights: Any, specs: Any) -> Any:
 # 4. What the training step calls.
 
 def cast(tree: Any, dtype: str) -> Any:
-    """Float leaves in the compute precision."""
-    return jax.tree.map(
+    """Float leaves in the compute precision; as they are, where none is named."""
+    return tree if not dtype else jax.tree.map(
         lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, tree)
 
 

@@ -235,6 +235,15 @@ def test_an_unknown_primitive_is_a_stop_not_a_crash():
     assert specs["w"] == P() and specs["up"] == P(None, "tensor")
 
 
+def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
+    """Else it has no weight decay."""
+    params = {"a": jax.ShapeDtypeStruct((64, 32), "float32"), "b": jax.ShapeDtypeStruct((64,), "float32")}
+    found = shard.decide(lambda p, x: jnp.sum(x @ (0.5 * p["a"]).T + p["b"]), params,
+                         jax.ShapeDtypeStruct((4, 32), "float32"), mesh=mesh_of("tensor=4"))
+    assert found["a"].matrix and found["a"].spec == P("tensor")
+    assert not found["b"].matrix and found["b"].spec == P("tensor")
+
+
 # -------------------------------------------------------------------------------------------
 # The same loss on every mesh
 
@@ -336,7 +345,7 @@ def test_softmax_loss_and_sums_are_float32_under_bfloat16():
     with jax.set_mesh(program.mesh):
         text = str(program.step.trace(program.state, program.batch).jaxpr)
     assert re.search(r"bf16\[\d+,32,4,8\]|bf16\[32,4,8\]", text), "products are in bfloat16"
-    assert not re.search(r":bf16\S* = (exp|log|logsumexp|reduce_max)\b", text)
+    assert not re.search(r":bf16\S* = (exp|log|logsumexp|reduce_max|rsqrt)\b", text)
     assert all(w.dtype == jnp.float32 for w in jax.tree.leaves((program.state["params"], program.state["opt"][1].mu)))
 
 
@@ -453,6 +462,39 @@ def test_padded_ids_are_never_said_and_never_learn():
     assert model.forward(params, jnp.zeros((1, 4), int), config).shape == (1, 4, 61)
 
 
+def peer(name):
+    """A reference to compare with: where it is missing the test skips; in .ci/run it fails."""
+    if os.environ.get("ZIGZAG_CI"):
+        return __import__(name)
+    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
+
+
+def test_the_decoder_is_transformers_llama():
+    """Rotation, norms, grouping and the MLP's halves: a convention that is not the published
+    one trains just as well and loads nothing."""
+    torch, transformers = peer("torch"), peer("transformers")
+    config = make(vocab_size=128, kv_heads=2)
+    p = jax.tree.map(np.asarray, model.init(config, jax.random.key(3)))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False,
+        tie_word_embeddings=False, attn_implementation="eager"))
+    w = {"model.embed_tokens.weight": p["embed"] * 32**0.5, "model.norm.weight": p["norm"],
+         "lm_head.weight": p["head"].T}
+    for i in range(2):
+        layer, at = {k: v[i] for k, v in p["layers"].items()}, f"model.layers.{i}."
+        w |= {at + "input_layernorm.weight": layer["attn_norm"],
+              at + "post_attention_layernorm.weight": layer["mlp_norm"],
+              at + "self_attn.o_proj.weight": layer["wo"].reshape(32, 32).T}
+        w |= {at + f"self_attn.{n}_proj.weight": layer["w" + n].reshape(32, -1).T for n in "qkv"}
+        w |= {at + f"mlp.{n}_proj.weight": layer["w_" + n].T for n in ("gate", "up", "down")}
+    llama.load_state_dict({k: torch.tensor(np.array(v)) for k, v in w.items()})
+    tokens = np.random.default_rng(0).integers(0, 128, (3, 16))
+    with torch.no_grad():
+        want = llama(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(model.forward(p, jnp.asarray(tokens), config), want, atol=2e-5)
+
+
 def test_parameter_counts_are_the_published_ones():
     """LLaMA-7B has 6,738,415,616 parameters; the head and the table are 32000 x 4096 each."""
     shapes = jax.eval_shape(lambda: model.init(model.PRESETS["llama-7b"], jax.random.key(0)))
@@ -488,6 +530,8 @@ def test_bytes_and_pieces_give_the_text_back(tmp_path, text):
             assert tokenizer.decode(ids) == words
             assert tokenizer.lengths()[ids].sum() == len(words.encode())
         assert tokenizer.decode(tokenizer.encode(b"\xff\xfe")) is not None
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("\udcff")
     assert len(corpus.tokenizer.encode("7 and 8 are 15\n")) < 12, "it has learned pieces"
 
 
@@ -587,9 +631,9 @@ def test_a_full_beam_finds_the_best_of_all_continuations(trained):
     scores = {n: sum(float(logp[k, 2 + i, n[i]]) for i in range(3)) for k, n in enumerate(every)}
     best = sorted(scores, key=scores.get, reverse=True)
     found = sample.beam_search(params, [prompt, [4]], config, beams=25, tokens=3)[0]
-    assert tuple(found[0][0]) == best[0]
-    assert found[0][1] == pytest.approx(scores[best[0]], abs=1e-4)
-    assert found[0][1] >= found[1][1]
+    assert [tuple(ids) for ids, _ in found[:5]] == best[:5]
+    for ids, score in found:        # each beam must go on from its own past
+        assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
 
 
 def test_a_bad_prompt_is_refused(trained):
@@ -622,12 +666,11 @@ def refused(capsys, *words, main=train.main):
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
     (["--experts", 8], "not built yet"), (["--schedule", "1f1b"], "not built yet"),
-    (["--steps", 0], "at least 1"), (["--seq_len", "1e3"], "whole number")])
+    (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"), (["--seq_len", "1e3"], "whole number")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, "--out", tmp_path / "out", *words)
-    assert not list(tmp_path.rglob("*.bin")) or "vocab" in str(words)
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_data_is_one_line(capsys, tmp_path):
@@ -640,6 +683,8 @@ def test_bad_data_is_one_line(capsys, tmp_path):
     assert "no text" in refused(capsys, "--data", tmp_path / "none", "--out", out)
     assert not out.exists()
     assert "--seq_len 128" in refused(capsys, "--data", tmp_path / "short.txt", "--out", out)
+    assert not out.exists(), "what was prepared for a run that was refused is gone"
+    assert "empty path" in refused(capsys, "--data", "", "--out", out)
     assert "is a file" in refused(capsys, "--out", tmp_path / "file")
     assert "no run" in refused(capsys, "--run", tmp_path / "none", main=sample.main)
     assert "no PATH" in refused(capsys, "--out", out, main=data.main)
@@ -769,6 +814,58 @@ def test_own_functions_reach_the_update():
         results.append([r["loss"] for r in rows if "loss" in r] + [result.held_out])
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-5)
+
+
+def test_counts_may_be_fractions_and_integers_are_no_weights():
+    """Divided by max(count, 1), a batch of small weights would learn too slowly."""
+    one = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
+               collate=lambda e: {"x": np.stack(e)})
+    loss = lambda p, b: (jnp.sum(p["w"]) * 0.25, jnp.float32(1 / 32) * len(b["x"]))
+    assert learn(make(steps=1), loss=loss, **one)[0][0]["loss"] == pytest.approx(4)
+    nothing = learn(make(steps=2), loss=lambda p, b: (0 * jnp.sum(p["w"]), 0), **one)[1]
+    assert np.isfinite(nothing.params["w"]).all(), "a batch in which nothing is asked"
+    with pytest.raises(shard.Refused, match="n is int32"):
+        learn(make(), loss=loss, **{**one, "init": lambda key: {"n": jnp.zeros((), "int32")}})
+
+
+def test_optimizer_state_lives_with_its_own_weight():
+    """Matched by the end of the path alone, x.w would take w's place."""
+    params = {"w": jnp.ones((4, 4)), "x": {"w": jnp.ones((4, 4))}}
+    specs = {"w": P("tensor"), "x": {"w": P(None, "tensor")}}
+    state = jax.eval_shape(optax.adamw(1.0).init, params)
+    found = shard.state_specs(state, params, specs)
+    assert found[0].mu == specs and found[0].nu == specs and found[0].count == P()
+
+
+def test_a_run_of_another_task_is_refused(capsys, tmp_path):
+    one = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
+               collate=lambda e: {"x": np.stack(e)}, loss=lambda p, b: (jnp.sum(p["w"]), 1))
+    learn(make(steps=1, out=str(tmp_path / "o")), **one)
+    before = sorted(tmp_path.rglob("*"))
+    assert "another task" in refused(capsys, "--out", tmp_path / "o")
+    assert "another task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_compute_precision_is_the_one_that_is_said():
+    """Resolved in one copy of the configuration and not in another, bfloat16 weights would be
+    cast back and every product made in float32."""
+    config = make(dtype="")
+    params = shard.cast(model.init(config, jax.random.key(0)), "bfloat16")
+    text = str(jax.make_jaxpr(lambda p: model.loss(p, batch_of(config), config))(params))
+    assert re.search(r"bf16\[8,16,4,8\] = dot_general", text)
+    text = str(jax.make_jaxpr(lambda p: model.loss(p, batch_of(config), make(dtype="bfloat16")))(
+        model.init(config, jax.random.key(0))))
+    assert re.search(r"bf16\[8,16,4,8\] = dot_general", text)
+
+
+def test_dropout_differs_between_rows_places_and_sites():
+    x, seeds = jnp.ones((2, 16, 64)), jnp.asarray([1, 2], jnp.uint32)
+    where = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    a, b = (np.asarray(model._drop(x, 0.25, site, seeds, where)) for site in (0, 1))
+    assert set(np.unique(a)) == {0, np.float32(1 / 0.75)} and abs((a == 0).mean() - 0.25) < 0.05
+    for one, other in ((a[0], a[1]), (a[0, 0], a[0, 1]), (a, b)):
+        assert 0.2 < (one != other).mean() < 0.55
 
 
 def test_a_mean_for_a_loss_is_a_clear_error():

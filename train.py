@@ -82,8 +82,6 @@ class Config(model.Config):
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
                 raise Refused(f"--{name} {value}: must be a number of at least {least:g}")
-        if self.seed >= 2**32:
-            raise Refused(f"--seed {self.seed}: must be below 2**32")
         if self.batch % self.accumulate:
             raise Refused(f"--batch {self.batch} does not divide into --accumulate "
                           f"{self.accumulate} parts")
@@ -141,13 +139,15 @@ def optimizer(config: Config, matrices: Any) -> optax.GradientTransformation:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any) -> Program:
     """The program that trains `init`'s weights with `loss` on batches shaped like `batch` (a dict
     of arrays with as many rows as an update has)."""
-    if not config.dtype:
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        config = dataclasses.replace(config, dtype="float32" if on_cpu else "bfloat16")
+    config = resolve(config, mesh)
     check(config, mesh)
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     batch = jax.tree.map(abstract, batch)
     params = jax.eval_shape(init, jax.random.key(0))
+    for path, leaf in zip(*shard.flatten(params)[:2]):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise Refused(f"parameter {path} is {leaf.dtype}: only float arrays can be trained; "
+                          f"keep others out of what init returns")
     takes_specs = "specs" in inspect.signature(loss).parameters
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
@@ -210,13 +210,14 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     def step(state, batch):
         params = state["params"]
-        grads, (total, count) = split(gradients, (ours, (P(), P())), rows)(params, batch)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1), grads)
+        grads, (total, asked) = split(gradients, (ours, (P(), P())), rows)(params, batch)
+        count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
+        grads = jax.tree.map(lambda g: g / count, grads)
         rate = schedule(config, state["step"])
         updates, opt = rule.update(grads, state["opt"], params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        metrics = {"loss": total / jnp.maximum(count, 1), "lr": rate,
-                   "grad_norm": optax.tree.norm(grads), "tokens": count}
+        metrics = {"loss": total / count, "lr": rate,
+                   "grad_norm": optax.tree.norm(grads), "tokens": asked}
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     def evaluate(params, batch):
@@ -244,6 +245,13 @@ def _pair(result: Any) -> tuple[jax.Array, jax.Array]:
         raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and "
                         f"the count to divide by; it returned {result}")
     return result[0].astype(jnp.float32), jnp.asarray(result[1], jnp.float32)
+
+
+def resolve(config: Config, mesh: Any) -> Config:
+    """The configuration with the compute precision that the mesh's devices are best at."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return dataclasses.replace(
+        config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
 
 
 def check(config: Config, mesh: Any) -> None:
@@ -295,8 +303,7 @@ def compile_step(config: Config) -> jax.stages.Compiled:
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=data.Bytes.vocab_size)
     check_model(config, mesh)
-    program = build(config, mesh, *language(config))
-    return compiled(program)
+    return compiled(build(config, mesh, *language(resolve(config, mesh))))
 
 
 def compiled(program: Program) -> jax.stages.Compiled:
@@ -326,50 +333,59 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     show(outputs) makes a text of predict's outputs. flops is the arithmetic of an update, for
     MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
     with the configuration and must be the same when the run continues."""
-    mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards))
-    if not len(examples):
-        raise Refused("there are no examples to learn from")
-    one = collate([examples[0]])
-    batch = {k: jax.ShapeDtypeStruct((config.batch, *np.shape(v)[1:]), np.asarray(v).dtype)
-             for k, v in one.items()}
-    batch["seeds"] = jax.ShapeDtypeStruct((config.batch,), jnp.uint32)
-    program = build(config, mesh, init, loss, batch)
-    config = program.config
-    run = Run(program, record or {}) if config.out else None
-    say = _Say(config)
-    say.header(program)
-
     stop: list[int] = []
-    undo = _on_signals(stop)
+    undo, run = _on_signals(stop), None
     try:
+        mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards))
+        program = build(config, mesh, init, loss, _shapes(config, collate, examples))
+        run = Run(program, record or {}) if config.out else None
+        say = _Say(program.config)
+        say.header(program)
         with jax.set_mesh(mesh):
-            began = time.perf_counter()
-            state = run and run.restore()
-            if state is None:
-                state = program.start(jax.random.key(config.seed))
-            at = int(state["step"])
-            if at:
-                say.line(f"continuing {config.out} at step {at}")
-            if at >= config.steps:
-                say.line(f"{config.out} has its {at} steps; --steps with a higher number goes on")
-            step = None if at >= config.steps else program.step.lower(
-                program.state, program.batch).compile()
-            if step is not None:
-                say.line(f"ready in {time.perf_counter() - began:.1f} s; "
-                         f"{say.memory(step.memory_analysis())}")
-            return _loop(program, run, say, stop, state, at, step, collate, predict, examples,
-                         held_out, show, flops, bits_per_nat)
+            return _loop(program, run, say, stop, collate, predict, examples, held_out, show,
+                         flops, bits_per_nat)
     finally:
-        for number, handler in undo:
-            signal.signal(number, handler)
         if run:
             run.close()         # waits for the save in flight, which would be lost otherwise
+        for number, handler in undo:
+            signal.signal(number, handler)
 
 
-def _loop(program, run, say, stop, state, at, step, collate, predict, examples, held_out, show,
-          flops, bits_per_nat) -> Fit:
+def _shapes(config: Config, collate: Callable, examples: Sequence) -> dict[str, Any]:
+    """What a batch of these examples looks like."""
+    if not len(examples):
+        raise Refused("there are no examples to learn from")
+    batch = {k: jax.ShapeDtypeStruct((config.batch, *v.shape[1:]), v.dtype)
+             for k, v in _arrays(collate, [examples[0]]).items()}
+    return {**batch, "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
+
+
+def _arrays(collate: Callable, examples: list) -> dict[str, np.ndarray]:
+    batch = {k: np.asarray(v) for k, v in collate(examples).items()}
+    for k, v in batch.items():
+        if v.shape[:1] != (len(examples),):
+            raise Refused(f"collate made {k!r} of shape {v.shape} from {len(examples)} examples: "
+                          f"the first dimension must count them")
+    return batch
+
+
+def _loop(program, run, say, stop, collate, predict, examples, held_out, show, flops,
+          bits_per_nat) -> Fit:
     config, pending, score, outputs = program.config, None, None, None
     clock = time.perf_counter()
+    state = run and run.restore()
+    if state is None:
+        state = program.start(jax.random.key(config.seed))
+    at = int(state["step"])
+    if at:
+        say.line(f"continuing {config.out} at step {at}")
+    if at >= config.steps:
+        say.line(f"{config.out} has its {at} steps; --steps with a higher number goes on")
+    else:
+        step = compiled(program)
+        say.line(f"ready in {time.perf_counter() - clock:.1f} s; "
+                 + say.memory(step.memory_analysis()))
+        clock = time.perf_counter()
 
     def settle():
         """Write down the step whose numbers are still on the devices."""
@@ -447,11 +463,7 @@ def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> 
     def make(first, last):
         place = at * config.batch + first
         chosen = data.order(len(examples), config.seed, place, last - first)
-        batch = {k: np.asarray(v) for k, v in collate([examples[int(i)] for i in chosen]).items()}
-        for k, v in batch.items():
-            if v.shape[:1] != (last - first,):
-                raise Refused(f"collate made {k!r} of shape {v.shape} from {last - first} "
-                              f"examples: the first dimension must count them")
+        batch = _arrays(collate, [examples[int(i)] for i in chosen])
         # A seed for each row: randomness belongs to the example, wherever it is computed.
         spot = np.arange(place, place + last - first, dtype=np.uint64)
         spot = spot * np.uint64(2**32) + np.uint64(config.seed)
@@ -466,22 +478,24 @@ def _evaluate(program: Program, params: Any, collate: Callable, predict: Callabl
     """The loss over every held-out example, and the prediction for the first few."""
     config, groups = program.config, shard.rows(program.mesh)
     size, pairs, first = config.batch // config.accumulate, [], 0
+
+    def placed(first, n):
+        make = lambda a, b: _arrays(  # noqa: E731
+            collate, [held_out[i] for i in range(first + a, first + b)])
+        return _place(program, make, n, n % groups == 0)
+
     while first < len(held_out):
         n = min(size, len(held_out) - first)
         n = n // groups * groups or n           # the last few, fewer than groups, by everyone
-        make = lambda a, b: {k: np.asarray(v) for k, v in collate(  # noqa: E731
-            [held_out[i] for i in range(first + a, first + b)]).items()}
-        pairs.append(program.evaluate(params, _place(program, make, n, n % groups == 0)))
+        pairs.append(program.evaluate(params, placed(first, n)))
         pairs[-1][0].block_until_ready()        # un-awaited collectives deadlock the CPU backend
         first += n
     sums = np.sum([[float(s), float(c)] for s, c in pairs], axis=0)
     outputs = None
     if predict is not None:
-        n = min(groups, len(held_out))
-        batch = _place(program, lambda a, b: collate([held_out[i] for i in range(a, b)]), n,
-                       n == groups)
-        outputs = jax.device_get(jax.jit(predict)(params, batch))
-    return float(sums[0] / max(sums[1], 1)), outputs
+        outputs = jax.device_get(
+            jax.jit(predict)(params, placed(0, min(groups, len(held_out)))))
+    return float(sums[0] / (sums[1] or 1)), outputs
 
 
 def _on_signals(stop: list[int]) -> list[tuple[int, Any]]:
@@ -503,19 +517,30 @@ def _on_signals(stop: list[int]) -> list[tuple[int, Any]]:
 # -------------------------------------------------------------------------------------------
 # What a run leaves on disk
 
-def check_run(out: str, now: dict[str, Any]) -> None:
+def check_run(out: str, now: dict[str, Any], needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run that was another one, before anything is touched."""
     if Path(out).exists() and not Path(out).is_dir():
         raise Refused(f"--out {out} is a file; give a folder")
     if not (Path(out) / "config.json").exists():
         return
     old = model.read_run(out)
+    if missing := [name for name in needs if name not in old]:
+        raise Refused(f"--out {out} holds a run of another task (it has no {missing[0]}); give "
+                      f"another --out")
     for name, value in now.items():
         value = list(value) if isinstance(value, tuple) else value
         known = value or name not in ("vocab_size", "dtype")    # these may still be to follow
         if name in old and old[name] != value and known:
             raise Refused(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} was "
                           f"given: continue with what it was, or give another --out")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; of one that was cut short, none that will be reached."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 class Run:
@@ -526,7 +551,7 @@ class Run:
         self.ocp, self.program, config = ocp, program, program.config
         self.folder = Path(config.out).resolve()
         shapes = str([(path, w.shape, str(w.dtype)) for path, w in
-                      zip(*shard._flatten(program.state["params"])[:2])])
+                      zip(*shard.flatten(program.state["params"])[:2])])
         record = {**dataclasses.asdict(config), **record,
                   "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
         check_run(config.out, {k: v for k, v in record.items()
@@ -556,7 +581,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines(keepends=True)
-                    if line.endswith("\n") and json.loads(line)["step"] <= (step or 0)]
+                    if _step_of(line) <= (step or 0)]
             part = path.with_suffix(".part")
             part.write_text("".join(kept))
             os.replace(part, path)
@@ -757,6 +782,8 @@ def _value(name: str, kind: str, text: str) -> Any:
     except (ValueError, KeyError):
         want = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
         raise Refused(f"--{name} {text}: expected {want}") from None
+    if kind == "int" and abs(number) >= 2**31:
+        raise Refused(f"--{name} {text}: must be below 2**31")
     if kind == "float" and not math.isfinite(number):
         raise Refused(f"--{name} {text}: expected a finite number")
     return number
@@ -786,25 +813,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not config.out:
         raise Refused("--out '': expected a folder for the run")
     # Before its data is looked at, or anything written.
-    check_run(config.out, {name: getattr(config, name) for name in SAME})
-    out = Path(config.out)
-    corpus = data.open_data(config.data, out / "data")
-    tokenizer = corpus.tokenizer
-    if not config.vocab_size:
-        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
-    if config.vocab_size < tokenizer.vocab_size:
-        raise Refused(f"--vocab_size {config.vocab_size}: the data has {tokenizer.vocab_size} ids")
-    T = config.seq_len
-    if len(corpus.train) <= T:
-        raise Refused(f"--seq_len {T}: the data has only {len(corpus.train)} tokens to learn from; "
-                      f"give more data or a --seq_len below {len(corpus.train)}")
+    check_run(config.out, {name: getattr(config, name) for name in SAME}, ("tokenizer",))
+    config = resolve(config, mesh)
+    T, out = config.seq_len, Path(config.out)
+    with data.opened(config.data, out) as corpus:
+        tokenizer = corpus.tokenizer
+        if not config.vocab_size:
+            config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+        if config.vocab_size < tokenizer.vocab_size:
+            raise Refused(f"--vocab_size {config.vocab_size}: the data has "
+                          f"{tokenizer.vocab_size} ids")
+        if len(corpus.train) <= T:
+            raise Refused(f"--seq_len {T}: the data has only {len(corpus.train)} tokens to learn "
+                          f"from; give more data or a --seq_len below {len(corpus.train)}")
     print(f"data     {corpus}", flush=True)
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T))
     said = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
     size = int(tokenizer.lengths()[said].sum())
-    if corpus.folder != out / "data" and tokenizer.kind != "bytes":
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(corpus.folder / "tokenizer.model", out / "tokenizer.model")
     jax.config.update("jax_compilation_cache_dir", os.environ.get(
         "JAX_COMPILATION_CACHE_DIR", str(_cache() / "compiled")))
     init, loss, _ = language(config)
@@ -835,6 +860,9 @@ def run(main: Callable) -> None:
     except Refused as e:
         print("error: " + " ".join(str(e).split()), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing was lost", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
