@@ -26,10 +26,11 @@ import difflib
 import math
 import os
 import re
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -146,8 +147,8 @@ def rows(mesh: Any) -> int:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of the tree lie on, if they lie on one."""
-    places = [getattr(x, "sharding", None) for x in jax.tree.leaves(tree)]
+    """The mesh that the arrays (or the places) of the tree lie on, if they lie on one."""
+    places = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
     return next((p.mesh for p in places if isinstance(p, NamedSharding)), None)
 
 
@@ -757,6 +758,132 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
         # to the compiler ("Invalid binary instruction opcode copy", jax 0.10.2 and 0.12.0.1).
         return {"xla_disable_hlo_passes": "all-reduce-promotion"}
     return {}
+
+
+# -------------------------------------------------------------------------------------------
+# 5. What a compiled program really sends, read off its text.
+
+class Collective(NamedTuple):
+    """One kind of collective over one axis, in one run of a program."""
+    kind: str       # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
+    axis: str       # of the mesh; several are joined by +
+    count: int      # how often it runs, loops multiplied out
+    bytes: int      # that a device sends in it, all runs together, on the shortest ring
+
+
+_KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute ragged-all-to-all".split()
+_OPERATION = re.compile(rf" = (.*?) ({'|'.join(_KINDS)})(-start)?\((.*?)\)(?:, |$)")
+_WIDTH = {"pred": 8, "c64": 64, "c128": 128, "token": 0}
+
+
+def collectives(compiled: Any) -> list[Collective]:
+    """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis."""
+    mesh = mesh_of(compiled.input_shardings)
+    if mesh is None:
+        return []
+    parts, entry = _computations(compiled.as_text())
+    found: dict[tuple[str, str], list[float]] = {}
+
+    def visit(name: str, times: int) -> None:
+        for line in parts.get(name, ()):
+            if m := _OPERATION.search(line):
+                kind, axis, sent = _sent(m, line, mesh)
+                total = found.setdefault((kind, axis), [0, 0])
+                total[0], total[1] = total[0] + times, total[1] + times * sent
+            inside = times
+            if " while(" in line:
+                trips = re.search(r'known_trip_count\D*(\d+)', line)
+                inside = times * int(trips[1]) if trips else times
+            for group in re.findall(r"(?:body|condition|calls|branch_computations|"
+                                    r"true_computation|false_computation|to_apply)="
+                                    r"({[^}]*}|%?[\w.\-]+)", line):
+                for callee in re.findall(r"[\w.\-]+", group):
+                    visit(callee, inside)
+
+    visit(entry, 1)
+    return [Collective(kind, axis, round(n), round(b)) for (kind, axis), (n, b)
+            in sorted(found.items())]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation of an HLO text, and the name of the first to run."""
+    parts: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if m := re.match(r"(ENTRY )?%?([\w.\-]+) .*{$", line):
+            lines = parts[m[2]] = []
+            entry = m[2] if m[1] else entry
+        else:
+            lines.append(line)
+    return parts, entry
+
+
+def _sent(found: re.Match, line: str, mesh: Mesh) -> tuple[str, str, float]:
+    """Kind, axis and the bytes that a device sends in one run of the collective on this line."""
+    result, kind, start, operands = found.groups()
+    sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _bits(kind_of) / 8
+             for kind_of, dims in re.findall(r"(\w+)\[([\d,]*)\]", result)]
+    if start and kind != "all-reduce":      # (operands, results, ...)
+        k = operands.count("%")
+        sizes = sizes[k:2 * k]
+    size = sum(sizes)
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs={(.*?)}}?(?:,|$)", line)[1]
+        groups = {frozenset(map(int, p)) for p in re.findall(r"(\d+),(\d+)", pairs)}
+        return kind, _differ(groups, mesh), size
+    axis, n = _axis_of(line, mesh)
+    share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}.get(kind, (n - 1) / n)
+    return kind, axis, size * share
+
+
+def _bits(name: str) -> int:
+    digits = re.search(r"\d+", name)
+    return _WIDTH.get(name, int(digits[0]) if digits else 0)
+
+
+def _places(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The coordinates of each partition of the program: it counts the mesh's devices in order."""
+    shape = mesh.devices.shape
+    return [tuple(i // math.prod(shape[d + 1:]) % shape[d] for d in range(len(shape)))
+            for i in range(mesh.size)]
+
+
+def _differ(groups: Any, mesh: Mesh) -> str:
+    """The axes along which the members of a group differ, as one name."""
+    places = _places(mesh)
+    axes = {d for g in groups for i in g for d in range(len(AXES))
+            if places[i][d] != places[min(g)][d]}
+    return "+".join(mesh.axis_names[d] for d in sorted(axes)) or "none"
+
+
+def _axis_of(line: str, mesh: Mesh) -> tuple[str, int]:
+    """The axes of a collective and how many devices take part. XLA writes the groups in three
+    ways: {{0,1},{2,3}}, [2,2]<=[4] (a reshaped and perhaps transposed count), and, on newer
+    versions, by the names of a mesh."""
+    if m := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        groups = _count(m[2], m[3]).reshape([int(x) for x in m[1].split(",")])
+    elif m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
+                        r"(?:T\(([\d,]+)\))?\))? {(.*?)}", line):
+        named = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", m[1])}
+        ids = _count(m[2] or str(math.prod(named.values())), m[3]).reshape(list(named.values()))
+        ours = [list(named).index(a) for a in re.findall(r"'(\w+)'", m[4])]
+        rest = [d for d in range(len(named)) if d not in ours]
+        groups = ids.transpose(rest + ours).reshape(-1, math.prod(ids.shape[d] for d in ours))
+    elif m := re.search(r"replica_groups={(.*?)}(?:,|$)", line + ","):
+        inside = re.search(r"replica_groups={({.*?})}", line)
+        groups = [[int(x) for x in g.split(",")] for g in
+                  re.findall(r"{([\d,]+)}", inside[1] if inside else "")]
+        groups = groups or [list(range(mesh.size))]
+    else:
+        groups = [list(range(mesh.size))]
+    groups = [[int(i) for i in g] for g in groups]
+    return _differ(groups, mesh), len(groups[0])
+
+
+def _count(shape: str, order: str | None) -> np.ndarray:
+    shape = [int(x) for x in shape.split(",")]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose([int(x) for x in order.split(",")]) if order else ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

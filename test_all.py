@@ -361,16 +361,62 @@ def test_dropout_masks_belong_to_the_example(mesh, changes):
 
 def test_one_gradient_reduction_per_update_however_many_parts():
     """Autodiff left alone puts the sum over devices into every micro-batch."""
-    counts = {}
+    rows = {}
     for parts in (1, 4):
         program = program_of(make(batch=32, accumulate=parts), "data=8")
-        text = train.compiled(program).as_text()
-        bodies = re.findall(r"body=%?([\w.\-]+)", text)
-        inside = [b for b in bodies if "all-reduce" in re.search(
-            rf"%?{re.escape(b)} [^\n]*{{\n(.*?)\n}}", text, re.S).group(1)]
-        assert not inside, inside
-        counts[parts] = len(re.findall(r" all-reduce(?:-start)?\(", text))
-    assert counts[1] == counts[4] > 0
+        rows[parts] = shard.collectives(train.compiled(program))
+    size = 4 * model.count(program.state["params"]) + 2 * 4       # the loss and the count too
+    assert {r.kind for r in rows[4]} == {"all-reduce"}
+    for r in rows.values():
+        assert sum(c.bytes for c in r) == pytest.approx(size * 2 * 7 / 8, abs=4)
+    assert [c.count for c in rows[1]] == [c.count for c in rows[4]]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tied=True), dict(kv_heads=2)])
+def test_the_forward_pass_reduces_twice_a_layer(changes):
+    """And once for the embedding, a maximum and a sum for the loss; nothing is gathered."""
+    config, mesh = make(**changes), mesh_of("data=2,tensor=4")
+    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    places = shard.shardings(specs_of(config, "data=2,tensor=4"), mesh)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda p, b: model.loss(p, b, config), in_shardings=(
+            places, jax.NamedSharding(mesh, P("data")))).lower(params, model.a_batch(config, 4)).compile()
+    tensor = [c for c in shard.collectives(compiled) if c.axis == "tensor"]
+    assert [(c.kind, c.count) for c in tensor] == [("all-reduce", 2 * 2 + 1 + 2)]
+    # 2 rows a device of 16 float32: five of the width, one maximum, and the sum with the label's.
+    assert tensor[0].bytes == 2 * 3 / 4 * 4 * 2 * 16 * (5 * 32 + 1 + 2)
+
+
+def test_collectives_are_counted_by_hand():
+    """Loops times their trips, groups in any spelling, bytes of the shortest ring."""
+    mesh = mesh_of("data=2,fsdp=2,tensor=2")
+    place = lambda *s: jax.NamedSharding(mesh, P(*s))
+
+    def body(x, w):
+        x = jax.lax.pcast(jax.lax.psum(x, "data"), ("data",), to="varying")
+        x = x @ jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
+        x = jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
+        x = jax.lax.psum_scatter(x, ("data", "fsdp"), scatter_dimension=0, tiled=True)
+        return jax.lax.all_gather(x, ("data", "fsdp"), axis=0, tiled=True)
+
+    def loop(x, ws):
+        x = jax.lax.pcast(x, ("data", "fsdp", "tensor"), to="varying")
+        return jax.lax.scan(lambda x, w: (body(x, w), None), x, ws)[0][None]
+
+    f = jax.shard_map(loop, mesh=mesh, in_specs=(P(), P(None, "fsdp")), out_specs=P(("data", "fsdp", "tensor")))
+    compiled = jax.jit(f, in_shardings=(place(), place(None, "fsdp"))).lower(
+        jnp.zeros((8, 16)), jnp.zeros((5, 16, 16))).compile()
+    x = 4 * 8 * 16
+    assert {(c.kind, c.axis): (c.count, c.bytes) for c in shard.collectives(compiled)} == {
+        ("all-reduce", "data"): (5, 5 * x), ("all-gather", "fsdp"): (5, 5 * 4 * 16 * 16 // 2),
+        ("collective-permute", "tensor"): (5, 5 * x), ("reduce-scatter", "data+fsdp"): (5, 5 * x * 3 // 4),
+        ("all-gather", "data+fsdp"): (5, 5 * x * 3 // 4)}
+    for groups, axis in (("{{0,1},{2,3},{4,5},{6,7}}", "tensor"), ("[4,2]<=[8]", "tensor"), ("{}", "data+fsdp+tensor"),
+                         ("[4,2]<=[2,4]T(1,0)", "data"), ("[4,2]<=[2,2,2]T(0,2,1)", "fsdp"),
+                         ("mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}", "fsdp"),
+                         ("mesh['a'=1,'b'=2,'c'=2,'d'=2], device_ids=([2,2,2]T(2,1,0)) {'d','c'}", "data+fsdp")):
+        n = 8 if axis.count("+") == 2 else 4 if "+" in axis else 2
+        assert shard._axis_of(f"replica_groups={groups}, use_global_device_ids=true", mesh) == (axis, n)
 
 
 def test_weights_are_made_in_their_places():

@@ -383,8 +383,13 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         say.line(f"{config.out} has its {at} steps; --steps with a higher number goes on")
     else:
         step = compiled(program)
-        say.line(f"ready in {time.perf_counter() - clock:.1f} s; "
-                 + say.memory(step.memory_analysis()))
+        took, memory = time.perf_counter() - clock, step.memory_analysis()
+        say.line(f"ready in {took:.1f} s; compiled step: "
+                 f"{shard.human(memory.argument_size_in_bytes)} of state and batch, "
+                 f"{shard.human(memory.temp_size_in_bytes)} of temporaries a device")
+        for c in shard.collectives(step):
+            say.line(f"sends    {shard.human(c.bytes):>7} a device and update in {c.count} "
+                     f"{c.kind} over {c.axis}")
         clock = time.perf_counter()
 
     def settle():
@@ -662,10 +667,6 @@ class _Say:
         params = program.state["params"]
         self.line(f"weights  {model.count(params):,} parameters")
         self.line(shard.explain(program.decisions, params, mesh))
-
-    def memory(self, stats: Any) -> str:
-        return (f"compiled step: {shard.human(stats.argument_size_in_bytes)} of state and batch, "
-                f"{shard.human(stats.temp_size_in_bytes)} of temporaries a device")
 
     def step(self, row: dict[str, Any], took: float) -> None:
         if row["step"] > 1:
