@@ -751,6 +751,13 @@ def reduce(tree: Any, specs: Any = None) -> Any:
     return jax.tree.map(total, tree, specs)
 
 
+def agree(tree: Any) -> Any:
+    """Each leaf, which every device has computed for itself, as the one value that it is: weights
+    that were gathered are equal everywhere, but their type does not say so."""
+    return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
+                        tree)
+
+
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """What this program asks of XLA beyond the user's XLA_FLAGS, in one place."""
     if mesh.devices.flat[0].platform == "cpu":

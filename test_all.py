@@ -599,6 +599,12 @@ def test_one_file_still_has_a_held_out_end(tmp_path):
     assert len(corpus.held_out) == 100 and len(corpus.train) == 901
 
 
+def test_without_library_sources_the_way_out_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(shard.Refused, match="--data"):
+        data.documents([])
+
+
 def test_windows_cover_everything_once():
     rows = data.Windows(np.arange(101), 10)
     assert len(rows) == 10 and [r[0] for r in rows] == list(range(0, 100, 10))
@@ -607,11 +613,12 @@ def test_windows_cover_everything_once():
     assert [few[i][0] for i in range(3)] == [0, 30, 60]
 
 
-@pytest.mark.parametrize("mesh", ["", "data=8", "data=2,tensor=4"])
+@pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
 def test_evaluation_is_exact_for_any_number_of_examples(mesh):
     """Dropping the remainder, or a mean of batch means, depends on how many devices there are."""
     config = make(steps=1, batch=8)
     held_out = [e[:5 + i] for i, e in enumerate(tokens_of(config, 13, 5))]      # 13, uneven
+    held_out[-1] = tokens_of(config, 1, 6)[0]           # the odd one out weighs as the others do
     rows, result = learn(config, mesh, held_out=held_out)
     params = jax.device_get(result.params)
     s, n = model.loss(params, data.collate(held_out, 16), config)
@@ -778,6 +785,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
     assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"}
     assert set(rows[-1]) == {"step", "eval_loss", "bits_per_byte"} and rows[0]["tokens"] == 4 * 32
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3", "4"], "keeps three"
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 400 and config["tokenizer"] == "sentencepiece"
     said = {command("--run", out, "--prompt", "3 and", "--shards", n, "--tokens", 20,

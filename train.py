@@ -194,11 +194,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
         zero = (jax.tree.map(lambda w: shard.vary(jnp.zeros(w.shape, jnp.float32), w, batch),
                              weights), *[shard.vary(jnp.zeros(()), batch)] * 2)
-        parts = jax.tree.map(lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch)
         if config.accumulate == 1:
             g, s, c = micro(zero, batch)[0]
         else:
-            g, s, c = jax.lax.scan(micro, zero, parts)[0]
+            g, s, c = jax.lax.scan(micro, zero, jax.tree.map(
+                lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
         return shard.reduce(g, specs), shard.reduce((s, c))
 
     def split(fn, outs, rows):
@@ -221,13 +221,15 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     def evaluate(params, batch):
-        n = jax.tree.leaves(batch)[0].shape[0]
-        # What does not divide among the devices, each of them computes.
-        here = rows if n % shard.rows(mesh) == 0 else P()
+        divides = jax.tree.leaves(batch)[0].shape[0] % shard.rows(mesh) == 0
+
         def fn(params, batch):
             weights = shard.vary(shard.cast(params, config.dtype), batch)
-            return shard.reduce(shard.vary(local_loss(weights, batch), batch))
-        return split(fn, (P(), P()), here)(params, batch)
+            pair = local_loss(weights, batch)
+            # What does not divide among the devices, each of them computes, and they agree.
+            return shard.reduce(shard.vary(pair, batch)) if divides else shard.agree(pair)
+
+        return split(fn, (P(), P()), rows if divides else P())(params, batch)
 
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
