@@ -247,8 +247,12 @@ def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
 # -------------------------------------------------------------------------------------------
 # The same loss on every mesh
 
-MESHES = ["tensor=2", "tensor=4", "data=2,tensor=2", "data=4", "fsdp=4", "fsdp=2,tensor=2",
-          "data=2,fsdp=2,tensor=2"]
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+MESHES = ["tensor=4", "data=2,tensor=2", "data=4", "data=2,fsdp=2,tensor=2", slow("tensor=2"), slow("fsdp=4"),
+          slow("fsdp=2,tensor=2")]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +280,7 @@ def test_accumulation_remat_and_the_compilers_step_change_nothing(mesh, changes,
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
 
 
-@pytest.mark.parametrize("mesh", ["", "tensor=4", "data=4,tensor=2", "fsdp=4,tensor=2", "data=2,fsdp=2"])
+@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2", slow("data=4,tensor=2"), slow("data=2,fsdp=2")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     """Leaf by leaf, with masks that differ per row: a mean of means would show here."""
