@@ -285,7 +285,7 @@ def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
         corpus = Corpus(paths[0] if given else made)
         yield corpus
     else:
-        documents(paths)                        # is refused before anything is made
+        new = not run.exists()
         shutil.rmtree(part, ignore_errors=True)
         try:
             corpus = prepare(paths, part)
@@ -295,8 +295,9 @@ def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
             corpus.folder = made
         finally:
             shutil.rmtree(part, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                run.rmdir()                     # goes only if it is empty
+            if new:
+                with contextlib.suppress(OSError):
+                    run.rmdir()                 # goes only if it is empty
     if given and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)

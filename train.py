@@ -864,7 +864,8 @@ def run(main: Callable) -> None:
         print("error: " + " ".join(str(e).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped before the first step; nothing was lost", file=sys.stderr)
+        print("interrupted: the same command goes on from the last checkpoint, if there is one",
+              file=sys.stderr)
         sys.exit(130)
 
 
