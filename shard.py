@@ -173,24 +173,27 @@ def _axes_in(spec: P) -> set[str]:
 #    stream is one long thread through the whole network. The hidden dimension of an MLP is a
 #    short one: out of w_gate and w_up, into w_down. So are the heads, and the vocabulary.
 #    Splitting a thread has a price, the bytes that must be reduced wherever it is summed over,
-#    forward and backward; one that is cut on the way (through a head, by a slice) is not split.
-#    The rule splits the threads that cost least per byte of weights, never two in one weight.
-#    Columns and rows alternate by themselves: a weight's two dimensions are different threads.
+#    forward and backward, or sent where it is sliced. The rule splits the threads that cost
+#    least per byte of weights, never two in one weight. Columns and rows alternate by
+#    themselves: a weight's two dimensions are different threads.
+#
+#    Some threads are not for sale: see `_Walk.refuse`.
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """Where one leaf lives, and why."""
     spec: P
     reason: str
-    matrix: bool        # met an activation in a product or was indexed; else a scale or a bias
-    stacked: bool       # the leading dimension counts layers
+    matrix: bool        # met another value in a product or was indexed; else a scale or a bias
+    stacked: bool       # its dimension `pipe` counts layers
 
 
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = ()) -> Any:
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
 
-    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device.
+    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
+    that are not arrays (an Equinox module's functions) are left as they are, with the spec P().
     `overrides`, a list of (path regex, PartitionSpec), win over the rule."""
     return jax.tree.map(lambda d: d.spec, decide(fn, params, *args, mesh=mesh,
                                                  overrides=overrides))
@@ -199,18 +202,27 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
            overrides: Sequence[tuple[str, P]] = ()) -> Any:
     """As infer_specs, with the reason beside each spec."""
-    sizes = dict(mesh.shape)
-    n = sizes["tensor"]
+    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     paths, leaves, tree = flatten(params)
-    walk = _Walk(n, leaves)
-    jaxpr = jax.make_jaxpr(fn)(params, *args)
-    flat_args = [_Value(walk.fresh(v.aval.shape)) for v in jaxpr.jaxpr.invars[len(leaves):]]
-    walk.run(jaxpr.jaxpr, [_Value(walk.fresh(jnp.shape(c))) for c in jaxpr.consts],
-             [_Value(ids, leaf) for leaf, ids in enumerate(walk.leaf_ids)] + flat_args)
-    chosen = walk.choose() if n > 1 else {}
-    decisions = [_decide_leaf(walk, leaf, chosen.get(leaf), sizes) for leaf in range(len(leaves))]
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def call(values, args):
+        whole = list(leaves)
+        for i, value in zip(arrays, values):
+            whole[i] = value
+        return fn(jax.tree.unflatten(tree, whole), *args)
+
+    closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
+    walk = _Walk(sizes["tensor"], [leaves[i] for i in arrays])
+    walk.run(closed.jaxpr, [walk.value(c) for c in closed.consts],
+             walk.weights + [walk.value(v.aval, data=True)
+                             for v in closed.jaxpr.invars[len(arrays):]])
+    chosen = walk.choose()
+    decisions = [Decision(P(), "not an array", False, False)] * len(leaves)
+    for k, i in enumerate(arrays):
+        decisions[i] = _decide_leaf(walk, k, chosen[k], sizes)
     for pattern, spec in overrides:
-        hits = [i for i, path in enumerate(paths) if re.search(pattern, path)]
+        hits = [i for i in arrays if re.search(pattern, paths[i])]
         if not hits:
             raise Refused(f"override {pattern!r} matches no parameter"
                           + nearest(pattern, paths))
@@ -230,12 +242,16 @@ def flatten(params: Any) -> tuple[list[str], list[Any], Any]:
 def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: dict[str, int]) -> None:
     if len(spec) > len(shape):
         raise Refused(f"{path}: {spec} has {len(spec)} dimensions, the weight has {len(shape)}")
+    seen: set[str] = set()
     for dim, entry in zip(shape, spec):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
         for name in names:
             if name not in AXES:
                 raise Refused(f"{path}: {spec} names the axis {name!r}; the axes are "
                               f"{', '.join(AXES)}" + nearest(name, AXES))
+            if name in seen:
+                raise Refused(f"{path}: {spec} names the axis {name!r} twice")
+            seen.add(name)
         if dim % math.prod(sizes[a] for a in names):
             raise Refused(f"{path}: {spec} splits {dim} into "
                           f"{math.prod(sizes[a] for a in names)}, which does not divide")
@@ -246,47 +262,69 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: dict[str, int
 FSDP_MINIMUM = 2**12
 
 
-def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int, str] | None,
+def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
                  sizes: dict[str, int]) -> Decision:
     shape, roles = walk.leaves[leaf].shape, walk.roles[leaf]
+    dim, reason = choice
     entries: list[Any] = [None] * len(shape)
-    stacked = "stacked" in roles.get(0, ())
-    matrix = any(r in ("free", "contracted", "indexed") for rs in roles.values() for r in rs)
-    if choice:
-        dim, reason = choice
+    if dim is not None:
         entries[dim] = "tensor"
-    elif sizes["tensor"] > 1:
-        reason = walk.why_whole(leaf, matrix)
-    else:
-        reason = "the tensor axis has size 1"
-    if stacked:
-        entries[0] = "pipe"
+    stacks = [d for d, names in roles.items() if "stacked" in names]
+    for axis, dims in (("pipe", stacks), ("expert", walk.expert_dims(leaf))):
+        free = [d for d in dims if entries[d] is None]
+        if free and shape[free[0]] % sizes[axis] == 0:
+            entries[free[0]] = axis
+        elif free:
+            reason += f"; whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}"
     free = [d for d, size in enumerate(shape) if entries[d] is None and size % sizes["fsdp"] == 0]
     if sizes["fsdp"] > 1 and free and math.prod(shape) >= FSDP_MINIMUM:
         entries[max(free, key=lambda d: shape[d])] = "fsdp"
     # `live` needs only sizes; a mesh and a dict both serve.
     spec = live(P(*entries), type("Sizes", (), {"shape": sizes}))
-    return Decision(spec, reason, matrix, stacked)
+    matrix = any(names & MATRIX for names in roles.values())
+    return Decision(spec, reason, matrix, bool(stacks))
 
 
 @dataclasses.dataclass
 class _Value:
-    """One value of the computation: the thread of each dimension, and the leaf that it is a
-    mere view of (a cast, a transpose), if any. Whatever depends on a leaf has a gradient."""
-    ids: list[int]
-    leaf: int | None = None
+    """One value of the computation."""
+    ids: list[int]                      # the thread of each dimension
+    data: bool = False                  # follows from the function's other arguments
+    grad: bool = False                  # follows from parameters: it has a gradient
+    source: list[frozenset] = dataclasses.field(default_factory=list)
+    #                                     of each dimension: which (leaf, dimension)s it is
+    tables: frozenset = frozenset()     # the (leaf, dimension)s whose rows were looked up and added
+    mask: bool = False                  # of zeros and ones: a product with it is a lookup
 
+    @property
+    def weight(self) -> bool:
+        """Made from parameters alone."""
+        return self.grad and not self.data
+
+
+# What a weight's dimension can be in its uses. Columns and rows are made of the first two.
+MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
 ELEMENTWISE = set("""add add_any sub mul div rem max min pow integer_pow neg sign abs floor ceil
-round exp exp2 expm1 log log1p sqrt rsqrt cbrt square sin cos tan tanh asin acos atan atan2 sinh
-cosh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma is_finite not and or xor eq ne lt
-le gt ge nextafter select_n clamp convert_element_type reduce_precision stop_gradient copy copy_p
-real imag complex conj shift_left shift_right_logical shift_right_arithmetic population_count
-sharding_constraint pvary pcast optimization_barrier name random_wrap""".split())
-REDUCE = set("""reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin
-reduce_xor""".split())
-CALLS = set("""jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call
-custom_vjp_call custom_vjp_call_jaxpr custom_lin shard_map""".split())
+round exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt square one_minus_square sin cos tan tanh asin
+acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma polygamma zeta
+igamma igammac regularized_incomplete_beta bessel_i0e bessel_i1e is_finite not and or xor eq ne lt
+le gt ge nextafter select_n clamp convert_element_type bitcast_convert_type reduce_precision clz
+stop_gradient copy real imag complex conj shift_left shift_right_logical shift_right_arithmetic
+population_count mulhi sharding_constraint layout_constraint reshard relayout pvary psum pmax pmin
+psum_invariant reduced_vary_cast vary_unreduced_cast optimization_barrier name device_put
+with_memory_space_constraint zeros_like random_wrap random_unwrap""".split())
+REDUCE = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor
+argmax argmin""".split())
+# The dimensions that these cut, join, turn, sort or sum along come out anew.
+ALONG = set("""slice dynamic_slice dynamic_update_slice pad rev concatenate split tile sort top_k
+approx_top_k cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max
+reduce_window_min reduce_window""".split())
+
+# Not worth a reduction: a thread this many times narrower than what its columns read (low rank,
+# few labels), a table with this many times fewer rows than each is long (token types), and what
+# only reads raw features or only makes last outputs, below this share of all weights.
+NARROW, SHORT, ENDS = 4, 16, 1 / 8
 
 
 class _Walk:
@@ -297,15 +335,24 @@ class _Walk:
         self.parent: list[int] = []
         self.prices: list[tuple[int, float, Any]] = []   # thread, bytes, what it is (counted once)
         self.roles: list[dict[int, set[str]]] = [{} for _ in leaves]
-        self.cuts: list[int] = []                         # threads that end before they are summed
+        self.first: dict[int, int] = {}                   # leaf: when it was first used
+        self.cuts: list[tuple[int, str]] = []             # thread, why it cannot be split
+        self.links: list[tuple[int, int, bool]] = []      # threads that a split crosses, resent
+        self.heads: list[int] = []                        # threads that pass between activations
+        self.sizes: list[tuple[int, int]] = []            # threads in products, and their length
+        self.outer: list[tuple[int, int]] = []            # threads split together with outer dims
+        self.added: list[frozenset] = []                  # tables whose rows are added up
         self.repeat = 1                                   # how often the present scan body runs
-        self.leaf_ids = [self.fresh(leaf.shape) for leaf in leaves]
+        self.weights = [self.value(leaf, grad=True) for leaf in leaves]
+        for i, value in enumerate(self.weights):
+            value.source = [frozenset([(i, d)]) for d in range(len(value.ids))]
 
     # -- threads
-    def fresh(self, shape: Sequence[int]) -> list[int]:
-        first = len(self.parent)
-        self.parent.extend(range(first, first + len(shape)))
-        return list(range(first, first + len(shape)))
+    def value(self, like: Any, **of: bool) -> _Value:
+        """A new value in the shape of `like`, each dimension a thread of its own."""
+        first, rank = len(self.parent), len(jnp.shape(like))
+        self.parent.extend(range(first, first + rank))
+        return _Value(list(range(first, first + rank)), source=[frozenset()] * rank, **of)
 
     def find(self, i: int) -> int:
         while self.parent[i] != i:
@@ -321,23 +368,38 @@ class _Walk:
         size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) * self.repeat
         self.prices.append((thread, float(size), key if key is not None else len(self.prices)))
 
-    def cut(self, thread: int) -> None:
-        """A split would have to be gathered again here: through a head, through a slice."""
-        self.cuts.append(thread)
+    def link(self, a: int, b: int, aval: Any, only: bool = True) -> None:
+        """A split of `a` becomes one of `b` by sending: slices of a fused weight's output. It has
+        no other way on, if `only`."""
+        self.links.append((a, b, only))
+        self.price(a, aval)
+        self.price(b, aval)
 
-    def role(self, value: _Value, dim: int, role: str) -> None:
-        """What became of a dimension of a leaf, seen through its views."""
-        if value.leaf is not None:
-            for d, i in enumerate(self.leaf_ids[value.leaf]):
-                if i == value.ids[dim] or self.find(i) == self.find(value.ids[dim]):
-                    self.roles[value.leaf].setdefault(d, set()).add(role)
+    def cut(self, thread: int, why: str) -> None:
+        self.cuts.append((thread, why))
+
+    def role(self, value: _Value, dims: Sequence[int], role: str) -> None:
+        """What becomes of dimensions of a weight, seen through its views."""
+        for dim in dims:
+            for leaf, d in sorted(value.source[dim]):
+                self.roles[leaf].setdefault(d, set()).add(role)
+                self.first.setdefault(leaf, len(self.first))
+
+    def passes(self, x: _Value, dim: int, o: _Value, out: int) -> None:
+        """This dimension of x is that one of o."""
+        self.tie(x.ids[dim], o.ids[out])
+        self.views(x, dim, o, out)
+
+    def views(self, x: _Value, dim: int, o: _Value, out: int) -> None:
+        if o.weight:
+            o.source[out] = o.source[out] | x.source[dim]
 
     # -- the walk
     def run(self, jaxpr: Any, consts: list[_Value], args: list[_Value]) -> list[_Value]:
         env: dict[Any, _Value] = {}
 
         def read(v: Any) -> _Value:
-            return _Value(self.fresh(v.aval.shape)) if hasattr(v, "val") else env[v]
+            return self.value(v.aval) if hasattr(v, "val") else env[v]
 
         env.update(zip(jaxpr.constvars, consts))
         env.update(zip(jaxpr.invars, args))
@@ -347,105 +409,163 @@ class _Walk:
 
     def step(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
-        outs = [_Value(self.fresh(v.aval.shape)) for v in eqn.outvars]
-        out, out_shape = outs[0] if outs else None, eqn.outvars[0].aval.shape if outs else ()
-        shapes = [v.aval.shape for v in eqn.invars]
+        if name == "scan":
+            return self.scan(eqn, ins)
+        if name == "while":
+            return self.while_loop(params, ins)
+        if name == "cond":
+            return self.branches(params, ins)
+        if name not in REDUCE and (inner := _inner(eqn)) is not None:      # jit, remat, custom_vjp ...
+            jaxpr, consts = inner
+            return self.run(jaxpr, [self.value(c) for c in consts],
+                            ins[len(ins) - len(jaxpr.invars):])
 
+        kind = dict(data=any(x.data for x in ins), grad=any(x.grad for x in ins))
+        outs = [self.value(v.aval, **kind) for v in eqn.outvars]
+        out, shape = (outs[0], eqn.outvars[0].aval.shape) if outs else (None, ())
+        shapes = [v.aval.shape for v in eqn.invars]
+        if len(learned := [x for x in ins if x.grad]) == 1 and outs:
+            out.tables = learned[0].tables          # cast, turned, scaled: still that lookup
         if name in ELEMENTWISE:
             for o in outs:
                 for x in ins:
                     if len(x.ids) == len(o.ids):
-                        for a, b in zip(x.ids, o.ids):
-                            self.tie(a, b)
-                # Cast, or times a number: still the weight.
-                arrays = [x for x in ins if x.ids]
-                o.leaf = arrays[0].leaf if len(arrays) == 1 else None
-        elif name == "dot_general":
-            self.product(eqn, ins, out)
+                        for d in range(len(x.ids)):
+                            self.passes(x, d, o, d)
+            if name in ("add", "add_any", "sub"):
+                out.tables = frozenset().union(*[x.tables for x in ins])
+                self.added.append(out.tables)
+            if name == "convert_element_type":
+                out.mask = ins[0].mask or eqn.invars[0].aval.dtype == bool
+        elif name in ("dot_general", "ragged_dot_general"):
+            self.dot(eqn, ins, out)
+        elif name == "conv_general_dilated":
+            self.conv(eqn, ins, out)
         elif name in REDUCE:
-            axes = params["axes"]
+            axes = params["axes"] if "axes" in params else params["dimensions"]
             for o in outs:
-                for i, b in zip([i for d, i in enumerate(ins[0].ids) if d not in axes], o.ids):
-                    self.tie(i, b)
+                for k, d in enumerate(d for d in range(len(shapes[0])) if d not in axes):
+                    self.passes(ins[0], d, o, k)
             for d in axes:
                 self.price(ins[0].ids[d], eqn.outvars[0].aval)
         elif name == "broadcast_in_dim":
             for d, o in enumerate(params["broadcast_dimensions"]):
-                if shapes[0][d] == out_shape[o]:
-                    self.tie(ins[0].ids[d], out.ids[o])
-            out.leaf = ins[0].leaf
+                if shapes[0][d] == shape[o]:
+                    self.passes(ins[0], d, out, o)
         elif name == "transpose":
-            for d, i in enumerate(params["permutation"]):
-                self.tie(ins[0].ids[i], out.ids[d])
-            out.leaf = ins[0].leaf
+            for o, d in enumerate(params["permutation"]):
+                self.passes(ins[0], d, out, o)
+        elif name == "squeeze":
+            gone = [d % len(shapes[0]) for d in params["dimensions"]]
+            for o, d in enumerate(d for d in range(len(shapes[0])) if d not in gone):
+                self.passes(ins[0], d, out, o)
+        elif name in ("stack", "unstack"):
+            one, many = (outs, ins) if name == "stack" else (ins, outs)
+            kept = [d for d in range(len(one[0].ids)) if d != params["axis"]]
+            for x in many:
+                for d, k in enumerate(kept):
+                    self.passes(*((x, d, out, k) if name == "stack" else (ins[0], k, x, d)))
         elif name == "reshape":
             self.reshape(eqn, ins[0], out)
-            out.leaf = ins[0].leaf
-        elif name == "squeeze":
-            kept = [d for d in range(len(shapes[0]))
-                    if d not in [k % len(shapes[0]) for k in params["dimensions"]]]
-            for o, d in zip(out.ids, kept):
-                self.tie(ins[0].ids[d], o)
-            out.leaf = ins[0].leaf
         elif name == "gather":
             self.gather(eqn, ins, out)
-        elif name == "iota":
-            pass
-        elif name == "scan":
-            return self.scan(eqn, ins)
-        elif name in CALLS and (inner := _inner(params)) is not None:
-            jaxpr, consts = inner
-            return self.run(jaxpr, [_Value(self.fresh(jnp.shape(c))) for c in consts],
-                            ins[len(ins) - len(jaxpr.invars):])
-        elif name in ("slice", "dynamic_slice", "pad", "rev", "cumsum", "cumlogsumexp", "cummax",
-                      "sort", "concatenate", "dynamic_update_slice", "split"):
-            # The dimensions that are cut, joined, turned or summed along would have to be whole,
-            # and come out anew (splitting those is free, but their gradients must be gathered);
-            # the others pass through.
-            along = {params.get("dimension", params.get("axis"))} - {None}
-            along |= set(params.get("dimensions", ())) if name == "rev" else set()
-            for o, v in zip(outs, eqn.outvars):
-                for x, shape in zip(ins, shapes):
-                    if len(shape) != len(v.aval.shape):
-                        continue
-                    for d, (a, b) in enumerate(zip(shape, v.aval.shape)):
-                        if a == b and d not in along:
-                            self.tie(x.ids[d], o.ids[d])
-                        elif a > 1:
-                            self.cut(x.ids[d])
-                            self.price(o.ids[d], v.aval)
+        elif name.startswith("scatter"):
+            self.scatter(eqn, ins, out)
+        elif name in ALONG:
+            self.along(eqn, ins, outs)
         else:
-            # An honest stop: nothing is known, so whatever comes in must come in whole.
+            # An honest stop: nothing is known, so whatever has weights in it comes in whole.
             for x in ins:
-                for i in x.ids:
-                    self.cut(i)
+                for i in x.ids if x.grad else ():
+                    self.cut(i, f"it meets {name}, of which the walk knows nothing")
         return outs
 
-    def product(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
-        (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-        left, right = ins
-        lfree = [d for d in range(len(left.ids)) if d not in lc and d not in lb]
-        rfree = [d for d in range(len(right.ids)) if d not in rc and d not in rb]
-        for o, i in zip(out.ids, [left.ids[d] for d in lb] + [left.ids[d] for d in lfree]
-                        + [right.ids[d] for d in rfree]):
-            self.tie(o, i)
+    def along(self, eqn: Any, ins: list[_Value], outs: list[_Value]) -> None:
+        params = eqn.params
+        mixed = {params.get("dimension"), params.get("axis")} | set(
+            params.get("dimensions", ()) if eqn.primitive.name == "rev" else ())
+        mixed |= {d for d, n in enumerate(params.get("window_dimensions", ())) if n > 1}
+        for o, v in zip(outs, eqn.outvars):
+            for x, var in zip(ins, eqn.invars):
+                if len(x.ids) != len(o.ids):
+                    continue
+                for d, (a, b) in enumerate(zip(var.aval.shape, v.aval.shape)):
+                    if a == b and d not in mixed:
+                        self.tie(x.ids[d], o.ids[d])
+                    elif a > 1:
+                        self.link(x.ids[d], o.ids[d], v.aval)
+                    self.views(x, d, o, d)
+
+    def dot(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
+        left, right = ins[:2]
+        numbers = eqn.params.get("dimension_numbers")
+        if numbers is None:             # ragged: rows sorted by expert, and how many each has
+            ragged = eqn.params["ragged_dot_dimension_numbers"]
+            numbers = ragged.dot_dimension_numbers
+            groups = list(ragged.rhs_group_dimensions)
+            self.role(right, groups, "inner" if left.weight else "batch")
+            for d in groups:
+                self.cut(right.ids[d], "it counts groups of rows")
+            for d in ragged.lhs_ragged_dimensions:
+                if d in numbers[0][0]:      # rows summed by group: a gradient, not a layer
+                    self.cut(left.ids[d], "it is summed in groups of rows")
+        else:
+            groups = []
+        (lc, rc), (lb, rb) = numbers
+        lfree = [d for d in range(len(left.ids)) if d not in (*lc, *lb)]
+        rfree = [d for d in range(len(right.ids)) if d not in (*rc, *rb, *groups)]
+        for o, (x, d) in enumerate([(left, d) for d in (*lb, *lfree)]
+                                   + [(right, d) for d in rfree]):
+            if o < len(out.ids):
+                self.passes(x, d, out, o)
         for a, b in zip(lb, rb):
+            self.passes(right, b, out, lb.index(a))
+        self.product(eqn, out, (left, lc, lb, lfree), (right, rc, rb, rfree))
+
+    def conv(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
+        numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+        image, kernel = ins
+        (batch, feature, *space), (made, read, *_) = numbers.lhs_spec, numbers.rhs_spec
+        self.passes(image, batch, out, numbers.out_spec[0])
+        self.passes(kernel, made, out, numbers.out_spec[1])
+        for i in [image.ids[d] for d in space]:
+            self.cut(i, "a convolution slides along it")
+        if groups == 1 and eqn.params["batch_group_count"] == 1:
+            self.product(eqn, out, (image, [feature], [], [batch]), (kernel, [read], [], [made]))
+        elif groups % self.shards == 0 and groups > 1:     # whole groups stay together
+            self.tie(image.ids[feature], kernel.ids[made])
+            self.role(kernel, [made], "grouped")
+        else:
+            for i in (image.ids[feature], kernel.ids[made]):
+                self.cut(i, f"a convolution in {groups} groups mixes it")
+
+    def product(self, eqn: Any, out: _Value, *sides: tuple) -> None:
+        """Two values, each with its contracted, batch and free dimensions."""
+        (left, lc, lb, lfree), (right, rc, rb, rfree) = sides
+        for a, b in zip((*lc, *lb), (*rc, *rb)):
             self.tie(left.ids[a], right.ids[b])
-        for a, b in zip(lc, rc):
-            self.tie(left.ids[a], right.ids[b])
-            # Split and summed over: each device has a partial sum of the whole product.
-            self.price(left.ids[a], eqn.outvars[0].aval)
-        # Backward, the gradient of one side sums over the other side's own dimensions. The
-        # sides that share an input (q, k and v; gate and up) share its reduction: counted once.
-        for this, var, other, free in ((left, eqn.invars[0], right, rfree),
-                                       (right, eqn.invars[1], left, lfree)):
-            if this.leaf is None:
-                for d in free:
+        for d in lc:        # split and summed over: each device has a partial sum of the product
+            self.price(left.ids[d], eqn.outvars[0].aval)
+        for i, (this, contracted, batch, free) in enumerate(sides):
+            other, *_, other_free = sides[1 - i]
+            var = eqn.invars[i]
+            if this.grad and this.data:
+                # Its gradient sums over the other side's own dimensions. The sides that share
+                # an input (q, k and v; gate and up) share its reduction: counted once.
+                for d in other_free:
                     self.price(other.ids[d], var.aval, (var, "gradient"))
-        for value, contracted, batch, free in ((left, lc, lb, lfree), (right, rc, rb, rfree)):
-            for dims, role in ((contracted, "contracted"), (free, "free"), (batch, "batch")):
-                for d in dims:
-                    self.role(value, d, role)
+            if other.weight:        # weights with weights: a low rank added to a matrix
+                self.role(this, range(len(this.ids)), "inner")
+            else:
+                self.role(this, contracted, "indexed" if other.mask else "contracted")
+                self.role(this, batch, "batch")
+                self.role(this, free, "free")
+            self.sizes += zip(this.ids, var.aval.shape)
+        if all(x.grad and x.data for x in (left, right)) and (lfree or rfree):
+            # Attention. Scores are not left as partial sums: whole heads pass, nothing else.
+            self.heads += [left.ids[d] for d in lb]
+            for d in lc:
+                self.cut(left.ids[d], "a split would fall inside a head")
 
     def gather(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
         """A lookup. Rows that are split: each device finds what it has, and one reduction adds
@@ -457,9 +577,9 @@ class _Walk:
         window = [d for d in range(len(shape)) if d not in gone]
         for o, d in zip(numbers.offset_dims, window):
             if sizes[d] == shape[d]:
-                self.tie(table.ids[d], out.ids[o])
+                self.passes(table, d, out, o)
             else:
-                self.cut(table.ids[d])
+                self.link(table.ids[d], out.ids[o], eqn.outvars[0].aval)
         batch = [o for o in range(len(out.ids)) if o not in numbers.offset_dims]
         for o, i in zip(batch, index.ids):
             self.tie(out.ids[o], i)
@@ -467,11 +587,31 @@ class _Walk:
             self.tie(table.ids[a], index.ids[b])
         for d in numbers.collapsed_slice_dims:
             self.price(table.ids[d], eqn.outvars[0].aval)
-            self.role(table, d, "indexed")
+            # Rows that the data ask for, or the same ones each time: positions.
+            self.role(table, [d], "indexed" if index.data else "placed")
+            if index.data:
+                out.tables = out.tables | table.source[d]
+
+    def scatter(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
+        """Rows written into a value: the others pass."""
+        numbers, (shape, _, update) = (eqn.params["dimension_numbers"],
+                                       [v.aval.shape for v in eqn.invars[:3]])
+        hit = set(numbers.scatter_dims_to_operand_dims)
+        for d in range(len(shape)):
+            if d in hit:
+                self.link(ins[0].ids[d], out.ids[d], eqn.outvars[0].aval)
+            else:
+                self.tie(ins[0].ids[d], out.ids[d])
+        gone = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
+        window = [d for d in range(len(shape)) if d not in gone]
+        for u, d in zip(numbers.update_window_dims, window):
+            if update[u] == shape[d]:
+                self.tie(ins[2].ids[u], out.ids[d])
 
     def reshape(self, eqn: Any, x: _Value, out: _Value) -> None:
-        """A split survives a reshape on the outermost dimension of each group that is merged or
-        divided, and only where it falls on whole units of it (whole heads)."""
+        """A split survives where it falls on whole units of the outermost dimension (whole
+        heads), or on those of the next one, where the outermost has fewer than there are shards
+        but divides them (2 groups of 4 query heads over 4 shards)."""
         a, b = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         i = j = 0
         while i < len(a) and j < len(b):
@@ -482,66 +622,226 @@ class _Walk:
                     p, i = p * a[i], i + 1
                 else:
                     q, j = q * b[j], j + 1
-            for d in [d for d in range(i0, i) if a[d] > 1][1:]:
-                self.cut(x.ids[d])
-            for d in [d for d in range(j0, j) if b[d] > 1][1:]:
-                self.price(out.ids[d], eqn.outvars[0].aval)
-            m = next((d for d in range(i0, i) if a[d] > 1), None)
-            k = next((d for d in range(j0, j) if b[d] > 1), None)
-            if m is not None and k is not None:
-                if a[m] == b[k] or (a[m] % self.shards == 0 and b[k] % self.shards == 0):
-                    self.tie(x.ids[m], out.ids[k])
-                else:
-                    self.cut(x.ids[m])
-                    self.price(out.ids[k], eqn.invars[0].aval)
+            olds = [d for d in range(i0, i) if a[d] > 1]
+            news = [d for d in range(j0, j) if b[d] > 1]
+            if not olds:
+                continue
+            m, k = self.carrier(a, olds), self.carrier(b, news)
+            self.tie(x.ids[m], out.ids[k])
+            self.outer += [(out.ids[k], math.prod(b[j0:k])), (x.ids[m], math.prod(a[i0:m]))]
+            for d in olds:
+                for e in news:
+                    self.views(x, d, out, e)
+                if d > m and x.weight:
+                    self.link(x.ids[d], out.ids[k], eqn.outvars[0].aval)
+                elif d > m:
+                    self.cut(x.ids[d], "a split would fall inside a head")
+            for d in news:
+                if d > k:
+                    self.link(x.ids[m], out.ids[d], eqn.outvars[0].aval, only=False)
+
+    def carrier(self, shape: tuple[int, ...], group: list[int]) -> int:
+        """Which of the dimensions that are merged or divided bears a split of them all."""
+        left = self.shards
+        for d in group:
+            if shape[d] % left == 0:
+                return d
+            if left % shape[d]:
+                break
+            left //= shape[d]
+        return group[0]
 
     def scan(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
-        body, consts = _inner(eqn.params)
-        length = eqn.params["length"]
+        body, consts, length = eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, eqn.params["length"]
         # What is carried looks the same inside and out; what is scanned over has one dimension
         # more outside. (The numbers of each have other names in every version of jax.)
         nk = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars))
         nx = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(eqn.invars, body.invars))
         nc = len(ins) - nk - nx
         for x in ins[nc + nk:]:
-            self.role(x, 0, "stacked")
-        inner = ins[:nc + nk] + [_Value(x.ids[1:], x.leaf) for x in ins[nc + nk:]]
+            self.role(x, [0], "stacked")
+        inner = ins[:nc + nk] + [dataclasses.replace(x, ids=x.ids[1:], source=x.source[1:])
+                                 for x in ins[nc + nk:]]
         self.repeat *= length
-        outs = self.run(body, [_Value(self.fresh(jnp.shape(c))) for c in consts],
-                        [_Value(x.ids, x.leaf if i < nc or i >= nc + nk else None)
-                         for i, x in enumerate(inner)])
+        outs = self.loop(body, consts, inner[:nc], inner[nc:nc + nk], inner[nc + nk:])
         self.repeat //= length
-        for x, o in zip(ins[nc:nc + nk], outs):
+        return outs[:nk] + [dataclasses.replace(o, ids=self.value(1 * [0]).ids + o.ids,
+                                                source=[frozenset(), *o.source])
+                            for o in outs[nk:]]
+
+    def loop(self, body: Any, consts: Any, fixed: list[_Value], carry: list[_Value],
+             each: Sequence[_Value] = ()) -> list[_Value]:
+        """The body once, and what it carries tied to what it was given. What is carried follows
+        from all that the body sees."""
+        seen = [*fixed, *carry, *each]
+        kind = dict(data=any(x.data for x in seen), grad=any(x.grad for x in seen))
+        moved = [dataclasses.replace(x, source=[frozenset()] * len(x.ids), tables=frozenset(),
+                                     **kind) for x in carry]
+        outs = self.run(body, [self.value(c) for c in consts], [*fixed, *moved, *each])
+        for x, o in zip(carry, outs):
             for a, b in zip(x.ids, o.ids):
                 self.tie(a, b)
-        return outs[:nk] + [_Value(self.fresh((1,)) + o.ids) for o in outs[nk:]]
+        return outs
+
+    def while_loop(self, params: dict[str, Any], ins: list[_Value]) -> list[_Value]:
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        test, body = params["cond_jaxpr"], params["body_jaxpr"]
+        self.run(test.jaxpr, [self.value(c) for c in test.consts], ins[:n] + ins[n + m:])
+        return self.loop(body.jaxpr, body.consts, ins[n:n + m], ins[n + m:])
+
+    def branches(self, params: dict[str, Any], ins: list[_Value]) -> list[_Value]:
+        every = [self.run(b.jaxpr, [self.value(c) for c in b.consts], ins[1:])
+                 for b in params["branches"]]
+        outs = []
+        for values in zip(*every):
+            out = dataclasses.replace(values[0], source=[frozenset()] * len(values[0].ids),
+                                      data=any(x.data for x in (ins[0], *values)),
+                                      grad=any(x.grad for x in values))
+            for x in values:
+                for d in range(len(x.ids)):
+                    self.passes(x, d, out, d)
+            outs.append(out)
+        return outs
 
     # -- the choice
-    def choose(self) -> dict[int, tuple[int, str]]:
-        """{leaf: (dimension to split over `tensor`, why)}."""
-        threads: dict[int, list[tuple[int, int]]] = {}
-        for leaf, ids in enumerate(self.leaf_ids):
-            for d, i in enumerate(ids):
-                if "stacked" not in self.roles[leaf].get(d, ()):
-                    threads.setdefault(self.find(i), []).append((leaf, d))
+    def choose(self) -> list[tuple[int | None, str]]:
+        """For each leaf the dimension to split over `tensor`, if any, and why."""
+        self.settle()
         cost: dict[int, dict[Any, float]] = {}
         for thread, size, key in self.prices:
             cost.setdefault(self.find(thread), {})[key] = size
-        cut = {self.find(i) for i in self.cuts}
-        ranked = []
-        for thread, places in threads.items():
-            whose = [leaf for leaf, _ in places]
-            if (thread not in cut and len(set(whose)) == len(whose)
-                    and all(self.leaves[leaf].shape[d] % self.shards == 0 for leaf, d in places)
-                    and any(self.roles[leaf].get(d) for leaf, d in places)):
-                weight = sum(math.prod(self.leaves[leaf].shape) for leaf in whose)
-                ranked.append((sum(cost.get(thread, {}).values()) / weight, -weight, thread))
-        chosen: dict[int, tuple[int, str]] = {}
-        for _, _, thread in sorted(ranked):
-            if not any(leaf in chosen for leaf, _ in threads[thread]):
-                for leaf, d in threads[thread]:
+        ranked, refused = [], {}
+        for thread, places in self.places.items():
+            if why := self.refuse(thread, places):
+                refused[thread] = why
+                continue
+            weight = sum(math.prod(self.leaves[leaf].shape) for leaf, _ in places)
+            when = min((self.first.get(leaf, len(self.first)), d) for leaf, d in places)
+            ranked.append((sum(cost.get(thread, {}).values()) / weight, -weight, when, thread))
+        chosen: dict[int, tuple[int | None, str]] = {}
+        for *_, thread in sorted(ranked):
+            if not any(leaf in chosen for leaf, _ in self.places[thread]):
+                for leaf, d in self.places[thread]:
                     chosen[leaf] = (d, self.why(leaf, d))
-        return chosen
+        return [chosen.get(i) or (None, self.why_whole(i, refused)) for i in range(len(self.leaves))]
+
+    def settle(self) -> None:
+        """What is known only after the whole walk."""
+        n = range(len(self.leaves))
+        self.places: dict[int, list[tuple[int, int]]] = {}
+        for leaf in n:
+            for d, i in enumerate(self.weights[leaf].ids):
+                if "stacked" not in self.roles[leaf].get(d, ()):
+                    self.places.setdefault(self.find(i), []).append((leaf, d))
+        having = lambda *roles: {self.find(self.weights[leaf].ids[d]) for leaf in n      # noqa: E731
+                                 for d, names in self.roles[leaf].items() if names & set(roles)}
+        self.read = having("contracted")
+        # Experts: matched one to one with a dimension of what they meet, never contracted (heads
+        # that meet a weight of their own are, by the output's).
+        self.experts = having("batch") - self.read
+        # A row needs a column before it: raw features were made by nobody.
+        self.made = having("free", "indexed", "batch", "grouped")
+        links = [(self.find(a), self.find(b), only) for a, b, only in self.links]
+        while new := {b for a, b, _ in links if a in self.made} - self.made:
+            self.made |= new
+        # Inside a head: of the dimensions that a weight has beside its heads, the last.
+        heads = {self.find(i) for i in self.heads}
+        for leaf in n:
+            for role in ("free", "contracted"):
+                dims = [d for d, names in sorted(self.roles[leaf].items()) if role in names]
+                rest = [d for d in dims if self.find(self.weights[leaf].ids[d]) not in heads]
+                if rest and any(self.leaves[leaf].shape[d] > 1 for d in set(dims) - set(rest)):
+                    self.cut(self.weights[leaf].ids[rest[-1]], "a split would fall inside a head")
+        # Of tables whose rows are added up one is split: the one that is an output too, or else
+        # the largest. A second would be a second reduction, for positions.
+        groups: list[set] = []
+        for tables in self.added:
+            hit = [g for g in groups if g & tables]
+            groups = [g for g in groups if not g & tables] + [set(tables).union(*hit)]
+        for group in groups:
+            best = max(group, key=lambda t: ("free" in self.roles[t[0]][t[1]],
+                                             self.size(t[0]), -self.first[t[0]]), default=None)
+            for leaf, d in group - {best}:
+                self.cut(self.weights[leaf].ids[d], "its rows are added to those of a larger "
+                                                    "table, whose reduction would be one more")
+        self.why_cut: dict[int, str] = {}
+        outer: dict[int, set[int]] = {}
+        for thread, n in self.outer:
+            outer.setdefault(self.find(thread), {1}).add(n)
+        for thread, size in self.sizes:
+            if all(n * size % self.shards for n in outer.get(self.find(thread), {1})):
+                self.cut(thread, f"{size} does not divide by {self.shards}")
+        for thread, why in self.cuts:
+            self.why_cut.setdefault(self.find(thread), why)
+        # What is sent on only to where it cannot stay split is not split either.
+        onward: dict[int, set[int]] = {}
+        for a, b, only in links:
+            if only:
+                onward.setdefault(a, set()).add(b)
+        while new := {a: self.why_cut[min(bs)] for a, bs in onward.items()
+                      if a not in self.why_cut and bs <= self.why_cut.keys()}:
+            self.why_cut |= new
+        # Threads of the same form (one a layer, say) count together.
+        self.alike: dict[Any, float] = {}
+        for places in self.places.values():
+            for leaf, _ in places:
+                form = self.form(places)
+                self.alike[form] = self.alike.get(form, 0) + self.size(leaf)
+
+    def size(self, leaf: int) -> int:
+        return math.prod(self.leaves[leaf].shape)
+
+    def form(self, places: list[tuple[int, int]]) -> Any:
+        return tuple(sorted((self.leaves[leaf].shape, d) for leaf, d in places))
+
+    def dims(self, leaf: int, role: str) -> list[int]:
+        return [d for d, names in self.roles[leaf].items() if role in names
+                and "stacked" not in names]
+
+    def refuse(self, thread: int, places: list[tuple[int, int]]) -> str:
+        """Why a thread is not split, whatever its price; or nothing."""
+        if self.shards == 1:
+            return "the tensor axis has size 1"
+        if thread not in self.made or not any(self.roles[leaf].get(d) for leaf, d in places):
+            return "nothing makes it that could be split"
+        if thread in self.experts:
+            return "it counts experts, which are split over the expert axis"
+        for leaf, d in places:
+            if self.leaves[leaf].shape[d] % self.shards:
+                return f"{self.leaves[leaf].shape[d]} does not divide by {self.shards}"
+        if thread in self.why_cut:
+            return self.why_cut[thread]
+        if len({leaf for leaf, _ in places}) < len(places):
+            return "it is two dimensions of one weight"
+        columns = [leaf for leaf, d in places if "free" in self.roles[leaf].get(d, ())]
+        rows = [leaf for leaf, d in places if "contracted" in self.roles[leaf].get(d, ())]
+        tables = [(leaf, d) for leaf, d in places if "indexed" in self.roles[leaf].get(d, ())]
+        wide = lambda leaf, role: math.prod(                                             # noqa: E731
+            [self.leaves[leaf].shape[d] for d in self.dims(leaf, role)])
+        if columns and all(NARROW * wide(w, "free") <= wide(w, "contracted") for w in columns):
+            return f"{wide(columns[0], 'free')} is too narrow to be worth a reduction"
+        if tables and not columns and all(
+                SHORT * self.leaves[w].shape[d] <= self.size(w) // self.leaves[w].shape[d]
+                for w, d in tables):
+            return f"{self.leaves[tables[0][0]].shape[tables[0][1]]} rows are not worth a reduction"
+        small = self.alike[self.form(places)] < ENDS * sum(map(self.size, range(len(self.leaves))))
+        raw = columns and not tables and all(
+            self.at(w, d) not in self.made for w in columns for d in self.dims(w, "contracted"))
+        last = rows and not tables and all(
+            self.at(w, d) not in self.read for w in rows for d in self.dims(w, "free"))
+        if small and (raw or last):
+            return "a small part of the model at its " + ("input" if raw else "output")
+        return ""
+
+    def at(self, leaf: int, dim: int) -> int:
+        return self.find(self.weights[leaf].ids[dim])
+
+    def expert_dims(self, leaf: int) -> list[int]:
+        """The dimensions that count experts, of a leaf that has others: a router has not."""
+        mine = [d for d in range(len(self.leaves[leaf].shape)) if self.at(leaf, d) in self.experts]
+        others = [d for d in range(len(self.leaves[leaf].shape))
+                  if d not in mine and not self.roles[leaf].get(d, set()) & {"contracted", "stacked"}]
+        return [d for d in mine if others or "batch" in self.roles[leaf].get(d, ())]
 
     def why(self, leaf: int, dim: int) -> str:
         roles = self.roles[leaf].get(dim, set())
@@ -554,22 +854,26 @@ class _Walk:
             return "column: meets a whole activation"
         return "follows the split activation it meets"
 
-    def why_whole(self, leaf: int, matrix: bool) -> str:
-        if not matrix:
+    def why_whole(self, leaf: int, refused: dict[int, str]) -> str:
+        if self.shards == 1:
+            return "the tensor axis has size 1"
+        roles = {d: names for d, names in self.roles[leaf].items()
+                 if names & MATRIX and "stacked" not in names}
+        if not roles:
             return "whole: meets a whole activation"
-        dims = [s for d, s in enumerate(self.leaves[leaf].shape)
-                if "stacked" not in self.roles[leaf].get(d, ())]
-        if all(s % self.shards for s in dims):
-            return f"whole: none of {dims} divides by {self.shards}"
-        return "whole: every split of it would be cut again, through a head or a slice"
+        why = [refused[self.at(leaf, d)] for d in sorted(roles) if self.at(leaf, d) in refused]
+        return "whole: " + (why[-1] if why else "it only reads and writes whole activations")
 
 
-def _inner(params: dict[str, Any]) -> Any:
-    """The jaxpr that a call-like primitive carries and its constants, whatever jax calls it."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in params:
-            inner = params[key]
-            return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+def _inner(eqn: Any) -> Any:
+    """The jaxpr that an operation carries, and its constants: of one that calls it with the last
+    of its operands (jit, remat, custom_vjp, shard_map, and what future versions add)."""
+    rank = lambda vs: [len(v.aval.shape) for v in vs]       # noqa: E731
+    for inner in eqn.params.values():
+        jaxpr = getattr(inner, "jaxpr", inner)
+        if (hasattr(jaxpr, "eqns") and rank(jaxpr.outvars) == rank(eqn.outvars)
+                and rank(jaxpr.invars) == rank(eqn.invars)[len(eqn.invars) - len(jaxpr.invars):]):
+            return jaxpr, getattr(inner, "consts", ())
     return None
 
 
