@@ -186,6 +186,7 @@ class Decision:
     reason: str
     matrix: bool        # met another value in a product or was indexed; else a scale or a bias
     stacked: bool       # its dimension `pipe` counts layers
+    reductions: tuple = ()      # (count, bytes) of each that its thread costs, told by one leaf
 
 
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
@@ -282,7 +283,7 @@ def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
     # `live` needs only sizes; a mesh and a dict both serve.
     spec = live(P(*entries), type("Sizes", (), {"shape": sizes}))
     matrix = any(names & MATRIX for names in roles.values())
-    return Decision(spec, reason, matrix, bool(stacks))
+    return Decision(spec, reason, matrix, bool(stacks), tuple(walk.paid.get(leaf, ())))
 
 
 @dataclasses.dataclass
@@ -333,7 +334,7 @@ class _Walk:
     def __init__(self, shards: int, leaves: list[Any]):
         self.shards, self.leaves = shards, leaves
         self.parent: list[int] = []
-        self.prices: list[tuple[int, float, Any]] = []   # thread, bytes, what it is (counted once)
+        self.prices: list[tuple[int, int, float, Any]] = []    # thread, count, bytes, counted once as
         self.roles: list[dict[int, set[str]]] = [{} for _ in leaves]
         self.first: dict[int, int] = {}                   # leaf: when it was first used
         self.cuts: list[tuple[int, str]] = []             # thread, why it cannot be split
@@ -343,6 +344,7 @@ class _Walk:
         self.outer: list[tuple[int, int]] = []            # threads split together with outer dims
         self.added: list[frozenset] = []                  # tables whose rows are added up
         self.repeat = 1                                   # how often the present scan body runs
+        self.paid: dict[int, list] = {}                   # leaf: the reductions of its thread
         self.weights = [self.value(leaf, grad=True) for leaf in leaves]
         for i, value in enumerate(self.weights):
             value.source = [frozenset([(i, d)]) for d in range(len(value.ids))]
@@ -365,15 +367,17 @@ class _Walk:
         self.parent[max(a, b)] = min(a, b)
 
     def price(self, thread: int, aval: Any, key: Any = None) -> None:
-        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) * self.repeat
-        self.prices.append((thread, float(size), key if key is not None else len(self.prices)))
+        """Splitting the thread costs a reduction of this value, in each run of the loops around."""
+        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        self.prices.append((thread, self.repeat, float(size * self.repeat),
+                            len(self.prices) if key is None else key))
 
     def link(self, a: int, b: int, aval: Any, only: bool = True) -> None:
         """A split of `a` becomes one of `b` by sending: slices of a fused weight's output. It has
         no other way on, if `only`."""
         self.links.append((a, b, only))
-        self.price(a, aval)
-        self.price(b, aval)
+        for thread in (a, b):
+            self.price(thread, aval, ("sent", len(self.prices)))
 
     def cut(self, thread: int, why: str) -> None:
         self.cuts.append((thread, why))
@@ -553,7 +557,7 @@ class _Walk:
                 # Its gradient sums over the other side's own dimensions. The sides that share
                 # an input (q, k and v; gate and up) share its reduction: counted once.
                 for d in other_free:
-                    self.price(other.ids[d], var.aval, (var, "gradient"))
+                    self.price(other.ids[d], var.aval, ("gradient", *this.ids))
             if other.weight:        # weights with weights: a low rank added to a matrix
                 self.role(this, range(len(this.ids)), "inner")
             else:
@@ -707,9 +711,9 @@ class _Walk:
     def choose(self) -> list[tuple[int | None, str]]:
         """For each leaf the dimension to split over `tensor`, if any, and why."""
         self.settle()
-        cost: dict[int, dict[Any, float]] = {}
-        for thread, size, key in self.prices:
-            cost.setdefault(self.find(thread), {})[key] = size
+        cost: dict[int, dict[Any, tuple[int, float]]] = {}
+        for thread, count, size, key in self.prices:
+            cost.setdefault(self.find(thread), {})[key] = count, size
         ranked, refused = [], {}
         for thread, places in self.places.items():
             if why := self.refuse(thread, places):
@@ -717,12 +721,16 @@ class _Walk:
                 continue
             weight = sum(math.prod(self.leaves[leaf].shape) for leaf, _ in places)
             when = min((self.first.get(leaf, len(self.first)), d) for leaf, d in places)
-            ranked.append((sum(cost.get(thread, {}).values()) / weight, -weight, when, thread))
+            price = sum(size for _, size in cost.get(thread, {}).values())
+            ranked.append((price / weight, -weight, when, thread))
         chosen: dict[int, tuple[int | None, str]] = {}
         for *_, thread in sorted(ranked):
             if not any(leaf in chosen for leaf, _ in self.places[thread]):
                 for leaf, d in self.places[thread]:
                     chosen[leaf] = (d, self.why(leaf, d))
+                self.paid[self.places[thread][0][0]] = [
+                    paid for key, paid in cost.get(thread, {}).items()
+                    if not (isinstance(key, tuple) and key[0] == "sent")]
         return [chosen.get(i) or (None, self.why_whole(i, refused)) for i in range(len(self.leaves))]
 
     def settle(self) -> None:
@@ -879,15 +887,22 @@ def _inner(eqn: Any) -> Any:
 
 def explain(decisions: Any, params: Any, mesh: Any) -> str:
     """The table of what is split where, and why, for a person: of what `decide` gives, or (then
-    without reasons) infer_specs."""
+    without reasons) infer_specs. Ends with what a device holds, and what of it is copies."""
     paths, leaves, _ = flatten(params)
-    sizes = dict(mesh.shape)
-    table, total, whole = [("weight", "shape", "split", "per device", "why")], 0, 0
+    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    table, total, copies = [("weight", "shape", "split", "per device", "why")], 0, {}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=_is_spec)):
+        if not hasattr(leaf, "shape"):
+            continue
         d = Decision(d, "as given", True, False) if _is_spec(d) else d
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         here = size // math.prod(sizes[a] for a in _axes_in(d.spec))
-        total, whole = total + here, whole + (here if here == size else 0)
+        total += here
+        # A copy is what no axis splits that could have: those of data only split the rows.
+        if here == size and math.prod(sizes.values()) > sizes["data"]:
+            reason = re.sub("^whole: ", "", d.reason)
+            count, held = copies.get(reason, (0, 0))
+            copies[reason] = count + 1, held + here
         split = [e if isinstance(e, str) else "+".join(e) if e else "-" for e in d.spec]
         split += ["-"] * (len(leaf.shape) - len(split))
         table.append((path, str(list(leaf.shape)).replace(" ", ""), "[" + ",".join(split) + "]",
@@ -896,9 +911,45 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
     lines = ["  ".join([*(c.rjust(w) if i == 3 else c.ljust(w)
                           for i, (c, w) in enumerate(zip(row, widths))), row[4]]).rstrip()
              for row in table]
-    lines.append(f"weights {human(total)} a device, of which {human(whole)} are whole copies; "
-                 f"with gradients and AdamW's two moments {human(4 * total)}")
+    lines.append(f"a device holds {human(total)} of weights, {human(total)} of gradients and "
+                 f"{human(2 * total)} of AdamW's two moments: {human(4 * total)}")
+    if copies:
+        held = sum(h for _, h in copies.values())
+        lines.append(f"whole on every device: {human(held)} of weights, {held / total:.2%} of what it "
+                     f"holds of them")
+        for reason, (count, held) in sorted(copies.items(), key=lambda c: -c[1][1]):
+            lines.append(f"{human(held):>9} in {count} weight{'s'[:count > 1]}: {reason}")
     return "\n".join(lines)
+
+
+def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1
+            ) -> list["Collective"]:
+    """What an update must send by the formula, in the rows of `collectives`: the reductions that
+    the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
+    gradient scattered once in each of the micro-batches, and the sum of the gradients."""
+    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    n, found = sizes["tensor"], {}
+
+    def add(kind, axes, count, size):
+        axis = "+".join(a for a in axes if sizes[a] > 1)
+        if axis:
+            total = found.setdefault((kind, axis), [0, 0.0])
+            total[0], total[1] = total[0] + count, total[1] + size
+
+    for leaf, d in zip(jax.tree.leaves(params), jax.tree.leaves(decisions)):
+        for count, size in d.reductions:
+            add("all-reduce", ["tensor"], parts * count, parts * size * 2 * (n - 1) / n)
+        split = _axes_in(d.spec)
+        local = math.prod(leaf.shape) / math.prod([sizes[a] for a in split - {"fsdp"}])
+        if "fsdp" in split:
+            times, f = parts * (leaf.shape[0] if d.stacked else 1), sizes["fsdp"]
+            for kind in ("all-gather", "reduce-scatter"):
+                add(kind, ["fsdp"], times, parts * local * itemsize * (f - 1) / f)
+            local /= f
+        summed = [a for a in BATCH if a not in split]
+        g = math.prod(sizes[a] for a in summed)
+        add("all-reduce", summed, 0, 4 * local * 2 * (g - 1) / g)
+    return [Collective(kind, axis, n or 1, round(b)) for (kind, axis), (n, b) in sorted(found.items())]
 
 
 def human(size: float) -> str:
@@ -912,19 +963,31 @@ def human(size: float) -> str:
     return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
 
 
-def state_specs(state: Any, params: Any, specs: Any) -> Any:
-    """Specs for an optimizer's state: what has a weight's path and shape lives with the weight,
-    the rest is whole."""
-    homes = list(zip(*[flatten(params)[0], jax.tree.leaves(params),
-                       jax.tree.leaves(specs, is_leaf=_is_spec)]))
+def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
+    """Specs for an optax optimizer's state. The same walk, through its update: a dimension of the
+    state that is tied to one of a weight's gradient is split with it (a moment's, and the rows of a
+    factored one); what is tied to none, or to several that differ, is whole."""
+    state, walk = jax.eval_shape(optimizer.init, params), _Walk(1, [])
+    closed = jax.make_jaxpr(lambda s, g: optimizer.update(g, s, g))(state, params)
+    values = [walk.value(v.aval) for v in closed.jaxpr.invars]
+    walk.run(closed.jaxpr, [walk.value(c) for c in closed.consts], values)
+    leaves, tree = jax.tree.flatten(state)
+    home: dict[int, set] = {}
+    for value, spec in zip(values[len(leaves):], jax.tree.leaves(specs, is_leaf=_is_spec)):
+        for i, entry in zip(value.ids, [*spec, *[None] * len(value.ids)]):
+            home.setdefault(walk.find(i), set()).add(entry)
 
-    def place(path, leaf):
-        path = jax.tree_util.keystr(path, simple=True, separator=".")
-        fits = [(len(p), s) for p, w, s in homes if w.shape == leaf.shape
-                and (path == p or path.endswith("." + p))]
-        return max(fits, key=lambda f: f[0])[1] if fits else P()
+    def place(value):
+        entries: list[Any] = []
+        for i in value.ids:
+            known = home.get(walk.find(i), set())
+            entry = next(iter(known)) if len(known) == 1 else None
+            entries.append(None if entry in entries else entry)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return P(*entries)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree.unflatten(tree, [place(v) for v in values[:len(leaves)]])
 
 
 # -------------------------------------------------------------------------------------------

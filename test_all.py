@@ -112,6 +112,10 @@ def command(*words, file="train.py", env=None, **more):
                           env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
 
 
@@ -193,20 +197,392 @@ def test_too_few_kv_heads_stay_whole_and_queries_split():
     assert specs_of(make(kv_heads=2), "tensor=2")["layers"]["wk"] == P(None, None, "tensor")
 
 
-@pytest.mark.parametrize("names", [("a", "b", "c", "d"), ("d", "c", "b", "a"), ("b", "a", "d", "c")])
-def test_names_and_their_order_change_nothing(names):
+# ---- published architectures in a few lines each, written in the ways they are found: fused and
+# not, (in, out) and (out, in), lists and dicts, learned and relative positions
+
+SB, ST, SD, SH, SN, SF, SV, SL = 4, 16, 64, 8, 8, 256, 128, 2
+COLUMN, ROW = P(None, "tensor"), P("tensor")
+MEGATRON = [(r"\.[qkv]\.kernel|fc1\.kernel", COLUMN), (r"\.o\.kernel|fc2\.kernel", ROW), (r"(wte|shared)$", ROW)]
+
+
+def _norm(p, x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+
+def _rms(p, x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+
+
+def _dense(p, x):
+    return x @ p["kernel"] + p.get("bias", 0)
+
+
+def _heads(x, heads=SH):
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _attend(q, k, v, bias=0.0, causal=False):
+    s = jnp.einsum("bthn,bshn->bhts", q, k) / SN**0.5 + bias
+    if causal:
+        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e30)
+    return jnp.einsum("bhts,bshn->bthn", jax.nn.softmax(s), v).reshape(*q.shape[:2], -1)
+
+
+def _mha(p, x, y=None, **k):
+    q, k_, v = (_heads(_dense(p[n], x if n == "q" or y is None else y)) for n in "qkv")
+    return _dense(p["o"], _attend(q, k_, v, **k))
+
+
+def _mlp(p, x, act=jax.nn.gelu):
+    return _dense(p["fc2"], act(_dense(p["fc1"], x)))
+
+
+def _nats(logits, targets):
+    said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - said)
+
+
+def _conv(p, x, stride, numbers):
+    return p["bias"] + jax.lax.conv_general_dilated(
+        x, p["kernel"], stride, "VALID" if len(stride) == 2 else "SAME", dimension_numbers=numbers)
+
+
+class Weights:
+    """Random weights by their shapes."""
+    def __init__(self, seed=0):
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, *shape):
+        return jnp.asarray(self.rng.normal(size=shape) * 0.1, jnp.float32)
+
+    def lin(self, i, o, bias=True):
+        return {"kernel": self(i, o), **({"bias": self(o)} if bias else {})}
+
+    def ln(self):
+        return {"scale": 1 + self(SD), "bias": self(SD)}
+
+    def qkvo(self, without=""):
+        return {n: self.lin(SD, SD, n not in without) for n in "qkvo"}
+
+    def mlp(self, bias=True):
+        return {"fc1": self.lin(SD, SF, bias), "fc2": self.lin(SF, SD, bias)}
+
+
+def opt(w, ids):
+    """Positions with an offset of 2, in a table of an odd length; every bias; tied."""
+    p = {"wte": w(SV, SD), "wpe": w(66, SD), "final": w.ln(),
+         "layers": [{"ln1": w.ln(), "attn": w.qkvo(), "ln2": w.ln(), "mlp": w.mlp()} for _ in range(SL)]}
+    def fn(p, ids):
+        x = p["wte"][ids] + p["wpe"][jnp.arange(ST) + 2]
+        for q in p["layers"]:
+            x = x + _mha(q["attn"], _norm(q["ln1"], x), causal=True)
+            x = x + _mlp(q["mlp"], _norm(q["ln2"], x), jax.nn.relu)
+        return _nats(_norm(p["final"], x) @ p["wte"].T, ids)
+    return fn, p, (ids,), MEGATRON
+
+
+def bloom(w, ids):
+    """ALiBi; queries, keys and values interleaved per head [H, 3, N]; a norm after the embedding."""
+    p = {"wte": w(SV, SD), "ln": w.ln(), "final": w.ln(),
+         "layers": [{"ln1": w.ln(), "qkv": w.lin(SD, 3 * SD), "o": w.lin(SD, SD), "ln2": w.ln(), "mlp": w.mlp()}
+                    for _ in range(SL)]}
+    def fn(p, ids):
+        x = _norm(p["ln"], p["wte"][ids])
+        alibi = (2.0 ** -jnp.arange(1, SH + 1))[:, None, None] * jnp.arange(ST)
+        for q in p["layers"]:
+            f = _dense(q["qkv"], _norm(q["ln1"], x)).reshape(SB, ST, SH, 3, SN)
+            x = x + _dense(q["o"], _attend(f[..., 0, :], f[..., 1, :], f[..., 2, :], alibi, True))
+            x = x + _mlp(q["mlp"], _norm(q["ln2"], x))
+        return _nats(_norm(p["final"], x) @ p["wte"].T, ids)
+    return fn, p, (ids,), [("qkv.kernel", COLUMN), *MEGATRON]
+
+
+def gpt2(w, ids, turn=False):
+    """[Q|K|V] in one matrix, one after another."""
+    t = jnp.transpose if turn else lambda a: a
+    lin = lambda i, o: {"kernel": t(w(i, o)), "bias": w(o)}
+    p = {"wte": w(SV, SD), "wpe": w(64, SD), "final": w.ln(),
+         "h": [{"ln1": w.ln(), "c_attn": lin(SD, 3 * SD), "c_proj": lin(SD, SD), "ln2": w.ln(), "fc1": lin(SD, SF),
+                "fc2": lin(SF, SD)} for _ in range(SL)]}
+    d = lambda p, x: x @ t(p["kernel"]) + p["bias"]
+    def fn(p, ids):
+        x = p["wte"][ids] + p["wpe"][:ST]
+        for q in p["h"]:
+            a, b, c = jnp.split(d(q["c_attn"], _norm(q["ln1"], x)), 3, -1)
+            x = x + d(q["c_proj"], _attend(_heads(a), _heads(b), _heads(c), 0.0, True))
+            x = x + d(q["fc2"], jax.nn.gelu(d(q["fc1"], _norm(q["ln2"], x))))
+        return _nats(_norm(p["final"], x) @ p["wte"].T, ids)
+    column, row = (ROW, COLUMN) if turn else (COLUMN, ROW)
+    return fn, p, (ids,), [("c_attn.kernel|fc1.kernel", column), ("c_proj.kernel|fc2.kernel", row), ("wte", ROW)]
+
+
+def gpt2_out_in(w, ids):
+    return gpt2(w, ids, turn=True)
+
+
+def bert(w, ids, labels=0):
+    """Post-norm; positions and types given and added; an output with a bias, or a classifier."""
+    p = {"wte": w(SV, SD), "wpe": w(64, SD), "wtt": w(2, SD), "ln": w.ln(),
+         "layer": [{"attn": w.qkvo(), "ln1": w.ln(), "mlp": w.mlp(), "ln2": w.ln()} for _ in range(SL)],
+         **({"pooler": w.lin(SD, SD), "classifier": w.lin(SD, labels)} if labels else
+            {"transform": w.lin(SD, SD), "tln": w.ln(), "decoder_bias": w(SV)})}
+    def fn(p, ids, types, positions, mask):
+        x = _norm(p["ln"], p["wte"][ids] + p["wpe"][positions] + p["wtt"][types])
+        for q in p["layer"]:
+            x = _norm(q["ln1"], x + _mha(q["attn"], x, bias=jnp.where(mask, 0.0, -1e9)[:, None, None]))
+            x = _norm(q["ln2"], x + _mlp(q["mlp"], x))
+        if labels:
+            return _nats(_dense(p["classifier"], jnp.tanh(_dense(p["pooler"], x[:, 0]))), ids[:, 0] % labels)
+        x = _norm(p["tln"], jax.nn.gelu(_dense(p["transform"], x)))
+        return _nats(x @ p["wte"].T + p["decoder_bias"], ids)
+    positions = jnp.broadcast_to(jnp.arange(ST), ids.shape)
+    return fn, p, (ids, ids % 2, positions, jnp.ones(ids.shape, bool)), MEGATRON
+
+
+def bert_classifier(w, ids):
+    return bert(w, ids, labels=10)
+
+
+def t5(w, ids):
+    """Relative positions shared by the layers, no biases, cross-attention, one table for all."""
+    layer = lambda *attn: {**{n: w.qkvo("qkvo") for n in attn}, "mlp": w.mlp(False),
+                           **{n: {"scale": w(SD)} for n in ("n1", "n2", "n3")[:len(attn) + 1]}}
+    p = {"shared": w(SV, SD), "rel": w(32, SH), "rel_dec": w(32, SH), "end": {"scale": w(SD)}, "end_dec": {"scale": w(SD)},
+         "enc": [layer("attn") for _ in range(SL)], "dec": [layer("attn", "cross") for _ in range(SL)]}
+    def fn(p, src, ids):
+        bucket = jnp.abs(jnp.arange(ST)[:, None] - jnp.arange(ST))
+        y, bias = p["shared"][src], p["rel"][bucket].transpose(2, 0, 1)[None]
+        for q in p["enc"]:
+            y = y + _mha(q["attn"], _rms(q["n1"], y), bias=bias)
+            y = y + _mlp(q["mlp"], _rms(q["n2"], y), jax.nn.relu)
+        y = _rms(p["end"], y)
+        x, bias = p["shared"][ids], p["rel_dec"][bucket].transpose(2, 0, 1)[None]
+        for q in p["dec"]:
+            x = x + _mha(q["attn"], _rms(q["n1"], x), bias=bias, causal=True)
+            x = x + _mha(q["cross"], _rms(q["n3"], x), y)
+            x = x + _mlp(q["mlp"], _rms(q["n2"], x), jax.nn.relu)
+        return _nats(_rms(p["end_dec"], x) * SD**-0.5 @ p["shared"].T, ids)
+    return fn, p, (ids, ids), [(r"^rel", COLUMN), *MEGATRON]
+
+
+def _coder(w, *attn, without=""):
+    return {**{n: w.qkvo(without) for n in attn}, **{n: w.ln() for n in ("n1", "n2", "n3")[:len(attn) + 1]}, "mlp": w.mlp()}
+
+
+def bart(w, ids):
+    """Encoder and decoder, post-norm, biases everywhere, two tables of positions."""
+    p = {"shared": w(SV, SD), "wpe": w(66, SD), "wpe_dec": w(66, SD), "ln": w.ln(), "ln_dec": w.ln(), "final_bias": w(1, SV),
+         "enc": [_coder(w, "attn") for _ in range(SL)], "dec": [_coder(w, "attn", "cross") for _ in range(SL)]}
+    def fn(p, src, ids):
+        y = _norm(p["ln"], p["shared"][src] + p["wpe"][jnp.arange(ST) + 2])
+        for q in p["enc"]:
+            y = _norm(q["n1"], y + _mha(q["attn"], y))
+            y = _norm(q["n2"], y + _mlp(q["mlp"], y))
+        x = _norm(p["ln_dec"], p["shared"][ids] + p["wpe_dec"][jnp.arange(ST) + 2])
+        for q in p["dec"]:
+            x = _norm(q["n1"], x + _mha(q["attn"], x, causal=True))
+            x = _norm(q["n2"], x + _mha(q["cross"], x, y))
+            x = _norm(q["n3"], x + _mlp(q["mlp"], x))
+        return _nats(x @ p["shared"].T + p["final_bias"], ids)
+    return fn, p, (ids, ids), MEGATRON
+
+
+def vit(w, ids, labels=10):
+    """Patches by a convolution, a class token, learned positions that are no table, few labels."""
+    p = {"patch": {"kernel": w(4, 4, 3, SD), "bias": w(SD)}, "cls": w(1, 1, SD), "pos": w(1, 17, SD), "ln": w.ln(),
+         "classifier": w.lin(SD, labels), "layer": [_coder(w, "attn") for _ in range(SL)]}
+    def fn(p, image, label):
+        x = _conv(p["patch"], image, (4, 4), ("NHWC", "HWIO", "NHWC")).reshape(SB, -1, SD)
+        x = jnp.concatenate([jnp.broadcast_to(p["cls"], (SB, 1, SD)), x], 1) + p["pos"]
+        for q in p["layer"]:
+            x = x + _mha(q["attn"], _norm(q["n1"], x))
+            x = x + _mlp(q["mlp"], _norm(q["n2"], x))
+        return _nats(_dense(p["classifier"], _norm(p["ln"], x)[:, 0]), label)
+    return fn, p, (10 * w(SB, 16, 16, 3), ids[:, 0] % labels), MEGATRON
+
+
+def whisper(w, ids):
+    """Two convolutions before the encoder, whose positions are whole; keys without a bias."""
+    conv = lambda i: {"kernel": w(3, i, SD), "bias": w(SD)}
+    p = {"conv1": conv(80), "conv2": conv(SD), "wpe": w(ST, SD), "wpe_dec": w(448, SD), "shared": w(SV, SD),
+         "ln": w.ln(), "ln_dec": w.ln(), "enc": [_coder(w, "attn", without="k") for _ in range(SL)],
+         "dec": [_coder(w, "attn", "cross", without="k") for _ in range(SL)]}
+    def fn(p, mel, ids):
+        y = jax.nn.gelu(_conv(p["conv1"], mel, (1,), ("NWC", "WIO", "NWC")))
+        y = jax.nn.gelu(_conv(p["conv2"], y, (2,), ("NWC", "WIO", "NWC"))) + p["wpe"]
+        for q in p["enc"]:
+            y = y + _mha(q["attn"], _norm(q["n1"], y))
+            y = y + _mlp(q["mlp"], _norm(q["n2"], y))
+        y = _norm(p["ln"], y)
+        x = p["shared"][ids] + p["wpe_dec"][jnp.arange(ST)]
+        for q in p["dec"]:
+            x = x + _mha(q["attn"], _norm(q["n1"], x), causal=True)
+            x = x + _mha(q["cross"], _norm(q["n2"], x), y)
+            x = x + _mlp(q["mlp"], _norm(q["n3"], x))
+        return _nats(_norm(p["ln_dec"], x) @ p["shared"].T, ids)
+    return fn, p, (10 * w(SB, 2 * ST, 80), ids), MEGATRON
+
+
+def falcon(w, ids, kv=1, grouped=False):
+    """One norm for a parallel block; queries, one key head and one value head in one matrix, or
+    grouped [G, queries + 2, N]."""
+    lin = lambda i, o: w.lin(i, o, False)
+    p = {"wte": w(SV, SD), "final": w.ln(),
+         "h": [{"ln": w.ln(), "qkv": lin(SD, (SH + 2 * kv) * SN), "o": lin(SD, SD), "mlp": w.mlp(False)} for _ in range(SL)]}
+    def fn(p, ids):
+        x = p["wte"][ids]
+        for q in p["h"]:
+            h = _norm(q["ln"], x)
+            f = _dense(q["qkv"], h)
+            if grouped:
+                f = f.reshape(SB, ST, kv, SH // kv + 2, SN)
+                a, b, c = f[..., :-2, :].reshape(SB, ST, SH, SN), f[..., -2, :], f[..., -1, :]
+            else:
+                a, b, c = jnp.split(f.reshape(SB, ST, SH + 2 * kv, SN), [SH, SH + kv], 2)
+            b, c = (jnp.repeat(y, SH // kv, axis=2) for y in (b, c))
+            x = x + _dense(q["o"], _attend(a, b, c, 0.0, True)) + _mlp(q["mlp"], h)
+        return _nats(_norm(p["final"], x) @ p["wte"].T, ids)
+    return fn, p, (ids,), [("qkv.kernel", COLUMN), *MEGATRON]
+
+
+def falcon_grouped(w, ids):
+    return falcon(w, ids, 4, True)
+
+
+def falcon_two_groups(w, ids):
+    return falcon(w, ids, 2, True)
+
+
+def llama(w, ids, kv=SH, regroup=False):
+    """Rotary positions, gated MLP, an output of its own; keys and values of kv heads."""
+    p = {"embed": w(SV, SD), "norm": {"scale": w(SD)}, "head": w(SD, SV),
+         "layers": [{"n1": {"scale": w(SD)}, "wq": w(SD, SD), "wk": w(SD, kv * SN), "wv": w(SD, kv * SN), "wo": w(SD, SD),
+                     "n2": {"scale": w(SD)}, "gate": w(SD, SF), "up": w(SD, SF), "down": w(SF, SD)} for _ in range(SL)]}
+    def turn(x):
+        t = jnp.arange(ST)[:, None, None] * 0.3 ** jnp.arange(SN // 2)
+        a, b = x[..., :SN // 2], x[..., SN // 2:]
+        return jnp.concatenate([a * jnp.cos(t) - b * jnp.sin(t), b * jnp.cos(t) + a * jnp.sin(t)], -1)
+    def fn(p, ids):
+        x = p["embed"][ids]
+        for q in p["layers"]:
+            h = _rms(q["n1"], x)
+            a, k, v = turn(_heads(h @ q["wq"])), turn(_heads(h @ q["wk"], kv)), _heads(h @ q["wv"], kv)
+            if regroup:
+                s = jnp.einsum("btkgn,bskn->bkgts", a.reshape(SB, ST, kv, SH // kv, SN), k) / SN**0.5
+                s = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((ST, ST), bool)), s, -1e30))
+                o = jnp.einsum("bkgts,bskn->btkgn", s, v).reshape(SB, ST, -1)
+            else:
+                o = _attend(a, *(jnp.repeat(y, SH // kv, axis=2) for y in (k, v)), 0.0, True)
+            x = x + o @ q["wo"]
+            h = _rms(q["n2"], x)
+            x = x + (jax.nn.silu(h @ q["gate"]) * (h @ q["up"])) @ q["down"]
+        return _nats(_rms(p["norm"], x) @ p["head"], ids)
+    return fn, p, (ids,), [("wq|gate|up|head" + "|wk|wv" * (kv == SH), COLUMN), ("wo|down|embed", ROW)]
+
+
+def llama_two_kv_heads(w, ids):
+    return llama(w, ids, 2)
+
+
+def llama_two_kv_heads_regrouped(w, ids):
+    return llama(w, ids, 2, True)
+
+
+def llama_one_kv_head(w, ids):
+    return llama(w, ids, 1, True)
+
+
+def gptj(w, ids):
+    """A parallel block, biases in the MLP and in the output alone."""
+    p = {"wte": w(SV, SD), "final": w.ln(), "head": w.lin(SD, SV),
+         "h": [{"ln": w.ln(), "attn": w.qkvo("qkvo"), "mlp": w.mlp()} for _ in range(SL)]}
+    def fn(p, ids):
+        x = p["wte"][ids]
+        for q in p["h"]:
+            h = _norm(q["ln"], x)
+            x = x + _mha(q["attn"], h, causal=True) + _mlp(q["mlp"], h)
+        return _nats(_dense(p["head"], _norm(p["final"], x)), ids)
+    return fn, p, (ids,), [("head.kernel", COLUMN), *MEGATRON]
+
+
+STYLES = [opt, bloom, gpt2, gpt2_out_in, bert, bert_classifier, t5, bart, vit, whisper, falcon, falcon_grouped,
+          falcon_two_groups, llama, llama_two_kv_heads, llama_two_kv_heads_regrouped, llama_one_kv_head, gptj]
+
+
+def style(build):
+    w = Weights()
+    return build(w, jnp.asarray(w.rng.integers(0, SV, (SB, ST))))
+
+
+def by_hand(params, rules, shards):
+    """The specs of a person who knows the model: by name, whole where it does not divide."""
+    paths, leaves, tree = shard.flatten(params)
+    found = [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths]
+    return jax.tree.unflatten(tree, [
+        spec if all(e is None or d % shards == 0 for d, e in zip(leaf.shape, spec)) else P()
+        for spec, leaf in zip(found, leaves)])
+
+
+def sent_by(fn, params, args, specs, mesh):
+    """The compiled function with weights (and gradients, if it gives them) at the specs, and what
+    it sends: how many collectives, how many bytes."""
+    places, whole = shard.shardings(specs, mesh), jax.NamedSharding(mesh, P())
+    outs = (whole, places) if isinstance(jax.eval_shape(fn, params, *args), tuple) else whole
+    compiled = jax.jit(fn, in_shardings=(places, *[whole] * len(args)), out_shardings=outs).lower(params, *args).compile()
+    rows = shard.collectives(compiled)
+    return compiled, (sum(r.count for r in rows), sum(r.bytes for r in rows))
+
+
+def no_worse_than_by_hand(fn, params, args, rules, shards):
+    mesh = mesh_of(f"tensor={shards}")
+    ours, hand = shard.infer_specs(fn, params, *args, mesh=mesh), by_hand(params, rules, shards)
+    held, split = [], []
+    for specs in (ours, hand):
+        flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        held.append(sum(w.size // (shards if "tensor" in s else 1) for w, s in zip(jax.tree.leaves(params), flat)))
+        split.append({path for path, s in zip(shard.flatten(params)[0], flat) if "tensor" in s})
+    assert held[0] <= held[1]
+    assert split[1] <= split[0], "whatever is split by hand is split"
+    for f in (fn, jax.value_and_grad(fn)):
+        compiled, (count, size) = sent_by(f, params, args, ours, mesh)
+        most_count, most_size = sent_by(f, params, args, hand, mesh)[1]
+        assert count <= most_count and size <= most_size
+    return ours, compiled
+
+
+@pytest.mark.parametrize("shards, build", [
+    (n, b) if n == 4 and b in (gpt2, bert, t5, falcon) else slow(n, b) for n in (4, 2, 8) for b in STYLES])
+def test_no_published_style_sends_more_than_by_hand(shards, build):
+    """Redco's names and alphabetical order need 1.5 to 4.7 times the collectives on seven of ten."""
+    fn, params, args, rules = style(build)
+    specs, compiled = no_worse_than_by_hand(fn, params, args, rules, shards)
+    places = shard.shardings(specs, mesh_of(f"tensor={shards}"))
+    value, grads = compiled(jax.device_put(params, places), *args)
+    want_value, want = jax.jit(jax.value_and_grad(fn))(params, *args)
+    assert float(value) == pytest.approx(float(want_value), rel=1e-6)
+    total = float(optax.tree.norm(want))
+    for path, a, b in zip(shard.flatten(params)[0], jax.tree.leaves(grads), jax.tree.leaves(want)):
+        # Sums over devices in another order, in float32: relative to the leaf, or (a key's bias has
+        # no gradient but rounding) to all of them.
+        assert np.linalg.norm(a - b) < 2e-5 * np.linalg.norm(b) + 1e-6 * total, path
+
+
+@pytest.mark.parametrize("build", STYLES)
+def test_names_and_their_order_change_no_spec(build):
     """JAX sorts dict keys: a rule that alternates over a listing inverts w_down and w_up."""
-    shapes = [(32, 64), (64, 32), (32, 128), (128, 32)]
-    params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in zip(names, shapes)}
-
-    def chain(p, x):
-        a, b, c, d = (p[n] for n in names)
-        x = x + jax.nn.gelu(x @ a) @ b
-        return jnp.sum((x + jax.nn.gelu(x @ c) @ d) ** 2)
-
-    specs = shard.infer_specs(chain, params, jax.ShapeDtypeStruct((4, 32), "float32"),
-                              mesh=mesh_of("tensor=4"))
-    assert [specs[n] for n in names] == [P(None, "tensor"), P("tensor"), P(None, "tensor"), P("tensor")]
+    fn, params, args, _ = style(build)
+    mesh, rng = mesh_of("tensor=4"), np.random.default_rng(0)
+    def renamed(tree, back):
+        if isinstance(tree, list):
+            return [renamed(x, back) for x in tree]
+        if not isinstance(tree, dict):
+            return tree
+        names = {k: f"{rng.integers(10**9)}_{k}" for k in tree} if not back else {k: k.split("_", 1)[1] for k in tree}
+        return {names[k]: renamed(tree[k], back) for k in rng.permutation(list(tree))}
+    want = shard.infer_specs(fn, params, *args, mesh=mesh)
+    other = shard.infer_specs(lambda p, *a: fn(renamed(p, True), *a), renamed(params, False), *args, mesh=mesh)
+    assert renamed(other, True) == want
 
 
 def test_fsdp_takes_the_largest_dimension_left():
@@ -246,10 +622,6 @@ def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
 
 # -------------------------------------------------------------------------------------------
 # The same loss on every mesh
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
 
 MESHES = ["tensor=4", "data=2,tensor=2", "data=4", "data=2,fsdp=2,tensor=2", slow("tensor=2"), slow("fsdp=4"),
           slow("fsdp=2,tensor=2")]

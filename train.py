@@ -164,7 +164,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     state = jax.eval_shape(fresh, jax.random.key(0))
     places = shard.shardings({"params": specs, "step": P(),
-                              "opt": shard.state_specs(state["opt"], params, specs)}, mesh)
+                              "opt": shard.state_specs(rule, params, specs)}, mesh)
     whole = NamedSharding(mesh, P())
     rows = shard.batch_spec(mesh)
     ours = shard.manual(specs)
@@ -389,9 +389,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         say.line(f"ready in {took:.1f} s; compiled step: "
                  f"{shard.human(memory.argument_size_in_bytes)} of state and batch, "
                  f"{shard.human(memory.temp_size_in_bytes)} of temporaries a device")
-        for c in shard.collectives(step):
-            say.line(f"sends    {shard.human(c.bytes):>7} a device and update in {c.count} "
-                     f"{c.kind} over {c.axis}")
+        say.sends(program, shard.collectives(step))
         clock = time.perf_counter()
 
     def settle():
@@ -669,6 +667,21 @@ class _Say:
         params = program.state["params"]
         self.line(f"weights  {model.count(params):,} parameters")
         self.line(shard.explain(program.decisions, params, mesh))
+
+    def sends(self, program: Program, found: list[shard.Collective]) -> None:
+        """What an update really sends, beside what the formula says it must."""
+        config = program.config
+        formula = {(c.kind, c.axis): c for c in shard.predict(
+            program.decisions, program.state["params"], program.mesh,
+            jnp.dtype(config.dtype).itemsize, config.accumulate)}
+        for c in found:
+            say = formula.pop((c.kind, c.axis), None)
+            self.line(f"sends    {shard.human(c.bytes):>7} a device and update in {c.count} {c.kind} "
+                      f"over {c.axis} (formula: "
+                      + (f"{shard.human(say.bytes)} in {say.count})" if say else "none)"))
+        for c in formula.values():
+            self.line(f"sends    nothing in {c.kind} over {c.axis} (formula: "
+                      f"{shard.human(c.bytes)} in {c.count})")
 
     def step(self, row: dict[str, Any], took: float) -> None:
         if row["step"] > 1:
