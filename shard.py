@@ -223,7 +223,10 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
     for k, i in enumerate(arrays):
         decisions[i] = _decide_leaf(walk, k, chosen[k], sizes)
     for pattern, spec in overrides:
-        hits = [i for i in arrays if re.search(pattern, paths[i])]
+        try:
+            hits = [i for i in arrays if re.search(pattern, paths[i])]
+        except re.error as e:
+            raise Refused(f"override {pattern!r} is not a regular expression: {e}") from None
         if not hits:
             raise Refused(f"override {pattern!r} matches no parameter"
                           + nearest(pattern, paths))
@@ -336,7 +339,7 @@ class _Walk:
         self.parent: list[int] = []
         self.prices: list[tuple[int, int, float, Any]] = []    # thread, count, bytes, counted once as
         self.roles: list[dict[int, set[str]]] = [{} for _ in leaves]
-        self.first: dict[int, int] = {}                   # leaf: when it was first used
+        self.uses: list[tuple[int, int, str]] = []        # leaf, dimension, role, in order
         self.cuts: list[tuple[int, str]] = []             # thread, why it cannot be split
         self.links: list[tuple[int, int, bool]] = []      # threads that a split crosses, resent
         self.heads: list[int] = []                        # threads that pass between activations
@@ -344,6 +347,7 @@ class _Walk:
         self.outer: list[tuple[int, int]] = []            # threads split together with outer dims
         self.added: list[frozenset] = []                  # tables whose rows are added up
         self.repeat = 1                                   # how often the present scan body runs
+        self.alone = False                                # whether the present operation has one operand
         self.paid: dict[int, list] = {}                   # leaf: the reductions of its thread
         self.weights = [self.value(leaf, grad=True) for leaf in leaves]
         for i, value in enumerate(self.weights):
@@ -387,7 +391,7 @@ class _Walk:
         for dim in dims:
             for leaf, d in sorted(value.source[dim]):
                 self.roles[leaf].setdefault(d, set()).add(role)
-                self.first.setdefault(leaf, len(self.first))
+                self.uses.append((leaf, d, role))
 
     def passes(self, x: _Value, dim: int, o: _Value, out: int) -> None:
         """This dimension of x is that one of o."""
@@ -395,7 +399,7 @@ class _Walk:
         self.views(x, dim, o, out)
 
     def views(self, x: _Value, dim: int, o: _Value, out: int) -> None:
-        if o.weight:
+        if o.weight or self.alone:
             o.source[out] = o.source[out] | x.source[dim]
 
     # -- the walk
@@ -428,6 +432,7 @@ class _Walk:
         outs = [self.value(v.aval, **kind) for v in eqn.outvars]
         out, shape = (outs[0], eqn.outvars[0].aval.shape) if outs else (None, ())
         shapes = [v.aval.shape for v in eqn.invars]
+        self.alone = sum(bool(x.ids) for x in ins) == 1
         if len(learned := [x for x in ins if x.grad]) == 1 and outs:
             out.tables = learned[0].tables          # cast, turned, scaled: still that lookup
         if name in ELEMENTWISE:
@@ -439,6 +444,10 @@ class _Walk:
             if name in ("add", "add_any", "sub"):
                 out.tables = frozenset().union(*[x.tables for x in ins])
                 self.added.append(out.tables)
+                for x in ins:       # a weight and its gradient, in an inner loop of learning
+                    if x.weight and not out.weight and len(x.ids) == len(out.ids) and math.prod(
+                            shape) == max([self.size(w) for s in x.source for w, _ in s], default=0):
+                        out.source = x.source
             if name == "convert_element_type":
                 out.mask = ins[0].mask or eqn.invars[0].aval.dtype == bool
         elif name in ("dot_general", "ragged_dot_general"):
@@ -550,22 +559,25 @@ class _Walk:
             self.tie(left.ids[a], right.ids[b])
         for d in lc:        # split and summed over: each device has a partial sum of the product
             self.price(left.ids[d], eqn.outvars[0].aval)
+        # A weight that was changed by what follows from data counts as one beside an activation.
+        changed = [not any(x.weight for x in (left, right)) and any(x.source) for x in (left, right)]
+        changed = [False, False] if all(changed) else changed
         for i, (this, contracted, batch, free) in enumerate(sides):
             other, *_, other_free = sides[1 - i]
             var = eqn.invars[i]
-            if this.grad and this.data:
+            if this.grad and this.data and not changed[i]:
                 # Its gradient sums over the other side's own dimensions. The sides that share
                 # an input (q, k and v; gate and up) share its reduction: counted once.
                 for d in other_free:
                     self.price(other.ids[d], var.aval, ("gradient", *this.ids))
-            if other.weight:        # weights with weights: a low rank added to a matrix
+            if other.weight or changed[1 - i]:    # weights with weights: a low rank, say
                 self.role(this, range(len(this.ids)), "inner")
             else:
                 self.role(this, contracted, "indexed" if other.mask else "contracted")
                 self.role(this, batch, "batch")
                 self.role(this, free, "free")
             self.sizes += zip(this.ids, var.aval.shape)
-        if all(x.grad and x.data for x in (left, right)) and (lfree or rfree):
+        if all(x.grad and x.data for x in (left, right)) and (lfree or rfree) and not any(changed):
             # Attention. Scores are not left as partial sums: whole heads pass, nothing else.
             self.heads += [left.ids[d] for d in lb]
             for d in lc:
@@ -582,6 +594,7 @@ class _Walk:
         for o, d in zip(numbers.offset_dims, window):
             if sizes[d] == shape[d]:
                 self.passes(table, d, out, o)
+                self.role(table, [d], "entry")
             else:
                 self.link(table.ids[d], out.ids[o], eqn.outvars[0].aval)
         batch = [o for o in range(len(out.ids)) if o not in numbers.offset_dims]
@@ -675,12 +688,17 @@ class _Walk:
 
     def loop(self, body: Any, consts: Any, fixed: list[_Value], carry: list[_Value],
              each: Sequence[_Value] = ()) -> list[_Value]:
-        """The body once, and what it carries tied to what it was given. What is carried follows
-        from all that the body sees."""
-        seen = [*fixed, *carry, *each]
-        kind = dict(data=any(x.data for x in seen), grad=any(x.grad for x in seen))
+        """The body once, and what it carries tied to what it was given."""
+        kinds = [(x.data, x.grad) for x in (*fixed, *carry, *each)]
+        while True:                                     # what is carried follows from more and more
+            n, now = len(fixed), _follows(body, kinds)[:len(carry)]
+            grown = [(a or c, b or d) for (a, b), (c, d) in zip(kinds[n:], now)]
+            if grown == kinds[n:n + len(carry)]:
+                break
+            kinds[n:n + len(carry)] = grown
         moved = [dataclasses.replace(x, source=[frozenset()] * len(x.ids), tables=frozenset(),
-                                     **kind) for x in carry]
+                                     data=data, grad=grad)
+                 for x, (data, grad) in zip(carry, kinds[n:])]
         outs = self.run(body, [self.value(c) for c in consts], [*fixed, *moved, *each])
         for x, o in zip(carry, outs):
             for a, b in zip(x.ids, o.ids):
@@ -720,7 +738,7 @@ class _Walk:
                 refused[thread] = why
                 continue
             weight = sum(math.prod(self.leaves[leaf].shape) for leaf, _ in places)
-            when = min((self.first.get(leaf, len(self.first)), d) for leaf, d in places)
+            when = min((self.first.get(leaf, len(self.uses)), d) for leaf, d in places)
             price = sum(size for _, size in cost.get(thread, {}).values())
             ranked.append((price / weight, -weight, when, thread))
         chosen: dict[int, tuple[int | None, str]] = {}
@@ -747,8 +765,15 @@ class _Walk:
         # Experts: matched one to one with a dimension of what they meet, never contracted (heads
         # that meet a weight of their own are, by the output's).
         self.experts = having("batch") - self.read
-        # A row needs a column before it: raw features were made by nobody.
-        self.made = having("free", "indexed", "batch", "grouped")
+        # A row needs a column before it: what a weight reads before any has made it is whole.
+        self.first: dict[int, int] = {}
+        made: dict[int, bool] = {}
+        for when, (leaf, d, role) in enumerate(self.uses):
+            self.first.setdefault(leaf, when)
+            if role in ("free", "indexed", "batch", "grouped", "contracted"):
+                made.setdefault(self.at(leaf, d), role != "contracted")
+        self.made = {thread for thread, first in made.items() if first}
+        self.raw = having("contracted") - having("free", "batch", "grouped", "entry", "inner")
         links = [(self.find(a), self.find(b), only) for a, b, only in self.links]
         while new := {b for a, b, _ in links if a in self.made} - self.made:
             self.made |= new
@@ -811,9 +836,9 @@ class _Walk:
         if self.shards == 1:
             return "the tensor axis has size 1"
         if thread not in self.made or not any(self.roles[leaf].get(d) for leaf, d in places):
-            return "nothing makes it that could be split"
+            return "it reads what comes in whole"
         if thread in self.experts:
-            return "it counts experts, which are split over the expert axis"
+            return "it counts experts, whose place is the expert axis"
         for leaf, d in places:
             if self.leaves[leaf].shape[d] % self.shards:
                 return f"{self.leaves[leaf].shape[d]} does not divide by {self.shards}"
@@ -834,7 +859,7 @@ class _Walk:
             return f"{self.leaves[tables[0][0]].shape[tables[0][1]]} rows are not worth a reduction"
         small = self.alike[self.form(places)] < ENDS * sum(map(self.size, range(len(self.leaves))))
         raw = columns and not tables and all(
-            self.at(w, d) not in self.made for w in columns for d in self.dims(w, "contracted"))
+            self.at(w, d) in self.raw for w in columns for d in self.dims(w, "contracted"))
         last = rows and not tables and all(
             self.at(w, d) not in self.read for w in rows for d in self.dims(w, "free"))
         if small and (raw or last):
@@ -865,12 +890,26 @@ class _Walk:
     def why_whole(self, leaf: int, refused: dict[int, str]) -> str:
         if self.shards == 1:
             return "the tensor axis has size 1"
-        roles = {d: names for d, names in self.roles[leaf].items()
-                 if names & MATRIX and "stacked" not in names}
+        for role in ("indexed", "free", "grouped", "contracted"):
+            for d, names in sorted(self.roles[leaf].items()):
+                if role in names and "stacked" not in names and self.at(leaf, d) in refused:
+                    return "whole: " + refused[self.at(leaf, d)]
+        roles = set().union(*self.roles[leaf].values()) & MATRIX
         if not roles:
             return "whole: meets a whole activation"
-        why = [refused[self.at(leaf, d)] for d in sorted(roles) if self.at(leaf, d) in refused]
-        return "whole: " + (why[-1] if why else "it only reads and writes whole activations")
+        return "whole: " + ("its rows are the same ones each time" if roles == {"placed"} else
+                            "it meets weights alone" if roles == {"inner"} else
+                            "it reads and writes what is whole between the layers")
+
+
+def _follows(jaxpr: Any, kinds: list[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+    """Of each result of a jaxpr, whether it follows from data and from parameters."""
+    env = dict(zip(jaxpr.invars, kinds))
+    read = lambda v: (False, False) if hasattr(v, "val") else env.get(v, (False, False))    # noqa: E731
+    for eqn in jaxpr.eqns:
+        seen = [read(v) for v in eqn.invars]
+        env.update(dict.fromkeys(eqn.outvars, (any(a for a, _ in seen), any(b for _, b in seen))))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _inner(eqn: Any) -> Any:
@@ -926,7 +965,7 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             ) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
-    gradient scattered once in each of the micro-batches, and the sum of the gradients."""
+    gradient scattered in each of the micro-batches, and the sum of the gradients."""
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     n, found = sizes["tensor"], {}
 
@@ -942,9 +981,11 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
         split = _axes_in(d.spec)
         local = math.prod(leaf.shape) / math.prod([sizes[a] for a in split - {"fsdp"}])
         if "fsdp" in split:
-            times, f = parts * (leaf.shape[0] if d.stacked else 1), sizes["fsdp"]
-            for kind in ("all-gather", "reduce-scatter"):
-                add(kind, ["fsdp"], times, parts * local * itemsize * (f - 1) / f)
+            f, layers = sizes["fsdp"], leaf.shape[0] if d.stacked else 1
+            size = local * itemsize * (f - 1) / f
+            gathers = parts if d.stacked else 1         # what no layer owns, once for all parts
+            add("all-gather", ["fsdp"], gathers * layers, gathers * size)
+            add("reduce-scatter", ["fsdp"], parts * layers, parts * size)
             local /= f
         summed = [a for a in BATCH if a not in split]
         g = math.prod(sizes[a] for a in summed)

@@ -478,7 +478,8 @@ def llama(w, ids, kv=SH, regroup=False):
             h = _rms(q["n2"], x)
             x = x + (jax.nn.silu(h @ q["gate"]) * (h @ q["up"])) @ q["down"]
         return _nats(_rms(p["norm"], x) @ p["head"], ids)
-    return fn, p, (ids,), [("wq|gate|up|head" + "|wk|wv" * (kv == SH), COLUMN), ("wo|down|embed", ROW)]
+    return fn, p, (ids,), lambda shards: [("wq|gate|up|head" + "|wk|wv" * (kv % shards == 0), COLUMN),
+                                          ("wo|down|embed", ROW)]
 
 
 def llama_two_kv_heads(w, ids):
@@ -518,6 +519,7 @@ def style(build):
 def by_hand(params, rules, shards):
     """The specs of a person who knows the model: by name, whole where it does not divide."""
     paths, leaves, tree = shard.flatten(params)
+    rules = rules(shards) if callable(rules) else rules
     found = [next((spec for pattern, spec in rules if re.search(pattern, path)), P()) for path in paths]
     return jax.tree.unflatten(tree, [
         spec if all(e is None or d % shards == 0 for d, e in zip(leaf.shape, spec)) else P()
@@ -585,23 +587,312 @@ def test_names_and_their_order_change_no_spec(build):
     assert renamed(other, True) == want
 
 
+# ---- each form that a weight can take: a function, its weights, and the specs they must get
+
+def S(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def I(*shape):
+    return jax.ShapeDtypeStruct(shape, "int32")
+
+
+MLP = {"up": S(64, 256), "down": S(256, 64)}
+MLP_SPECS = {"up": COLUMN, "down": ROW}
+X, IMAGE = S(4, 16, 64), S(4, 16, 16, 3)
+T = "tensor"
+
+
+def feed(p, x):
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def attention(p, x, q="btd,dhn->bthn", k="btd,dhn->bthn", o="bthn,hnd->btd"):
+    q, k, v = jnp.einsum(q, x, p["q"]), *(jnp.einsum(k, x, p[n]) for n in "kv")
+    if q.ndim == 5:
+        s = jax.nn.softmax(jnp.einsum("btkgn,bskn->bkgts", q, k))
+        return x + jnp.einsum(o, jnp.einsum("bkgts,bskn->btkgn", s, v), p["o"])
+    if k.shape[2] < q.shape[2]:
+        k, v = (jnp.tile(a, (1, 1, q.shape[2] // k.shape[2], 1)) for a in (k, v))
+    s = jax.nn.softmax(jnp.einsum("bthn,bshn->bhts", q, k))
+    return x + jnp.einsum(o, jnp.einsum("bhts,bshn->bthn", s, v), p["o"])
+
+
+def repeated(shapes, times):
+    return jax.tree.map(lambda s: S(times, *s.shape), shapes)
+
+
+def one_by_one(p, x):
+    return jax.lax.fori_loop(0, 4, lambda i, x: feed(jax.tree.map(lambda w: w[i], p), x), x)
+
+
+def low_rank(p, x, merged=False):
+    def lin(p, x):
+        return x @ (p["w"] + p["a"] @ p["b"]) if merged else x @ p["w"] + x @ p["a"] @ p["b"]
+    return x + lin(p["down"], jax.nn.gelu(lin(p["up"], x)))
+
+
+LOW_RANK = {"up": dict(w=S(64, 256), a=S(64, 8), b=S(8, 256)), "down": dict(w=S(256, 64), a=S(256, 8), b=S(8, 64))}
+LOW_RANK_SPECS = {"up": dict(w=COLUMN, a=P(), b=COLUMN), "down": dict(w=ROW, a=ROW, b=P())}
+EXPERTS = {"router": S(64, 8), "w1": S(8, 64, 256), "w2": S(8, 256, 64)}
+EXPERTS_SPECS = {"router": P(), "w1": P("expert", None, T), "w2": P("expert", T)}
+
+
+def every_expert(p, x):
+    g, h = jax.nn.softmax(x @ p["router"]), jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, p["w1"]))
+    return x + jnp.einsum("bte,ebtd->btd", g, jnp.einsum("ebtf,efd->ebtd", h, p["w2"]))
+
+
+def ragged_experts(p, x):
+    x = x.reshape(-1, 64)
+    best = jnp.argmax(x @ p["router"], -1)
+    order, count = jnp.argsort(best), jnp.bincount(best, length=8)
+    h = jax.nn.gelu(jax.lax.ragged_dot(x[order], p["w1"], count))
+    return x.at[order].add(jax.lax.ragged_dot(h, p["w2"], count))
+
+
+def dispatched_experts(p, x):
+    g = jax.nn.softmax(x @ p["router"])
+    mine = jnp.einsum("bte,btd->ebtd", jax.nn.one_hot(jnp.argmax(g, -1), 8), x)
+    h = jax.nn.gelu(jnp.einsum("ebtd,edf->ebtf", mine, p["w1"]))
+    return x + jnp.einsum("ebtd,bte->btd", jnp.einsum("ebtf,efd->ebtd", h, p["w2"]), g)
+
+
+def conv2d(k, x, **more):
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **more)
+
+
+def pyramid(p, x):
+    for k in p["convs"]:
+        x = jax.nn.relu(conv2d(k, x))
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    return jax.nn.relu(x.reshape(4, -1) @ p["f1"]) @ p["f2"]
+
+
+def depthwise(p, x):
+    u, z = jnp.split(x @ p["in"], 2, -1)
+    u = jax.lax.conv_general_dilated(u, p["conv"], (1,), [(3, 0)], feature_group_count=128, dimension_numbers=("NWC", "WIO", "NWC"))
+    return x + (jax.nn.silu(u) * jnp.exp(-p["a"]) * jax.nn.silu(z)) @ p["out"]
+
+
+def guarded(p, x):
+    return jax.lax.cond(x.sum() > 0, lambda x: feed(p, x), lambda x: x, x)
+
+
+def until(p, x):
+    return jax.lax.while_loop(lambda c: c[1].sum() > 0, lambda c: (c[0] + 1, feed(p, c[1])), (0, x))[1]
+
+
+def own_derivative(p, x):
+    f = jax.custom_vjp(feed)
+    f.defvjp(lambda p, x: (feed(p, x), (p, x)), lambda r, g: jax.vjp(feed, *r)[1](g))
+    return f(p, x)
+
+
+def mapped(p, x):
+    return jax.shard_map(feed, mesh=mesh_of("data=2"), in_specs=(P(), P("data")), out_specs=P("data"))(p, x)
+
+
+def modulated(p, x, t):
+    """DiT: 3 D of scales, shifts and gates from a condition, in one product."""
+    scale, shift, gate = jnp.split(jax.nn.silu(t) @ p["ada"], 3, -1)
+    return x + gate[:, None] * (feed(p["mlp"], x * (1 + scale[:, None]) + shift[:, None]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    up: object
+    down: object
+    act: object = dataclasses.field(metadata=dict(static=True), default=jax.nn.gelu)
+
+    def __call__(self, x):
+        return x + self.act(x @ self.up) @ self.down
+
+
+FORMS = {
+    "tuples": (lambda p, x: x + jax.nn.gelu(x @ p[0]) @ p[1][0], (MLP["up"], [MLP["down"]]), (X,), (COLUMN, [ROW])),
+    "a dataclass": (lambda p, x: p(x), Layer(MLP["up"], MLP["down"]), (X,), Layer(COLUMN, ROW)),
+    "a leaf that is a function": (lambda p, x: x + p["act"](x @ p["up"]) @ p["down"], {**MLP, "act": jax.nn.relu}, (X,),
+                                  {**MLP_SPECS, "act": P()}),
+    "(out, in)": (lambda p, x: x + jax.nn.relu(x @ p["up"].T) @ p["down"].T, {"up": S(256, 64), "down": S(64, 256)}, (X,),
+                  {"up": ROW, "down": COLUMN}),
+    "gated in one": (lambda p, x: x + (lambda g, u: (jax.nn.silu(g) * u) @ p["down"])(*jnp.split(x @ p["both"], 2, -1)),
+                     {"both": S(64, 512), "down": S(256, 64)}, (X,), {"both": COLUMN, "down": ROW}),
+    "shared layers": (lambda p, x: feed(p, feed(p, x)), MLP, (X,), MLP_SPECS),
+    "a scanned stack": (lambda p, x: jax.lax.scan(jax.checkpoint(lambda x, w: (feed(w, x), None)), x, p)[0], repeated(MLP, 4),
+                        (X,), {"up": P("pipe", "fsdp", T), "down": P("pipe", T, "fsdp")}, "pipe=2,fsdp=2,tensor=2"),
+    "a stack by index": (one_by_one, repeated(MLP, 4), (X,), {"up": P(None, None, T), "down": P(None, T)}),
+    "cond": (guarded, MLP, (X,), MLP_SPECS), "while": (until, MLP, (X,), MLP_SPECS),
+    "custom_vjp": (own_derivative, MLP, (X,), MLP_SPECS), "shard_map": (mapped, MLP, (X,), MLP_SPECS),
+    "vmap": (lambda p, x: jax.vmap(lambda x: feed(p, x))(x), MLP, (X,), MLP_SPECS),
+    "heads as a dimension": (attention, {**dict.fromkeys("qkv", S(64, 8, 8)), "o": S(8, 8, 64)}, (X,),
+                             {**dict.fromkeys("qkv", P(None, T)), "o": P(T)}),
+    "heads first": (lambda p, x: attention(p, x, "btd,hdn->bthn", "btd,hdn->bthn", "bthn,nhd->btd"),
+                    {**dict.fromkeys("qkv", S(8, 64, 8)), "o": S(8, 8, 64)}, (X,),
+                    {**dict.fromkeys("qkv", P(T)), "o": P(None, T)}),
+    "six heads": (attention, {**dict.fromkeys("qkv", S(64, 6, 8)), "o": S(6, 8, 64)}, (X,), dict.fromkeys("qkvo", P())),
+    "two key heads": (attention, {"q": S(64, 8, 8), **dict.fromkeys("kv", S(64, 2, 8)), "o": S(8, 8, 64)}, (X,),
+                      {"q": P(None, T), "k": P(), "v": P(), "o": P(T)}),
+    "groups of queries": (lambda p, x: attention(p, x, "btd,dkgn->btkgn", "btd,dkn->btkn", "btkgn,kgnd->btd"),
+                          {"q": S(64, 2, 4, 8), **dict.fromkeys("kv", S(64, 2, 8)), "o": S(2, 4, 8, 64)}, (X,),
+                          {"q": P(None, None, T), "k": P(), "v": P(), "o": P(None, T)}),
+    "low rank": (low_rank, LOW_RANK, (X,), LOW_RANK_SPECS),
+    "low rank, merged": (lambda p, x: low_rank(p, x, True), LOW_RANK, (X,), LOW_RANK_SPECS),
+    "every expert": (every_expert, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
+    "ragged experts": (ragged_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
+    "dispatched experts": (dispatched_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=4,tensor=2"),
+    "convolutions": (pyramid, {"convs": [S(3, 3, 3, 64), S(3, 3, 64, 64), S(3, 3, 64, 64)], "f1": S(256, 512), "f2": S(512, 10)},
+                     (IMAGE,), {"convs": [P(), P(None, None, None, T), P(None, None, T)], "f1": COLUMN, "f2": ROW}),
+    "a depthwise convolution": (depthwise, {"in": S(64, 256), "conv": S(4, 1, 128), "a": S(128), "out": S(128, 64)}, (X,),
+                                {"in": COLUMN, "conv": P(None, None, T), "a": P(T), "out": ROW}),
+    "patches by a product": (lambda p, x: feed(p["mlp"], x.reshape(4, 16, 48) @ p["patch"]), {"patch": S(48, 64), "mlp": MLP},
+                             (IMAGE,), {"patch": P(), "mlp": MLP_SPECS}),
+    "modulation": (modulated, {"ada": S(64, 192), "mlp": MLP}, (X, S(4, 64)), {"ada": COLUMN, "mlp": MLP_SPECS}),
+    "an odd vocabulary": (lambda p, i: feed(p["mlp"], p["table"][i]) @ p["table"].T, {"table": S(50257, 64), "mlp": MLP},
+                          (I(4, 16),), {"table": P(), "mlp": MLP_SPECS}),
+    "a lookup by product": (lambda p, i: feed(p["mlp"], jax.nn.one_hot(i, 512) @ p["table"]), {"table": S(512, 64), "mlp": MLP},
+                            (I(4, 16),), {"table": ROW, "mlp": MLP_SPECS}),
+    "labels": (lambda p, x: feed(p["mlp"], x)[:, 0] @ p["head"], {"mlp": MLP, "head": S(64, 8)}, (X,), {"mlp": MLP_SPECS, "head": P()}),
+    "an inner gradient": (lambda p, x: feed(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(lambda p: feed(p, x).sum())(p)), x),
+                          MLP, (X,), MLP_SPECS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_weight_is_split_as_it_should(form):
+    """And nothing that a device holds is wrong: values and gradients equal the unsharded ones."""
+    fn, params, args, want, *mesh = FORMS[form]
+    mesh = mesh_of(*mesh or ["tensor=4"])
+    fake = lambda x: x if not hasattr(x, "shape") else (        # noqa: E731
+        jnp.arange(np.prod(x.shape), dtype=x.dtype).reshape(x.shape) % 7 if x.dtype == jnp.int32
+        else 0.1 * jax.random.normal(jax.random.key(np.prod(x.shape)), x.shape))
+    specs = shard.infer_specs(fn, params, *args, mesh=mesh)
+    assert specs == want
+    arrays = [i for i, x in enumerate(jax.tree.leaves(params)) if hasattr(x, "shape")]
+    leaves, tree = jax.tree.flatten(jax.tree.map(fake, params))
+    def value(weights, *args):
+        whole = list(leaves)
+        for i, w in zip(arrays, weights):
+            whole[i] = w
+        return jnp.sum(fn(jax.tree.unflatten(tree, whole), *args) ** 2)
+    if form in ("while", "shard_map"):      # no derivative; a mesh of its own
+        return
+    both, weights, args = jax.value_and_grad(value), [leaves[i] for i in arrays], [fake(x) for x in args]
+    places = [jax.NamedSharding(mesh, jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))[i]) for i in arrays]
+    got = jax.jit(both, in_shardings=(places, *[None] * len(args)), out_shardings=(None, places))(weights, *args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(weights, *args))):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("build, table", [
+    (llama, {r"gate|up$|w[qkv]|head": COLUMN, "down|wo|embed": ROW, "n1|n2|norm": P()}),
+    (gptj, {r"fc1.kernel|\.[qkv]\.|head.kernel": COLUMN, r"fc2.kernel|\.o\.|wte": ROW, "fc2.bias|ln|final": P(),
+            "fc1.bias|head.bias": P(T)})])
+def test_the_published_tables(build, table):
+    """Figures 7 and 8 of the RedCoast paper; biases follow their activations."""
+    fn, params, args, _ = style(build)
+    specs = shard.infer_specs(fn, params, *args, mesh=mesh_of("tensor=4"))
+    for path, spec in zip(shard.flatten(params)[0], jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))):
+        assert [spec] == [s for pattern, s in table.items() if re.search(pattern, path)], path
+
+
+def test_seventy_billion_weights_in_a_loop_of_eighty():
+    """Every layer alike, nothing allocated; a search over combinations would not come back."""
+    config = model.PRESETS["llama-70b"]
+    one = jax.tree.map(lambda s: s.shape[1:], jax.eval_shape(lambda: model.init(config, jax.random.key(0)))["layers"])
+    D, V = config.d_model, config.vocab_size
+    params = {"embed": S(V, D), "head": S(D, V), "layers": [jax.tree.map(lambda s: S(*s), one, is_leaf=lambda x: isinstance(x, tuple))] * 80}
+    where, mask = jnp.zeros((1, 64), jnp.int32), jnp.tril(jnp.ones((64, 64), bool))[None, None]
+    def fn(p, ids):
+        x = p["embed"][ids]
+        for i, w in enumerate(p["layers"]):
+            x, _ = model._block(w, x, i, config, where, mask, None, None, 0)
+        return x @ p["head"]
+    specs = shard.infer_specs(fn, params, I(1, 64), mesh=mesh_of("tensor=8"))
+    assert specs["layers"] == [specs["layers"][0]] * 80 and specs["embed"] == ROW and specs["head"] == COLUMN
+    assert specs["layers"][0] == {k: P(*s[1:]) for k, s in specs_of(config, "tensor=8")["layers"].items()}
+
+
+@pytest.mark.parametrize("optimizer", [
+    optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=8), optax.contrib.muon(1e-3), optax.sm3(1e-3),
+    optax.MultiSteps(optax.lion(1e-3), 2), optax.contrib.schedule_free_adamw(1e-3)], ids=lambda o: "")
+def test_optimizer_state_follows_its_weight(optimizer):
+    """Redco crashes on Adafactor. Square weights: by shape alone a row's moments could be a
+    column's; by the end of the path alone x.w would take w's place."""
+    rng, mesh = np.random.default_rng(0), mesh_of("fsdp=2,tensor=4")
+    make_one = lambda: {"w": jnp.asarray(rng.normal(size=(16, 16)), jnp.float32),
+                        "x": {"w": jnp.asarray(rng.normal(size=(16, 16)), jnp.float32)},
+                        "l": [jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32), jnp.asarray(rng.normal(size=16), jnp.float32)]}
+    params, grads = make_one(), make_one()
+    specs = {"w": P("tensor", "fsdp"), "x": {"w": P(None, "tensor")}, "l": [P(None, "fsdp", "tensor"), P("tensor")]}
+    found = shard.state_specs(optimizer, params, specs)
+    state = optimizer.init(params)
+    after = lambda grads: jax.tree.leaves(optimizer.update(grads, state, params)[1])
+    entry = lambda spec, d: spec[d] if d < len(spec) else None
+    is_spec = lambda x: isinstance(x, P)
+    # The reference: what of the state moves when one slice of one gradient does. If that is one
+    # slice too, its dimension is the gradient's.
+    flat, tree = jax.tree.flatten(grads)
+    base, places, seen = after(grads), jax.tree.leaves(found, is_leaf=is_spec), 0
+    for k, (leaf, spec) in enumerate(zip(flat, jax.tree.leaves(specs, is_leaf=is_spec))):
+        for d in range(leaf.ndim):
+            other = leaf.at[(slice(None),) * d + (3,)].multiply(9)
+            for a, b, place in zip(base, after(jax.tree.unflatten(tree, flat[:k] + [other] + flat[k + 1:])), places):
+                for e in range(np.ndim(a)):
+                    if set(np.nonzero(np.asarray(a != b))[e]) == {3} and a.shape[e] == leaf.shape[d]:
+                        assert entry(place, e) == entry(spec, d)
+                        seen += 1
+    assert seen >= 7
+
+
+def test_overrides_that_cannot_be_are_refused():
+    """A regex that matches nothing is a typing error, not a wish."""
+    def infer(*overrides):
+        return shard.infer_specs(feed, MLP, X, mesh=mesh_of("tensor=4"), overrides=overrides)
+    assert infer(("up", P("tensor")))["up"] == P("tensor")
+    for bad, words in [(("upp", P()), "'upp' matches no parameter; did you mean 'up'"), (("up", P("tensr")), "up: .*'tensr'.*'tensor'"),
+                       (("up", P(None, None, "tensor")), "up: .*3 dimensions, the weight has 2"),
+                       (("up", P("tensor", "tensor")), "up: .*twice"), (("[", P()), "not a regular expression")]:
+        with pytest.raises(shard.Refused, match=words):
+            infer(bad)
+    with pytest.raises(shard.Refused, match="up: .* splits 63 into 4"):
+        shard.infer_specs(lambda p, x: x @ p["up"], {"up": S(64, 63)}, X, mesh=mesh_of("tensor=4"), overrides=[("up", P(None, "tensor"))])
+
+
+def test_the_table_tells_what_a_device_holds_and_why():
+    """A weight that is left whole costs its bytes on every device: said, with the reason."""
+    params, mesh = {"table": S(50257, 64), "norm": S(64), "mlp": MLP}, mesh_of("tensor=4")
+    fn = lambda p, i: feed(p["mlp"], p["table"][i] * p["norm"]) @ p["table"].T
+    text = shard.explain(shard.decide(fn, params, I(4, 16), mesh=mesh), params, mesh)
+    row = next(line for line in text.splitlines() if line.startswith("table"))
+    assert "[50257,64]" in row and "[-,-]" in row and "12.9 MB" in row and "50257 does not divide by 4" in row
+    held = 4 * (50257 * 64 + 64 + 2 * 64 * 256 // 4)
+    assert f"a device holds {shard.human(held)} of weights, {shard.human(held)} of gradients and {shard.human(2 * held)}" in text
+    assert f"whole on every device: {shard.human(4 * (50257 * 64 + 64))}" in text
+    assert "12.9 MB in 1 weight: 50257 does not divide by 4" in text and "256 B in 1 weight: meets a whole activation" in text
+
+
+@pytest.mark.parametrize("mesh, axes", [("data=4", ["data"]), ("tensor=4", []), ("fsdp=4", ["fsdp"]), ("data=2,fsdp=2,tensor=2", ["data"])])
+def test_the_formula_predicts_what_is_sent(mesh, axes):
+    """Said beside the compiled program's figures: a gap is the compiler's, or a bug of ours."""
+    program = program_of(make(accumulate=2, vocab_size=128), mesh)
+    sent = {(c.kind, c.axis): c for c in shard.collectives(train.compiled(program))}
+    said = {(c.kind, c.axis): c for c in shard.predict(program.decisions, program.state["params"], program.mesh, 4, 2)}
+    for axis in axes:       # and the sum of losses and counts
+        assert sent["all-reduce", axis].bytes == pytest.approx(said["all-reduce", axis].bytes, abs=128)
+    if ("reduce-scatter", "fsdp") in said:
+        for kind in ("all-gather", "reduce-scatter"):
+            assert sent[kind, "fsdp"] == said[kind, "fsdp"]
+    if "tensor" in mesh:
+        # The compiler reduces the gradients that q, k and v (gate and up) send back one by one.
+        assert said["all-reduce", "tensor"].bytes <= sent["all-reduce", "tensor"].bytes < 2 * said["all-reduce", "tensor"].bytes
+
+
 def test_fsdp_takes_the_largest_dimension_left():
     specs = specs_of(make(d_ff=256), "fsdp=2,tensor=2")
     assert specs["layers"]["w_up"] == P(None, "fsdp", "tensor")
     assert specs["norm"] == P(), "small leaves stay whole"
-
-
-def test_overrides_win_and_are_checked():
-    params = {"up": jax.ShapeDtypeStruct((32, 64), "float32")}
-    def infer(*overrides):
-        return shard.infer_specs(lambda p, x: jnp.sum(x @ p["up"]), params,
-                                 jax.ShapeDtypeStruct((4, 32), "float32"),
-                                 mesh=mesh_of("tensor=4"), overrides=overrides)
-    assert infer(("up", P("tensor")))["up"] == P("tensor")
-    for bad, word in [(("upp", P()), "matches no"), (("up", P("tensr")), "tensr"),
-                      (("up", P(None, None, "tensor")), "3 dimensions")]:
-        with pytest.raises(shard.Refused, match=word):
-            infer(bad)
 
 
 def test_an_unknown_primitive_is_a_stop_not_a_crash():
@@ -1259,15 +1550,6 @@ def test_counts_may_be_fractions_and_integers_are_no_weights():
     assert np.isfinite(nothing.params["w"]).all(), "a batch in which nothing is asked"
     with pytest.raises(shard.Refused, match="n is int32"):
         learn(make(), loss=loss, **{**one, "init": lambda key: {"n": jnp.zeros((), "int32")}})
-
-
-def test_optimizer_state_lives_with_its_own_weight():
-    """Matched by the end of the path alone, x.w would take w's place."""
-    params = {"w": jnp.ones((4, 4)), "x": {"w": jnp.ones((4, 4))}}
-    specs = {"w": P("tensor"), "x": {"w": P(None, "tensor")}}
-    state = jax.eval_shape(optax.adamw(1.0).init, params)
-    found = shard.state_specs(state, params, specs)
-    assert found[0].mu == specs and found[0].nu == specs and found[0].count == P()
 
 
 def test_a_run_of_another_task_is_refused(capsys, tmp_path):
