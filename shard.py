@@ -119,7 +119,7 @@ def simulate(count: int) -> None:
 def live(spec: P, mesh: Any) -> P:
     """The spec without the axes of size 1. The one place where they are dropped: the compiler
     fails on them, or sends whole gradients to nobody."""
-    sizes = dict(mesh.shape)
+    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     kept = []
     for entry in spec:
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -177,7 +177,13 @@ def _axes_in(spec: P) -> set[str]:
 #    least per byte of weights, never two in one weight. Columns and rows alternate by
 #    themselves: a weight's two dimensions are different threads.
 #
-#    Some threads are not for sale: see `_Walk.refuse`.
+#    Some threads are not for sale (`refuse`): what does not divide; heads where they do not, and
+#    the inside of a head (two activations meet head by head); what is read before any weight has
+#    made it; the rows of all but one of the tables that are added up; experts, which have an axis
+#    of their own; and what is not worth a reduction: low ranks, few labels, a stem.
+#
+#    Read it as: the walk (`run`, `step`, and a method for each kind of operation) notes what is
+#    tied, priced, cut and used how; `settle` draws the conclusions; `choose` chooses.
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -214,14 +220,16 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
         return fn(jax.tree.unflatten(tree, whole), *args)
 
     closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
-    walk = _Walk(sizes["tensor"], [leaves[i] for i in arrays])
-    walk.run(closed.jaxpr, [walk.value(c) for c in closed.consts],
-             walk.weights + [walk.value(v.aval, data=True)
-                             for v in closed.jaxpr.invars[len(arrays):]])
+    walk, given = _Walk(sizes["tensor"], [leaves[i] for i in arrays]), closed.jaxpr.invars[len(arrays):]
+    # Without arguments what the function closes over, or draws, are its data.
+    walk.closed = not given
+    walk.run(closed.jaxpr, [walk.value(c, data=walk.closed) for c in closed.consts],
+             walk.weights + [walk.value(v.aval, data=True) for v in given])
     chosen = walk.choose()
     decisions = [Decision(P(), "not an array", False, False)] * len(leaves)
     for k, i in enumerate(arrays):
-        decisions[i] = _decide_leaf(walk, k, chosen[k], sizes)
+        found = _decide_leaf(walk, k, chosen[k], sizes)
+        decisions[i] = dataclasses.replace(found, spec=live(found.spec, mesh))
     for pattern, spec in overrides:
         try:
             hits = [i for i in arrays if re.search(pattern, paths[i])]
@@ -283,10 +291,8 @@ def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
     free = [d for d, size in enumerate(shape) if entries[d] is None and size % sizes["fsdp"] == 0]
     if sizes["fsdp"] > 1 and free and math.prod(shape) >= FSDP_MINIMUM:
         entries[max(free, key=lambda d: shape[d])] = "fsdp"
-    # `live` needs only sizes; a mesh and a dict both serve.
-    spec = live(P(*entries), type("Sizes", (), {"shape": sizes}))
     matrix = any(names & MATRIX for names in roles.values())
-    return Decision(spec, reason, matrix, bool(stacks), tuple(walk.paid.get(leaf, ())))
+    return Decision(P(*entries), reason, matrix, bool(stacks), tuple(walk.paid.get(leaf, ())))
 
 
 @dataclasses.dataclass
@@ -299,6 +305,7 @@ class _Value:
     #                                     of each dimension: which (leaf, dimension)s it is
     tables: frozenset = frozenset()     # the (leaf, dimension)s whose rows were looked up and added
     mask: bool = False                  # of zeros and ones: a product with it is a lookup
+    deep: bool = False                  # follows from a product
 
     @property
     def weight(self) -> bool:
@@ -322,13 +329,15 @@ REDUCE = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and r
 argmax argmin""".split())
 # The dimensions that these cut, join, turn, sort or sum along come out anew.
 ALONG = set("""slice dynamic_slice dynamic_update_slice pad rev concatenate split tile sort top_k
-approx_top_k cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum reduce_window_max
+approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft reduce_window_sum reduce_window_max
 reduce_window_min reduce_window""".split())
 
 # Not worth a reduction: a thread this many times narrower than what its columns read (low rank,
 # few labels), a table with this many times fewer rows than each is long (token types), and what
 # only reads raw features or only makes last outputs, below this share of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
+# What a link carries while one more reduction begins.
+LATENCY = 2**18
 
 
 class _Walk:
@@ -348,6 +357,7 @@ class _Walk:
         self.added: list[frozenset] = []                  # tables whose rows are added up
         self.repeat = 1                                   # how often the present scan body runs
         self.alone = False                                # whether the present operation has one operand
+        self.closed = False                               # whether what is drawn are the data
         self.paid: dict[int, list] = {}                   # leaf: the reductions of its thread
         self.weights = [self.value(leaf, grad=True) for leaf in leaves]
         for i, value in enumerate(self.weights):
@@ -428,7 +438,8 @@ class _Walk:
             return self.run(jaxpr, [self.value(c) for c in consts],
                             ins[len(ins) - len(jaxpr.invars):])
 
-        kind = dict(data=any(x.data for x in ins), grad=any(x.grad for x in ins))
+        kind = dict(data=any(x.data for x in ins) or self.closed and name.startswith("random_"),
+                    grad=any(x.grad for x in ins), deep=any(x.deep for x in ins))
         outs = [self.value(v.aval, **kind) for v in eqn.outvars]
         out, shape = (outs[0], eqn.outvars[0].aval.shape) if outs else (None, ())
         shapes = [v.aval.shape for v in eqn.invars]
@@ -444,10 +455,10 @@ class _Walk:
             if name in ("add", "add_any", "sub"):
                 out.tables = frozenset().union(*[x.tables for x in ins])
                 self.added.append(out.tables)
-                for x in ins:       # a weight and its gradient, in an inner loop of learning
-                    if x.weight and not out.weight and len(x.ids) == len(out.ids) and math.prod(
-                            shape) == max([self.size(w) for s in x.source for w, _ in s], default=0):
-                        out.source = x.source
+            for x in ins:       # a weight with its gradient (in an inner loop of learning), a mask
+                if x.weight and not out.weight and len(x.ids) == len(out.ids) > 1 and math.prod(
+                        shape) == max([self.size(w) for s in x.source for w, _ in s], default=0):
+                    out.source = x.source
             if name == "convert_element_type":
                 out.mask = ins[0].mask or eqn.invars[0].aval.dtype == bool
         elif name in ("dot_general", "ragged_dot_general"):
@@ -498,6 +509,7 @@ class _Walk:
         mixed = {params.get("dimension"), params.get("axis")} | set(
             params.get("dimensions", ()) if eqn.primitive.name == "rev" else ())
         mixed |= {d for d, n in enumerate(params.get("window_dimensions", ())) if n > 1}
+        mixed |= {len(ins[0].ids) - 1 - k for k in range(len(params.get("fft_lengths", ())))}
         for o, v in zip(outs, eqn.outvars):
             for x, var in zip(ins, eqn.invars):
                 if len(x.ids) != len(o.ids):
@@ -505,6 +517,11 @@ class _Walk:
                 for d, (a, b) in enumerate(zip(var.aval.shape, v.aval.shape)):
                     if a == b and d not in mixed:
                         self.tie(x.ids[d], o.ids[d])
+                        if eqn.primitive.name == "dynamic_slice":
+                            self.role(x, [d], "entry")
+                    elif eqn.primitive.name == "dynamic_slice" and b == 1:
+                        self.row(x, d, ins[1 + d], v.aval, o)
+                        continue
                     elif a > 1:
                         self.link(x.ids[d], o.ids[d], v.aval)
                     self.views(x, d, o, d)
@@ -559,29 +576,44 @@ class _Walk:
             self.tie(left.ids[a], right.ids[b])
         for d in lc:        # split and summed over: each device has a partial sum of the product
             self.price(left.ids[d], eqn.outvars[0].aval)
-        # A weight that was changed by what follows from data counts as one beside an activation.
-        changed = [not any(x.weight for x in (left, right)) and any(x.source) for x in (left, right)]
-        changed = [False, False] if all(changed) else changed
-        for i, (this, contracted, batch, free) in enumerate(sides):
-            other, *_, other_free = sides[1 - i]
-            var = eqn.invars[i]
-            if this.grad and this.data and not changed[i]:
-                # Its gradient sums over the other side's own dimensions. The sides that share
-                # an input (q, k and v; gate and up) share its reduction: counted once.
-                for d in other_free:
-                    self.price(other.ids[d], var.aval, ("gradient", *this.ids))
-            if other.weight or changed[1 - i]:    # weights with weights: a low rank, say
-                self.role(this, range(len(this.ids)), "inner")
-            else:
-                self.role(this, contracted, "indexed" if other.mask else "contracted")
-                self.role(this, batch, "batch")
-                self.role(this, free, "free")
+        for var, (this, *_) in zip(eqn.invars, sides):
             self.sizes += zip(this.ids, var.aval.shape)
-        if all(x.grad and x.data for x in (left, right)) and (lfree or rfree) and not any(changed):
+        changed = not (left.weight or right.weight) and any(left.source + right.source)
+        if (left.grad and right.grad and left.deep and right.deep and (lfree or rfree)
+                and (lb or left.data and right.data) and not changed):
             # Attention. Scores are not left as partial sums: whole heads pass, nothing else.
             self.heads += [left.ids[d] for d in lb]
             for d in lc:
                 self.cut(left.ids[d], "a split would fall inside a head")
+            weights = ()
+        else:
+            weights = self.weights_of(left, right)
+        for i, (this, contracted, batch, free) in enumerate(sides):
+            other, *_, other_free = sides[1 - i]
+            if i in weights:
+                self.role(this, contracted, "indexed" if other.mask else "contracted")
+                self.role(this, batch, "batch")
+                self.role(this, free, "free")
+            else:
+                self.role(this, range(len(this.ids)), "inner")
+                # Its gradient sums over the other side's own dimensions. The sides that share
+                # an input (q, k and v; gate and up) share its reduction: counted once.
+                for d in other_free if this.grad else ():
+                    self.price(other.ids[d], eqn.invars[i].aval, ("gradient", *this.ids))
+        out.deep = True
+
+    def weights_of(self, left: _Value, right: _Value) -> tuple[int, ...]:
+        """Which of the two sides of a product is the weight: what follows from parameters alone,
+        or else is a parameter that was changed (by its gradient, in an inner loop of learning).
+        Of two weights the one that was in a product, or has more dimensions, or is on the left, is
+        the activation (learned queries; a low rank's first factor)."""
+        if left.weight and right.weight:
+            return (0,) if (right.deep, len(right.ids)) > (left.deep, len(left.ids)) else (1,)
+        for test in (lambda x: x.weight, lambda x: any(x.source)):
+            found = tuple(i for i, x in enumerate((left, right)) if test(x))
+            if len(found) == 1:
+                return found
+        return ()
 
     def gather(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
         """A lookup. Rows that are split: each device finds what it has, and one reduction adds
@@ -591,23 +623,30 @@ class _Walk:
         shape = eqn.invars[0].aval.shape
         gone = set(numbers.collapsed_slice_dims) | set(numbers.operand_batching_dims)
         window = [d for d in range(len(shape)) if d not in gone]
+        rows = {d for d in numbers.start_index_map if sizes[d] == 1 < shape[d]}
         for o, d in zip(numbers.offset_dims, window):
             if sizes[d] == shape[d]:
                 self.passes(table, d, out, o)
                 self.role(table, [d], "entry")
-            else:
+                if table.weight and sum(sizes[w] > 1 for w in window) > 1:
+                    out.source[o] = table.source[d]         # whole matrices are taken: weights
+            elif d not in rows:
                 self.link(table.ids[d], out.ids[o], eqn.outvars[0].aval)
         batch = [o for o in range(len(out.ids)) if o not in numbers.offset_dims]
         for o, i in zip(batch, index.ids):
             self.tie(out.ids[o], i)
         for a, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
             self.tie(table.ids[a], index.ids[b])
-        for d in numbers.collapsed_slice_dims:
-            self.price(table.ids[d], eqn.outvars[0].aval)
-            # Rows that the data ask for, or the same ones each time: positions.
-            self.role(table, [d], "indexed" if index.data else "placed")
-            if index.data:
-                out.tables = out.tables | table.source[d]
+        for d in rows | set(numbers.collapsed_slice_dims):
+            self.row(table, d, index, eqn.outvars[0].aval, out)
+
+    def row(self, table: _Value, dim: int, index: _Value, aval: Any, out: _Value) -> None:
+        """Of this dimension one entry is taken: one that the data ask for, or the same each time
+        (positions, the layers of a stack)."""
+        self.role(table, [dim], "indexed" if index.data else "placed")
+        self.price(table.ids[dim], aval)
+        if index.data:
+            out.tables = out.tables | table.source[dim]
 
     def scatter(self, eqn: Any, ins: list[_Value], out: _Value) -> None:
         """Rows written into a value: the others pass."""
@@ -696,8 +735,7 @@ class _Walk:
             if grown == kinds[n:n + len(carry)]:
                 break
             kinds[n:n + len(carry)] = grown
-        moved = [dataclasses.replace(x, source=[frozenset()] * len(x.ids), tables=frozenset(),
-                                     data=data, grad=grad)
+        moved = [dataclasses.replace(x, tables=frozenset(), data=data, grad=grad, deep=grad)
                  for x, (data, grad) in zip(carry, kinds[n:])]
         outs = self.run(body, [self.value(c) for c in consts], [*fixed, *moved, *each])
         for x, o in zip(carry, outs):
@@ -739,17 +777,45 @@ class _Walk:
                 continue
             weight = sum(math.prod(self.leaves[leaf].shape) for leaf, _ in places)
             when = min((self.first.get(leaf, len(self.uses)), d) for leaf, d in places)
-            price = sum(size for _, size in cost.get(thread, {}).values())
+            price = sum(size + LATENCY * n for n, size in cost.get(thread, {}).values())
             ranked.append((price / weight, -weight, when, thread))
         chosen: dict[int, tuple[int | None, str]] = {}
-        for *_, thread in sorted(ranked):
-            if not any(leaf in chosen for leaf, _ in self.places[thread]):
-                for leaf, d in self.places[thread]:
-                    chosen[leaf] = (d, self.why(leaf, d))
-                self.paid[self.places[thread][0][0]] = [
-                    paid for key, paid in cost.get(thread, {}).items()
-                    if not (isinstance(key, tuple) and key[0] == "sent")]
+        for thread in self.arriving(self.independent(sorted(ranked)), refused):
+            for leaf, d in self.places[thread]:
+                chosen[leaf] = (d, self.why(leaf, d))
+            self.paid[self.places[thread][0][0]] = [
+                paid for key, paid in cost.get(thread, {}).items()
+                if not (isinstance(key, tuple) and key[0] == "sent")]
         return [chosen.get(i) or (None, self.why_whole(i, refused)) for i in range(len(self.leaves))]
+
+    def independent(self, ranked: list[tuple]) -> set[int]:
+        """Threads of which no two share a weight: the cheapest first; then one of about the same
+        price takes the place of those that it excludes where it splits a quarter more."""
+        threads = {thread: (ratio, -less) for ratio, less, _, thread in ranked}
+        owner: dict[int, int] = {}
+        for again in (False, True, True):
+            for thread, (ratio, weight) in threads.items():
+                out = {owner[leaf] for leaf, _ in self.places[thread] if leaf in owner} - {thread}
+                lost = sum(threads[t][1] for t in out)
+                paid = sum(threads[t][0] * threads[t][1] for t in out)
+                if not out or again and weight > 1.25 * lost and ratio * lost <= 1.25 * paid:
+                    owner = {leaf: t for leaf, t in owner.items() if t not in out}
+                    owner.update(dict.fromkeys((leaf for leaf, _ in self.places[thread]), thread))
+        return set(owner.values())
+
+    def arriving(self, threads: set[int], refused: dict[int, str]) -> set[int]:
+        """Without those that are only sliced into what weights read whole: the slices of a fused
+        query, key and value stay split, by heads, those of a modulation would be gathered."""
+        while True:
+            reach = set(threads)
+            while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
+                reach |= new
+            lost = {t for t in threads if t in self.onward and not self.onward[t] & reach
+                    and self.onward[t] & self.places.keys()}
+            if not lost:
+                return threads
+            refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
+            threads = threads - lost
 
     def settle(self) -> None:
         """What is known only after the whole walk."""
@@ -793,7 +859,8 @@ class _Walk:
             groups = [g for g in groups if not g & tables] + [set(tables).union(*hit)]
         for group in groups:
             best = max(group, key=lambda t: ("free" in self.roles[t[0]][t[1]],
-                                             self.size(t[0]), -self.first[t[0]]), default=None)
+                                             self.leaves[t[0]].shape[t[1]], -self.first[t[0]], t[1]),
+                       default=None)
             for leaf, d in group - {best}:
                 self.cut(self.weights[leaf].ids[d], "its rows are added to those of a larger "
                                                     "table, whose reduction would be one more")
@@ -807,11 +874,11 @@ class _Walk:
         for thread, why in self.cuts:
             self.why_cut.setdefault(self.find(thread), why)
         # What is sent on only to where it cannot stay split is not split either.
-        onward: dict[int, set[int]] = {}
+        self.onward: dict[int, set[int]] = {}
         for a, b, only in links:
             if only:
-                onward.setdefault(a, set()).add(b)
-        while new := {a: self.why_cut[min(bs)] for a, bs in onward.items()
+                self.onward.setdefault(a, set()).add(b)
+        while new := {a: self.why_cut[min(bs)] for a, bs in self.onward.items()
                       if a not in self.why_cut and bs <= self.why_cut.keys()}:
             self.why_cut |= new
         # Threads of the same form (one a layer, say) count together.
@@ -851,7 +918,8 @@ class _Walk:
         tables = [(leaf, d) for leaf, d in places if "indexed" in self.roles[leaf].get(d, ())]
         wide = lambda leaf, role: math.prod(                                             # noqa: E731
             [self.leaves[leaf].shape[d] for d in self.dims(leaf, role)])
-        if columns and all(NARROW * wide(w, "free") <= wide(w, "contracted") for w in columns):
+        if columns and all(NARROW * wide(w, "free") <= wide(w, "contracted") for w in columns) and all(
+                NARROW * wide(w, "contracted") <= wide(w, "free") for w in rows):
             return f"{wide(columns[0], 'free')} is too narrow to be worth a reduction"
         if tables and not columns and all(
                 SHORT * self.leaves[w].shape[d] <= self.size(w) // self.leaves[w].shape[d]
@@ -929,19 +997,20 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
     without reasons) infer_specs. Ends with what a device holds, and what of it is copies."""
     paths, leaves, _ = flatten(params)
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
-    table, total, copies = [("weight", "shape", "split", "per device", "why")], 0, {}
+    table, total = [("weight", "shape", "split", "per device", "why")], 0
+    copies: dict[str, dict[str, list[int]]] = {a: {} for a in ("tensor", "fsdp") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=_is_spec)):
         if not hasattr(leaf, "shape"):
             continue
         d = Decision(d, "as given", True, False) if _is_spec(d) else d
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        here = size // math.prod(sizes[a] for a in _axes_in(d.spec))
+        here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
+            sizes[a] for a in _axes_in(d.spec))
         total += here
-        # A copy is what no axis splits that could have: those of data only split the rows.
-        if here == size and math.prod(sizes.values()) > sizes["data"]:
-            reason = re.sub("^whole: ", "", d.reason)
-            count, held = copies.get(reason, (0, 0))
-            copies[reason] = count + 1, held + here
+        for axis in copies.keys() - _axes_in(d.spec):
+            why = re.sub("^whole: ", "", d.reason) if axis == "tensor" else (
+                f"fewer than {FSDP_MINIMUM:,} elements" if math.prod(leaf.shape) < FSDP_MINIMUM
+                else f"no other dimension divides by {sizes['fsdp']}")
+            copies[axis].setdefault(why, []).append(here)
         split = [e if isinstance(e, str) else "+".join(e) if e else "-" for e in d.spec]
         split += ["-"] * (len(leaf.shape) - len(split))
         table.append((path, str(list(leaf.shape)).replace(" ", ""), "[" + ",".join(split) + "]",
@@ -952,12 +1021,13 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
              for row in table]
     lines.append(f"a device holds {human(total)} of weights, {human(total)} of gradients and "
                  f"{human(2 * total)} of AdamW's two moments: {human(4 * total)}")
-    if copies:
-        held = sum(h for _, h in copies.values())
-        lines.append(f"whole on every device: {human(held)} of weights, {held / total:.2%} of what it "
-                     f"holds of them")
-        for reason, (count, held) in sorted(copies.items(), key=lambda c: -c[1][1]):
-            lines.append(f"{human(held):>9} in {count} weight{'s'[:count > 1]}: {reason}")
+    for axis, reasons in copies.items():
+        held = sum(map(sum, reasons.values()))
+        if held:
+            lines.append(f"of the weights {human(held)} ({held / total:.2%}) are the same on all "
+                         f"{sizes[axis]} devices of {axis}:")
+        for why, sizes_held in sorted(reasons.items(), key=lambda r: -sum(r[1])):
+            lines.append(f"{human(sum(sizes_held)):>9} in {len(sizes_held)}: {why}")
     return "\n".join(lines)
 
 
