@@ -727,16 +727,12 @@ class _Walk:
 
     def loop(self, body: Any, consts: Any, fixed: list[_Value], carry: list[_Value],
              each: Sequence[_Value] = ()) -> list[_Value]:
-        """The body once, and what it carries tied to what it was given."""
-        kinds = [(x.data, x.grad) for x in (*fixed, *carry, *each)]
-        while True:                                     # what is carried follows from more and more
-            n, now = len(fixed), _follows(body, kinds)[:len(carry)]
-            grown = [(a or c, b or d) for (a, b), (c, d) in zip(kinds[n:], now)]
-            if grown == kinds[n:n + len(carry)]:
-                break
-            kinds[n:n + len(carry)] = grown
+        """The body once, and what it carries tied to what it was given. What is carried follows
+        from all that the body sees."""
+        seen = [*fixed, *carry, *each]
+        data, grad = any(x.data for x in seen), any(x.grad for x in seen)
         moved = [dataclasses.replace(x, tables=frozenset(), data=data, grad=grad, deep=grad)
-                 for x, (data, grad) in zip(carry, kinds[n:])]
+                 for x in carry]
         outs = self.run(body, [self.value(c) for c in consts], [*fixed, *moved, *each])
         for x, o in zip(carry, outs):
             for a, b in zip(x.ids, o.ids):
@@ -968,16 +964,6 @@ class _Walk:
         return "whole: " + ("its rows are the same ones each time" if roles == {"placed"} else
                             "it meets weights alone" if roles == {"inner"} else
                             "it reads and writes what is whole between the layers")
-
-
-def _follows(jaxpr: Any, kinds: list[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
-    """Of each result of a jaxpr, whether it follows from data and from parameters."""
-    env = dict(zip(jaxpr.invars, kinds))
-    read = lambda v: (False, False) if hasattr(v, "val") else env.get(v, (False, False))    # noqa: E731
-    for eqn in jaxpr.eqns:
-        seen = [read(v) for v in eqn.invars]
-        env.update(dict.fromkeys(eqn.outvars, (any(a for a, _ in seen), any(b for _, b in seen))))
-    return [read(v) for v in jaxpr.outvars]
 
 
 def _inner(eqn: Any) -> Any:

@@ -671,6 +671,14 @@ def attention(p, x, q="btd,dhn->bthn", k="btd,dhn->bthn", o="bthn,hnd->btd"):
     return x + jnp.einsum(o, jnp.einsum("bhts,bshn->bthn", s, v), p["o"])
 
 
+def latent_attention(p, x):
+    """MLA: queries, and keys with values, through narrow latents; one key of positions for all."""
+    latent, where = jnp.split(x @ p["kva"], [24], -1)
+    q = _heads(x @ p["qa"] @ p["qb"])
+    k, v = jnp.split(_heads(latent @ p["kvb"]), 2, -1)
+    return x + _attend(q * jax.nn.sigmoid(where[:, :, None]), k, v) @ p["o"]
+
+
 def repeated(shapes, times):
     return jax.tree.map(lambda s: S(times, *s.shape), shapes)
 
@@ -694,6 +702,12 @@ EXPERTS_SPECS = {"router": P(), "w1": P("expert", None, T), "w2": P("expert", T)
 def every_expert(p, x):
     g, h = jax.nn.softmax(x @ p["router"]), jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, p["w1"]))
     return x + jnp.einsum("bte,ebtd->btd", g, jnp.einsum("ebtf,efd->ebtd", h, p["w2"]))
+
+
+def summed_experts(p, x):
+    g = jnp.moveaxis(jax.nn.softmax(x @ p["router"]), -1, 0)
+    h = jax.vmap(lambda u, d: jax.nn.gelu(x @ u) @ d)(p["w1"], p["w2"])
+    return x + (g[..., None] * h).sum(0)
 
 
 def ragged_experts(p, x):
@@ -794,6 +808,8 @@ FORMS = {
     "low rank": (low_rank, LOW_RANK, (X,), LOW_RANK_SPECS),
     "low rank, merged": (lambda p, x: low_rank(p, x, True), LOW_RANK, (X,), LOW_RANK_SPECS),
     "every expert": (every_expert, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
+    "every odd expert": (summed_experts, {"router": S(64, 8), "w1": S(8, 64, 31), "w2": S(8, 31, 64)}, (X,),
+                         {"router": P(), "w1": P("expert"), "w2": P("expert")}, "expert=2,tensor=2"),
     "ragged experts": (ragged_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
     "dispatched experts": (dispatched_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=4,tensor=2"),
     "convolutions": (pyramid, {"convs": [S(3, 3, 3, 64), S(3, 3, 64, 64), S(3, 3, 64, 64)], "f1": S(256, 512), "f2": S(512, 10)},
@@ -803,8 +819,11 @@ FORMS = {
     "patches by a product": (lambda p, x: feed(p["mlp"], x.reshape(4, 16, 48) @ p["patch"]), {"patch": S(48, 64), "mlp": MLP},
                              (IMAGE,), {"patch": P(), "mlp": MLP_SPECS}),
     "modulation": (modulated, {"ada": S(64, 192), "mlp": MLP}, (X, S(4, 64)), {"ada": P(), "mlp": MLP_SPECS}),
-    "data that are closed over": (lambda p: feed(p, jnp.ones((4, 16, 64))) * jax.random.normal(jax.random.key(0), (4, 16, 64)),
-                                  MLP, (), MLP_SPECS),
+    "data that are closed over": (lambda p: feed(p["mlp"], p["table"][np.arange(64).reshape(4, 16)]),
+                                  {"table": S(512, 64), "mlp": MLP}, (), {"table": ROW, "mlp": MLP_SPECS}),
+    "noise for data": (lambda p: feed(p, jax.random.normal(jax.random.key(0), (4, 16, 64))), MLP, (), MLP_SPECS),
+    "latent attention": (latent_attention, {"qa": S(64, 24), "qb": S(24, 64), "kva": S(64, 32), "kvb": S(24, 128), "o": S(64, 64)},
+                         (X,), {"qa": P(), "qb": COLUMN, "kva": P(), "kvb": COLUMN, "o": ROW}),
     "learned queries": (lambda p, x: attention(p["att"], jnp.broadcast_to(p["ask"], (4, 12, 64))) + x[:, :12],
                         {"ask": S(12, 64), "att": {**dict.fromkeys("qkv", S(64, 8, 8)), "o": S(8, 8, 64)}}, (X,),
                         {"ask": P(), "att": {**dict.fromkeys("qkv", P(None, T)), "o": P(T)}}),
@@ -959,6 +978,19 @@ def test_the_formula_predicts_what_is_sent(mesh, axes):
     if "tensor" in mesh:
         # The compiler reduces the gradients that q, k and v (gate and up) send back one by one.
         assert said["all-reduce", "tensor"].bytes <= sent["all-reduce", "tensor"].bytes < 2 * said["all-reduce", "tensor"].bytes
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations("abc")))
+def test_equal_prices_are_settled_by_the_order_of_use(names):
+    """Three alike in a chain: (1, 2) and (2, 3) cost the same, and a dict's order would choose."""
+    params = {"t": S(512, 64), **{n: S(64, 64) for n in names}}
+    def chain(p, i):
+        x = p["t"][i]
+        for n in names:
+            x = jax.nn.relu(x @ p[n])
+        return x
+    specs = shard.infer_specs(chain, params, I(4, 16), mesh=mesh_of("tensor=4"))
+    assert [specs[n] for n in names] == [COLUMN, ROW, COLUMN]
 
 
 def test_fsdp_takes_the_largest_dimension_left():
