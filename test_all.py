@@ -557,7 +557,7 @@ def no_worse_than_by_hand(fn, params, args, rules, shards):
 
 
 @pytest.mark.parametrize("shards, build", [
-    (n, b) if n == 4 and b in (gpt2, bert, t5, falcon) else slow(n, b) for n in (4, 2, 8) for b in STYLES])
+    (n, b) if n == 4 and b in (gpt2, bert) else slow(n, b) for n in (4, 2, 8) for b in STYLES])
 def test_no_published_style_sends_more_than_by_hand(shards, build):
     """Redco's names and alphabetical order need 1.5 to 4.7 times the collectives on seven of ten."""
     fn, params, args, rules = style(build)
@@ -852,14 +852,19 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_weight_is_split_as_it_should(form):
-    """And nothing that a device holds is wrong: values and gradients equal the unsharded ones."""
     fn, params, args, want, *mesh = FORMS[form]
+    assert shard.infer_specs(fn, params, *args, mesh=mesh_of(*mesh or ["tensor=4"])) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [f for f in FORMS if f not in ("while", "shard_map")])   # no derivative; its own mesh
+def test_every_form_computes_the_same_when_it_is_split(form):
+    """Values and gradients of the sharded function equal those of the unsharded one."""
+    fn, params, args, specs, *mesh = FORMS[form]
     mesh = mesh_of(*mesh or ["tensor=4"])
     fake = lambda x: x if not hasattr(x, "shape") else (        # noqa: E731
         jnp.arange(np.prod(x.shape), dtype=x.dtype).reshape(x.shape) % 7 if x.dtype == jnp.int32
         else 0.1 * jax.random.normal(jax.random.key(np.prod(x.shape)), x.shape))
-    specs = shard.infer_specs(fn, params, *args, mesh=mesh)
-    assert specs == want
     arrays = [i for i, x in enumerate(jax.tree.leaves(params)) if hasattr(x, "shape")]
     leaves, tree = jax.tree.flatten(jax.tree.map(fake, params))
     def value(weights, *args):
@@ -867,8 +872,6 @@ def test_every_form_of_a_weight_is_split_as_it_should(form):
         for i, w in zip(arrays, weights):
             whole[i] = w
         return jnp.sum(fn(jax.tree.unflatten(tree, whole), *args) ** 2)
-    if form in ("while", "shard_map"):      # no derivative; a mesh of its own
-        return
     both, weights, args = jax.value_and_grad(value), [leaves[i] for i in arrays], jax.tree.map(fake, list(args))
     places = [jax.NamedSharding(mesh, jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))[i]) for i in arrays]
     got = jax.jit(both, in_shardings=(places, *[None] * len(args)), out_shardings=(None, places))(weights, *args)
