@@ -98,6 +98,10 @@ PRESETS = {
 }
 
 
+# As many logits are in memory at once; of a longer or wider batch, some tokens at a time.
+LOGITS = 2**25
+
+
 def padded(vocab_size: int) -> int:
     """Rows of the vocabulary's tables: up to a multiple of 128, a TPU's lane width, whatever
     the mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
@@ -181,12 +185,18 @@ def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """q [B, T, H, N], k and v [B, S, H, N], mask [B, 1, T, S] -> [B, T, H, N]."""
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+               ) -> tuple[jax.Array, jax.Array]:
+    """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
+    of the sum that the weights were divided by [B, H, T]."""
+    if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
+        k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
-    probs = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
-    return jnp.einsum("bhts,bshn->bthn", probs.astype(v.dtype), v)
+    scores = jnp.where(mask, scores, -1e30)
+    total = jax.nn.logsumexp(scores, -1)
+    probs = jnp.exp(scores - total[..., None])
+    return jnp.einsum("bhts,bshn->bthn", probs.astype(v.dtype), v), total
 
 
 def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
@@ -202,8 +212,8 @@ def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array, mask: jax.Array,
-           seeds: jax.Array | None, cache: Params | None, slot: Any
+def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array, asking: Params,
+           asked: Params, seeds: jax.Array | None, cache: Params | None, slot: Any
            ) -> tuple[jax.Array, Params | None]:
     """One layer: x [B, T, D] -> x, and its keys and values if it keeps them."""
     h = _norm(x, w["attn_norm"])
@@ -214,9 +224,8 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array,
         cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
                  "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    if c.kv_heads != c.heads:       # each key/value head serves the heads of its group
-        k, v = (jnp.repeat(a, c.heads // c.kv_heads, axis=2) for a in (k, v))   # [B, S, H, N]
-    a = jnp.einsum("bthn,hnd->btd", shard.attend(_attention, q, k, v, mask), w["wo"])
+    a = shard.attend(_attention, q, k, v, _seen, asking, asked)                 # [B, T, H, N]
+    a = jnp.einsum("bthn,hnd->btd", a, w["wo"])
     x = shard.stream(x + _drop(a, c.dropout, 2 * layer, seeds, positions))
 
     h = _norm(x, w["mlp_norm"])
@@ -227,14 +236,14 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array,
 
 
 def _trunk(params: Params, tokens: jax.Array, c: Config, specs: Params | None,
-           positions: jax.Array, mask: jax.Array, seeds: jax.Array | None = None,
+           positions: jax.Array, asking: Params, asked: Params, seeds: jax.Array | None = None,
            cache: Params | None = None, slot: Any = 0) -> tuple[jax.Array, Params | None]:
     """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
     x = shard.stream(params["embed"][tokens] * c.d_model**0.5)     # rows of about unit size
 
     def layer(w, x, each):
         i, layer_cache = each
-        return _block(w, x, i, c, positions, mask, seeds, layer_cache, slot)
+        return _block(w, x, i, c, positions, asking, asked, seeds, layer_cache, slot)
 
     x, cache = shard.stack(layer, params["layers"], x, (jnp.arange(c.layers), cache),
                            specs=specs and specs["layers"], remat=c.remat)
@@ -250,15 +259,17 @@ def _logits(params: Params, x: jax.Array, c: Config) -> jax.Array:
     return shard.inner(jnp.where(jnp.arange(logits.shape[-1]) < c.vocab_size, logits, -1e30), 2)
 
 
-def _causal(tokens: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Positions [B, T] and mask [B, 1, T, T]: each token sees those before it in its document."""
-    B, T = tokens.shape
-    positions = batch.get("positions", jnp.broadcast_to(jnp.arange(T), (B, T)))
-    mask = jnp.tril(jnp.ones((T, T), bool))[None, None]
-    if "segments" in batch:
-        same = batch["segments"][:, :, None] == batch["segments"][:, None, :]
-        mask = mask & same[:, None]
-    return positions, mask
+def _seen(asking: Params, asked: Params) -> jax.Array:
+    """Which keys a query sees [B, 1, T, S]: those before it, in its document."""
+    before = asked["place"][:, None, :] <= asking["place"][:, :, None]
+    return (before & (asked["document"][:, None, :] == asking["document"][:, :, None]))[:, None]
+
+
+def _where(tokens: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, Params, Params]:
+    """Positions [B, T] in the document, and what is known of each query and each key."""
+    place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    known = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
+    return batch.get("positions", place), known, known
 
 
 def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
@@ -268,7 +279,7 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
         raise Refused("this model has no encoder to give a source to")
     params = shard.cast(params, config.dtype)
     given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
-    x, _ = _trunk(params, tokens, config, None, *_causal(tokens, given))
+    x, _ = _trunk(params, tokens, config, None, *_where(tokens, given))
     return _logits(params, x, config)[..., :config.vocab_size]
 
 
@@ -278,12 +289,19 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     travel together and are divided once, so that masks and uneven shards change nothing.
     Dropout is on where the batch brings `seeds` [B]."""
     params = shard.cast(params, config.dtype)
-    x, _ = _trunk(params, batch["tokens"], config, specs, *_causal(batch["tokens"], batch),
+    x, _ = _trunk(params, batch["tokens"], config, specs, *_where(batch["tokens"], batch),
                   seeds=batch.get("seeds"))
-    logits = _logits(params, x, config)                                         # [B, T, V]
-    said = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    nats = jax.nn.logsumexp(logits, -1) - said
-    return jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"])
+
+    def nats(x, targets, weights):
+        logits = _logits(params, x, config)                                     # [B, T, V]
+        said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
+
+    B, T, _ = x.shape
+    size = B * T * padded(config.vocab_size)
+    pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
+    return (shard.in_pieces(nats, pieces, x, batch["targets"], batch["weights"]),
+            jnp.sum(batch["weights"]))
 
 
 def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -304,11 +322,13 @@ def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: j
            config: Config) -> tuple[jax.Array, Params]:
     """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
     the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding."""
-    slots = slot + jnp.arange(tokens.shape[1])                                  # [T]
-    keys = jnp.arange(cache["k"].shape[2])                                      # [S]
-    positions = jnp.maximum(slots[None] - start[:, None], 0)                    # [B, T]
-    mask = (keys[None, None] <= slots[None, :, None]) & (keys[None, None] >= start[:, None, None])
-    x, cache = _trunk(params, tokens, config, None, positions, mask[:, None], None, cache, slot)
+    B, T = tokens.shape
+    slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
+    keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
+    asking = {"place": slots, "document": jnp.zeros_like(slots)}
+    asked = {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}
+    x, cache = _trunk(params, tokens, config, None, jnp.maximum(slots - start[:, None], 0), asking,
+                      asked, None, cache, slot)
     return _logits(params, x[:, -1:], config)[:, 0], cache
 
 

@@ -52,7 +52,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")       # the axes that split the rows of a batch
 MANUAL = AXES[:-1]                       # our collectives; those of `tensor` are the compiler's
-BUILT = ("data", "fsdp", "tensor")       # what the step can use so far
+BUILT = ("data", "fsdp", "seq", "tensor")    # what the step can use so far
 
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
@@ -1123,12 +1123,80 @@ def _place(x: jax.Array, dim: int | None) -> jax.Array:
     return lax.with_sharding_constraint(x, P(*entries))
 
 
-def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-           ) -> jax.Array:
-    """attention(q, k, v, mask) with whole heads on each device; q, k, v: [B, T, H, N]. A ring
-    over `seq` belongs here."""
+def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
+           asking: Any, asked: Any) -> jax.Array:
+    """`attention(q, k, v, mask)` with whole heads on each device; q [B, T, H, N], k and v
+    [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
+    [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
+    (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring."""
     q, k, v = (inner(a, 2) for a in (q, k, v))
-    return inner(attention(q, k, v, mask), 2)
+    sizes, manual = _ambient()
+    if sizes.get("seq", 1) > 1 and "seq" in manual:
+        return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
+    return inner(attention(q, k, v, seen(asking, asked))[0], 2)
+
+
+def zigzag(time: int, devices: int) -> np.ndarray:
+    """The order in which `devices` hold a causal sequence: device i has the i-th part of 2 n and
+    the i-th from the end. Each then has as many keys to look at as the others."""
+    parts = np.arange(time).reshape(2 * devices, -1)
+    return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
+
+
+def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
+          asking: Any, asked: Any, n: int) -> jax.Array:
+    """Causal attention over a sequence in zigzag order. Device i asks with an early part and a
+    late one; keys come by from each device j in turn. The late part sees every early one. Else,
+    from j before i both parts see the early keys, from j after i the late one sees both: of four
+    quarters two are looked at in each round, by everyone."""
+    me, half = lax.axis_index("seq"), q.shape[1] // 2
+    early = lambda tree: jax.tree.map(lambda x: x[:, :half], tree)      # noqa: E731
+    late = lambda tree: jax.tree.map(lambda x: x[:, half:], tree)       # noqa: E731
+    choose = lambda p, a, b: jax.tree.map(lambda x, y: jnp.where(p, x, y), a, b)  # noqa: E731
+
+    @jax.checkpoint
+    def look(query, key):
+        (q, asking), (k, v, asked) = query, key
+        found, weight = attention(q, k, v, seen(asking, asked))
+        return found.astype(jnp.float32), weight
+
+    def join(a, b):
+        """Two findings, each normalised by itself, as one."""
+        (x, s), (y, t) = a, b
+        both = jnp.logaddexp(s, t)
+        share = lambda s: jnp.exp(s - both).transpose(0, 2, 1)[..., None]       # noqa: E731
+        return x * share(s) + y * share(t), both
+
+    query, key = (q, asking), (k, v, asked)
+    first, last = early(query), late(query)
+
+    def turn(state, _):
+        key, whose, one, two = state
+        key = jax.tree.map(lambda x: lax.ppermute(x, "seq", [(i, (i + 1) % n) for i in range(n)]),
+                           key)
+        whose = (whose - 1) % n
+        two = join(two, look(last, early(key)))
+        before = whose < me
+        found, weight = look(choose(before, first, last), choose(before, early(key), late(key)))
+        never = jnp.full_like(weight, -jnp.inf)
+        one = join(one, (found, jnp.where(before, weight, never)))
+        two = join(two, (found, jnp.where(before, never, weight)))
+        return (key, whose, one, two), None
+
+    state = key, me, look(first, early(key)), look(last, key)
+    (_, _, one, two), _ = lax.scan(turn, state, None, length=n - 1)
+    return jnp.concatenate([one[0], two[0]], 1).astype(q.dtype)
+
+
+def in_pieces(fn: Callable, count: int, *arrays: jax.Array) -> jax.Array:
+    """The sum of the scalar fn over `count` pieces of the time of arrays [B, T, ...], with one
+    piece in memory at a time: the backward pass computes each again."""
+    if count == 1:
+        return fn(*arrays)
+    cut = [jnp.moveaxis(a.reshape(a.shape[0], count, -1, *a.shape[2:]), 1, 0) for a in arrays]
+    again = jax.checkpoint(fn, prevent_cse=False)
+    zero = vary(jnp.zeros(()), arrays)
+    return lax.scan(lambda total, piece: (total + again(*piece), None), zero, tuple(cut))[0]
 
 
 def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = None,
@@ -1204,15 +1272,30 @@ def vary(tree: Any, *like: Any) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def reduce(tree: Any, specs: Any = None) -> Any:
+def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES)) -> Any:
     """Each leaf summed over every axis on which it differs, but for those that split it: there
     the differences are different parts (and a gathered weight's gradient is already summed)."""
     def total(x, spec):
-        axes = tuple(sorted(varying(x) - _axes_in(spec)))
+        axes = tuple(sorted(varying(x) & only - _axes_in(spec)))
         return lax.psum(x, axes) if axes else x
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
     return jax.tree.map(total, tree, specs)
+
+
+def along_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
+    """A batch as `seq` splits it, and how: the time of what has as much of it as the tokens, in
+    zigzag order, with the places that the tokens had. Its devices have it whole: nothing is sent."""
+    n = dict(mesh.shape)["seq"]
+    if n == 1:
+        return batch, {k: P(None) for k in batch}
+    B, T = batch["tokens"].shape
+    place = jnp.broadcast_to(jnp.arange(T), (B, T))
+    batch = {"positions": place, **batch, "places": place}
+    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,)}
+    order = zigzag(T, n)
+    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
+            {k: P(None, "seq") if k in timed else P(None) for k in batch})
 
 
 def agree(tree: Any) -> Any:

@@ -897,11 +897,11 @@ def test_seventy_billion_weights_in_a_loop_of_eighty():
     one = jax.tree.map(lambda s: s.shape[1:], jax.eval_shape(lambda: model.init(config, jax.random.key(0)))["layers"])
     D, V = config.d_model, config.vocab_size
     params = {"embed": S(V, D), "head": S(D, V), "layers": [jax.tree.map(lambda s: S(*s), one, is_leaf=lambda x: isinstance(x, tuple))] * 80}
-    where, mask = jnp.zeros((1, 64), jnp.int32), jnp.tril(jnp.ones((64, 64), bool))[None, None]
+    where = model._where(jnp.zeros((1, 64), jnp.int32), {})
     def fn(p, ids):
         x = p["embed"][ids]
         for i, w in enumerate(p["layers"]):
-            x, _ = model._block(w, x, i, config, where, mask, None, None, 0)
+            x, _ = model._block(w, x, i, config, *where, None, None, 0)
         return x @ p["head"]
     specs = shard.infer_specs(fn, params, I(1, 64), mesh=mesh_of("tensor=8"))
     assert specs["layers"] == [specs["layers"][0]] * 80 and specs["embed"] == ROW and specs["head"] == COLUMN

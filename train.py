@@ -143,6 +143,9 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     check(config, mesh)
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     batch = jax.tree.map(abstract, batch)
+    if dict(mesh.shape)["seq"] > 1 and "tokens" not in batch:
+        raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: a batch of this task has no 'tokens' "
+                      f"[B, T] whose time could be split")
     params = jax.eval_shape(init, jax.random.key(0))
     for path, leaf in zip(*shard.flatten(params)[:2]):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -201,16 +204,23 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
                 lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
         return shard.reduce(g, specs), shard.reduce((s, c))
 
-    def split(fn, outs, rows):
-        """`fn(params, batch)` with our collectives: each group of devices runs it on its rows."""
+    def split(fn, outs, divides=True):
+        """`fn(params, batch)` with our collectives: each group of devices runs it on its rows, and
+        on its part of their time."""
         if config.step == "jit":
             return fn
-        return jax.shard_map(fn, mesh=mesh, in_specs=(ours, rows), out_specs=outs,
-                             axis_names=set(shard.MANUAL))
+
+        def call(params, batch):
+            batch, parts = shard.along_time(batch, mesh)
+            parts = {k: P(*(rows if divides and rows else (None,)), *s[1:]) for k, s in parts.items()}
+            return jax.shard_map(fn, mesh=mesh, in_specs=(ours, parts), out_specs=outs,
+                                 axis_names=set(shard.MANUAL))(params, batch)
+
+        return call
 
     def step(state, batch):
         params = state["params"]
-        grads, (total, asked) = split(gradients, (ours, (P(), P())), rows)(params, batch)
+        grads, (total, asked) = split(gradients, (ours, (P(), P())))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
         grads = jax.tree.map(lambda g: g / count, grads)
         rate = schedule(config, state["step"])
@@ -226,10 +236,10 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         def fn(params, batch):
             weights = shard.vary(shard.cast(params, config.dtype), batch)
             pair = local_loss(weights, batch)
-            # What does not divide among the devices, each of them computes, and they agree.
-            return shard.reduce(shard.vary(pair, batch)) if divides else shard.agree(pair)
+            # Parts are added up; what each device computed for itself, they agree on.
+            return shard.agree(shard.reduce(shard.vary(pair, batch), only=shard.varying(batch)))
 
-        return split(fn, (P(), P()), rows if divides else P())(params, batch)
+        return split(fn, (P(), P()), divides)(params, batch)
 
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
@@ -283,6 +293,14 @@ def check_model(config: model.Config, mesh: Any) -> None:
             near = min(fits, key=lambda k: abs(k - n))
             raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
                           f"does is --shards {near}")
+
+
+    parts = 2 * dict(mesh.shape)["seq"]
+    if parts > 2 and config.seq_len % parts:
+        near = max(1, round(config.seq_len / parts)) * parts
+        raise Refused(f"mesh axis seq={parts // 2}: --seq_len {config.seq_len} does not divide into "
+                      f"{parts} (each device has an early and a late part); the nearest that does "
+                      f"is --seq_len {near}")
 
 
 def machine(sizes: dict[str, int]) -> Any:
