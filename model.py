@@ -44,12 +44,15 @@ class Config:
     dropout: float = 0.0          # share of each block's output dropped in training
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
     remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
+    microbatches: int = 1         # parts in which the rows of a device go through the pipeline
+    chunks: int = 1               # pieces of consecutive layers that each stage of it has
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
 
     def __post_init__(self) -> None:
         at_least = dict(layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
-                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1)
+                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1, microbatches=1,
+                        chunks=1)
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise Refused(f"--{name} {getattr(self, name)}: must be at least {least}")
@@ -241,12 +244,13 @@ def _trunk(params: Params, tokens: jax.Array, c: Config, specs: Params | None,
     """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
     x = shard.stream(params["embed"][tokens] * c.d_model**0.5)     # rows of about unit size
 
-    def layer(w, x, each):
+    def layer(w, x, each, rows):
         i, layer_cache = each
-        return _block(w, x, i, c, positions, asking, asked, seeds, layer_cache, slot)
+        return _block(w, x, i, c, *rows, layer_cache, slot)
 
     x, cache = shard.stack(layer, params["layers"], x, (jnp.arange(c.layers), cache),
-                           specs=specs and specs["layers"], remat=c.remat)
+                           (positions, asking, asked, seeds), specs and specs["layers"], c.remat,
+                           c.microbatches, c.chunks)
     return _norm(x, params["norm"]), cache
 
 
@@ -297,11 +301,11 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
         said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
 
+    targets, weights = shard.spread((batch["targets"], batch["weights"]))
     B, T, _ = x.shape
     size = B * T * padded(config.vocab_size)
     pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
-    return (shard.in_pieces(nats, pieces, x, batch["targets"], batch["weights"]),
-            jnp.sum(batch["weights"]))
+    return shard.in_pieces(nats, pieces, x, targets, weights), jnp.sum(weights)
 
 
 def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

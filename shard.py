@@ -52,7 +52,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")       # the axes that split the rows of a batch
 MANUAL = AXES[:-1]                       # our collectives; those of `tensor` are the compiler's
-BUILT = ("data", "fsdp", "seq", "tensor")    # what the step can use so far
+BUILT = ("data", "fsdp", "pipe", "seq", "tensor")    # what the step can use so far
 
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
@@ -1199,28 +1199,107 @@ def in_pieces(fn: Callable, count: int, *arrays: jax.Array) -> jax.Array:
     return lax.scan(lambda total, piece: (total + again(*piece), None), zero, tuple(cut))[0]
 
 
-def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = None,
-          remat: str = "none") -> tuple[Any, Any]:
-    """x through a stack of identical layers: `x, out = layer(w, x, e)` for the w of each layer,
-    and the e of each layer, if there are any. Gives the last x and all the outs, stacked.
+def stack(layer: Callable, weights: Any, x: Any, each: Any = None, rows: Any = None,
+          specs: Any = None, remat: str = "none", microbatches: int = 1, chunks: int = 1
+          ) -> tuple[Any, Any]:
+    """x [B, T, ...] through a stack of identical layers: `x, out = layer(w, x, e, rows)` for the w
+    of each layer and its e, if there are any. Gives the last x and all the outs, stacked.
 
-    `weights` have the layers as their leading dimension. Under fsdp each layer's weights are
-    gathered here, where they are used, and again in the backward pass if they are not kept.
-    remat: none keeps what the backward pass needs; selective keeps the products with weights
-    and recomputes the rest; full keeps the layer's input alone."""
+    `weights` have the layers as their leading dimension; `rows` is what belongs to the rows of x
+    (a tree of [B, ...]). Under fsdp each layer's weights are gathered here, where they are used,
+    and again in the backward pass if they are not kept. Under `pipe` the rows go through in
+    microbatches, each device has its layers, there are no outs, and of the last x each device
+    gets its part of the time (`spread`). remat: none keeps what the backward pass needs; selective
+    keeps the products with weights and recomputes the rest; full keeps the layer's input alone."""
     layer_specs = None if specs is None else jax.tree.map(
         lambda s: P(*s[1:]), specs, is_leaf=_is_spec)
 
-    def body(x, one):
-        w, e = one
-        return layer(gather(w, layer_specs), x, e)
+    def run(x, weights, each, rows):
+        def body(x, one):
+            w, e = one
+            return layer(gather(w, layer_specs), x, e, rows)
 
-    if remat != "none":
-        policy = jax.checkpoint_policies
-        body = jax.checkpoint(body, prevent_cse=False, policy={
-            "selective": policy.dots_with_no_batch_dims_saveable,
-            "full": policy.nothing_saveable}[remat])
-    return lax.scan(body, x, (weights, each))
+        if remat != "none":
+            policy = jax.checkpoint_policies
+            body = jax.checkpoint(body, prevent_cse=False, policy={
+                "selective": policy.dots_with_no_batch_dims_saveable,
+                "full": policy.nothing_saveable}[remat])
+        return lax.scan(body, x, (weights, each))
+
+    sizes, manual = _ambient()
+    if sizes.get("pipe", 1) > 1 and "pipe" in manual:
+        return _pipeline(run, weights, x, each, rows, sizes["pipe"], microbatches, chunks), None
+    return run(x, weights, each, rows)
+
+
+def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, stages: int,
+              microbatches: int, chunks: int) -> jax.Array:
+    """The rows of x in microbatches through the stages, chunk after chunk of layers.
+
+        stage 0 | 0 1 0 1 2 3 2 3 . |      2 stages of 2 chunks, 4 microbatches: a number is a
+        stage 1 | . 0 1 0 1 2 3 2 3 |      microbatch, and stage 1's last chunk of it ends it
+
+    One scan of ticks; autodiff makes the backward pass, in the opposite order. Chunk number c of
+    stage s are layers (c stages + s) and on: chunks = 1 is GPipe, more of them make the bubble
+    smaller. A tick without work is skipped."""
+    M, S, V = math.gcd(microbatches, x.shape[0]), stages, chunks
+    me, ring = lax.axis_index("pipe"), _ambient()[0]["seq"] > 1
+    cut = lambda a: a.reshape(M, -1, *a.shape[1:])      # noqa: E731
+    pick = lambda tree, i: jax.tree.map(                # noqa: E731
+        lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
+    xs, rows = cut(x), jax.tree.map(cut, rows)
+    weights = jax.tree.map(lambda w: w.reshape(V, -1, *w.shape[1:]), weights)
+    each = jax.tree.map(lambda e: e.reshape(V, S, -1, *e.shape[1:]), each)
+    last = [S - 1 + r * S * V + (V - 1) * S + j for r in range(-(-M // S)) for j in range(S)][:M]
+
+    def tick(x, t):
+        turn = t - me                           # how many ticks of work this stage has had
+        lap, chunk = turn // (S * V), turn % (S * V) // S
+        batch = lap * S + turn % S
+        busy = (turn >= 0) & (batch < M)
+        batch = jnp.clip(batch, 0, M - 1)
+        x = jnp.where((me == 0) & (chunk == 0), pick(xs, batch), x)
+
+        def work(x):
+            now = pick(pick(each, chunk), me)
+            return run(x, pick(weights, chunk), now, pick(rows, batch))[0]
+
+        # Not under seq: its ring is one collective-permute of all devices, idle ones too.
+        x = work(x) if ring else lax.cond(busy, work, lambda x: x, x)
+        return lax.ppermute(x, "pipe", [(i, (i + 1) % S) for i in range(S)]), x
+
+    start = vary(jnp.zeros_like(xs[0]), xs, weights, me)
+    _, out = lax.scan(tick, start, jnp.arange(last[-1] + 1))
+    out = jnp.where(me == S - 1, out[np.array(last)], 0)
+    out = lax.psum_scatter(out, "pipe", scatter_dimension=2, tiled=True)
+    return out.reshape(-1, *out.shape[2:])
+
+
+def turned(tree: Any, chunks: int, back: bool = False) -> Any:
+    """Weights (or what is placed as they are) with their layers in the order in which `pipe` holds
+    them when each stage has several chunks, or back in their own. What is saved is in their own."""
+    def turn(x):
+        spec = x.sharding.spec
+        if chunks == 1 or not spec or spec[0] != "pipe":
+            return x
+        order = np.arange(x.shape[0]).reshape(chunks, dict(x.sharding.mesh.shape)["pipe"], -1)
+        order = order.transpose(1, 0, 2).reshape(-1)
+        order = np.argsort(order) if back else order
+        return jax.jit(lambda x: x[order], out_shardings=x.sharding)(x)
+
+    return jax.tree.map(turn, tree)
+
+
+def spread(tree: Any) -> Any:
+    """Of arrays [B, T, ...] the part of the time for which this device of `pipe` has the last x,
+    so that what follows the stack is computed once, by all of them together."""
+    sizes, manual = _ambient()
+    if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
+        return tree
+    def part(a):
+        size = a.shape[1] // sizes["pipe"]
+        return lax.dynamic_slice_in_dim(a, lax.axis_index("pipe") * size, size, 1)
+    return jax.tree.map(part, tree)
 
 
 def gather(weights: Any, specs: Any) -> Any:
@@ -1259,17 +1338,28 @@ def varying(*trees: Any) -> set[str]:
     return set().union(*[jax.typeof(x).mat.varying for x in jax.tree.leaves(trees)])
 
 
-def vary(tree: Any, *like: Any) -> Any:
+def vary(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     """`tree`, marked as differing wherever `like` differs, so that its gradient stays local:
     marked before differentiating, the sum over devices is ours to place, once per update;
     otherwise autodiff would put one in every micro-batch."""
-    axes = varying(*like)
+    axes = varying(*like) | also
 
     def mark(w):
         new = tuple(sorted(axes - varying(w)))
         return lax.pcast(w, new, to="varying") if new else w
 
     return jax.tree.map(mark, tree)
+
+
+def once(tree: Any, axes: set[str]) -> Any:
+    """Each leaf, if all devices of an axis computed it alike, on the first of them and 0 on the
+    others: a sum over the axis then counts it once."""
+    def first(x):
+        for axis in sorted(axes - varying(x)):
+            x = jnp.where(lax.axis_index(axis) == 0, x, 0)
+        return x
+
+    return jax.tree.map(first, tree)
 
 
 def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES)) -> Any:

@@ -1042,6 +1042,27 @@ def test_every_mesh_trains_the_same_model(mesh, alone):
     assert last["loss"] < 0.8 * first["loss"], "it learns"
 
 
+@pytest.fixture(scope="module")
+def deep():
+    return learn(make(layers=4, steps=8))[0]
+
+
+INTERLEAVED = dict(schedule="interleaved", chunks=2)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("data=2,seq=2,tensor=2", {}), ("data=2,pipe=2,tensor=2", dict(microbatches=4)), ("pipe=2,seq=2,tensor=2", INTERLEAVED),
+    slow("seq=8", {}), slow("fsdp=2,seq=4", dict(accumulate=2)), slow("pipe=4", dict(microbatches=8)),
+    slow("fsdp=2,pipe=2,tensor=2", dict(microbatches=2, accumulate=2, remat="full")), slow("pipe=4,tensor=2", dict(remat="selective")),
+    slow("fsdp=2,pipe=2,tensor=2", dict(microbatches=4, **INTERLEAVED)), slow("pipe=2,seq=4", dict(microbatches=2, **INTERLEAVED)),
+    slow("data=2,fsdp=2,seq=2", dict(step="jit")), slow("pipe=2,tensor=2", dict(step="jit", **INTERLEAVED))])
+def test_pipelines_and_rings_train_the_same_model(mesh, changes, deep):
+    """Both published tutorials scale gradients by the mesh, and Adam hides it."""
+    for a, b in zip(learn(make(layers=4, steps=8, **changes), mesh)[0], deep, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-6 if a["step"] == 1 else 5e-5), a["step"]
+        assert a["step"] > 1 or a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.parametrize("mesh", ["", "data=2,tensor=2", "fsdp=2,tensor=2"])
 @pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2),
                                      dict(remat="full"), dict(remat="selective", accumulate=2)])
@@ -1050,7 +1071,8 @@ def test_accumulation_remat_and_the_compilers_step_change_nothing(mesh, changes,
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
 
 
-@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2", slow("data=4,tensor=2"), slow("data=2,fsdp=2")])
+@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2", "pipe=2,seq=2,tensor=2", slow("data=4,tensor=2"), slow("data=2,fsdp=2"),
+                                  slow("seq=4,tensor=2"), slow("data=2,pipe=2,seq=2")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     """Leaf by leaf, with masks that differ per row: a mean of means would show here."""
@@ -1068,6 +1090,50 @@ def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
         # Both sides are p - (p - g) in float32, so each element carries the rounding of p.
         slack = 1e-5 * np.linalg.norm(b) + 1e-7 * total + 1e-7 * np.sqrt(b.size)
         assert np.linalg.norm(a - b) < slack, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("mesh", ["seq=2", slow("seq=4,tensor=2"), slow("pipe=2,seq=2")])
+def test_documents_stay_apart_around_the_ring(mesh):
+    """In zigzag order a key's number is not its place: neither masks nor positions may use it."""
+    config, rng = make(kv_heads=2), np.random.default_rng(0)
+    batch = batch_of(config)
+    batch["segments"] = np.sort(rng.integers(0, 3, (8, 16)), 1).astype(np.int32)
+    starts = [[np.flatnonzero(row == s)[0] for s in row] for row in batch["segments"]]
+    batch["positions"] = (np.arange(16) - np.array(starts)).astype(np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "a_batch", lambda c, rows: {k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype)
+                                                         for k, v in batch.items() if k != "seeds"})
+        got, value = gradients_of(config, mesh, batch)
+    plain = {k: jnp.asarray(v) for k, v in batch.items() if k != "seeds"}
+    mean = lambda p: (lambda s, n: s / n)(*model.loss(p, plain, config))
+    want_value, want = jax.value_and_grad(mean)(model.init(config, jax.random.key(0)))
+    assert value == pytest.approx(float(want_value), rel=2e-6)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
+def test_the_loss_in_pieces_is_the_loss(mesh, monkeypatch):
+    """And no array has all the logits: 8 rows of 16 tokens and 128 ids."""
+    config, batch = make(), batch_of(make())
+    want, value = gradients_of(config, "", batch)
+    monkeypatch.setattr(model, "LOGITS", 8 * 16 * 128 // 4)
+    got, again = gradients_of(config, mesh, batch)
+    assert again == pytest.approx(value, rel=1e-6)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+    text = train.compiled(program_of(config, "")).as_text()
+    assert "f32[8,4,128]" in text and "f32[8,16,128]" not in text
+
+
+def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
+    """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
+    ends = []
+    for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
+        learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
+        ends.append(learn(make(layers=4, steps=6, out=str(tmp_path / name)), "data=2")[0])
+    for a, b in zip(*ends, strict=True):
+        assert a["step"] == b["step"] >= 4 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
 
 
 def test_gradients_equal_finite_differences():

@@ -66,9 +66,7 @@ class Config(model.Config):
     shards: int = 0                 # size of the tensor axis
     mesh: str = ""                  # axis=size,...; data takes the devices that are left
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
-    microbatches: int = 1           # of the pipeline
-    schedule: str = "gpipe"         # of the pipeline
-    chunks: int = 1                 # of a pipeline stage
+    schedule: str = "gpipe"         # of the pipeline: gpipe, or interleaved (with --chunks)
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
@@ -77,7 +75,7 @@ class Config(model.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0,
-                                microbatches=1, chunks=1, zero=0, save_every=0, eval_every=0,
+                                zero=0, save_every=0, eval_every=0,
                                 keep=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
@@ -88,8 +86,15 @@ class Config(model.Config):
         if self.step not in ("shard_map", "jit"):
             raise Refused(f"--step {self.step}: expected shard_map or jit"
                           + shard.nearest(self.step, ("shard_map", "jit")))
-        for name, only in (("optimizer", "adamw"), ("microbatches", 1), ("schedule", "gpipe"),
-                           ("chunks", 1), ("zero", 0)):
+        known = ("gpipe", "interleaved")
+        if self.schedule not in known:
+            raise Refused(f"--schedule {self.schedule}: expected {' or '.join(known)}"
+                          + shard.nearest(self.schedule, known))
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise Refused(f"--chunks {self.chunks}: only --schedule interleaved has more than one")
+        if self.schedule == "interleaved" and self.chunks == 1:
+            raise Refused("--schedule interleaved: give --chunks, of at least 2")
+        for name, only in (("optimizer", "adamw"), ("zero", 0)):
             if getattr(self, name) != only:
                 raise Refused(f"--{name} {getattr(self, name)}: not built yet; only {only} is "
                               f"accepted")
@@ -103,7 +108,8 @@ class Config(model.Config):
 
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how often it is saved) may change.
-SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name != "remat") + (
+SAME = tuple(f.name for f in dataclasses.fields(model.Config)
+             if f.name not in ("remat", "microbatches", "chunks")) + (
     "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 
 
@@ -152,6 +158,9 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
             raise Refused(f"parameter {path} is {leaf.dtype}: only float arrays can be trained; "
                           f"keep others out of what init returns")
     takes_specs = "specs" in inspect.signature(loss).parameters
+    if dict(mesh.shape)["pipe"] > 1 and not takes_specs:
+        raise Refused(f"mesh axis pipe={dict(mesh.shape)['pipe']}: this loss has no stack of layers to "
+                      f"split; run them by shard.stack, and take specs= to pass on to it")
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
@@ -171,6 +180,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     whole = NamedSharding(mesh, P())
     rows = shard.batch_spec(mesh)
     ours = shard.manual(specs)
+    piped = {a for a in ("pipe",) if dict(mesh.shape)[a] > 1}
 
     def local_loss(weights, batch):
         """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
@@ -183,10 +193,10 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     def gradients(params, batch):
         """Sums of gradient, loss and count over the batch's micro-batches, in float32."""
-        weights = shard.vary(shard.cast(params, config.dtype), batch)
+        weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
 
         def with_pair(weights, part):
-            pair = local_loss(weights, part)
+            pair = shard.once(local_loss(weights, part), piped)
             return pair[0], pair
 
         grad = jax.value_and_grad(with_pair, has_aux=True)
@@ -196,7 +206,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (g, s, c)), None
 
         zero = (jax.tree.map(lambda w: shard.vary(jnp.zeros(w.shape, jnp.float32), w, batch),
-                             weights), *[shard.vary(jnp.zeros(()), batch)] * 2)
+                             weights), *[shard.vary(jnp.zeros(()), batch, also=piped)] * 2)
         if config.accumulate == 1:
             g, s, c = micro(zero, batch)[0]
         else:
@@ -234,10 +244,10 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         divides = jax.tree.leaves(batch)[0].shape[0] % shard.rows(mesh) == 0
 
         def fn(params, batch):
-            weights = shard.vary(shard.cast(params, config.dtype), batch)
-            pair = local_loss(weights, batch)
+            weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
+            pair = shard.vary(shard.once(local_loss(weights, batch), piped), batch)
             # Parts are added up; what each device computed for itself, they agree on.
-            return shard.agree(shard.reduce(shard.vary(pair, batch), only=shard.varying(batch)))
+            return shard.agree(shard.reduce(pair, only=shard.varying(batch) | piped))
 
         return split(fn, (P(), P()), divides)(params, batch)
 
@@ -295,6 +305,25 @@ def check_model(config: model.Config, mesh: Any) -> None:
                           f"does is --shards {near}")
 
 
+    stages = dict(mesh.shape)["pipe"]
+    pieces = stages * config.chunks
+    if config.layers % pieces:
+        near = max(1, round(config.layers / pieces)) * pieces
+        raise Refused(f"mesh axis pipe={stages}" + f" x --chunks {config.chunks}" * (config.chunks > 1)
+                      + f": --layers {config.layers} does not divide into {pieces}; the nearest that "
+                      f"does is --layers {near}")
+    part = stages * dict(mesh.shape)["seq"]
+    if stages > 1 and config.seq_len % part:
+        near = max(1, round(config.seq_len / part)) * part
+        raise Refused(f"mesh axis pipe={stages}: --seq_len {config.seq_len} does not divide into {part} "
+                      f"(what follows the layers is shared out by time); the nearest that does is "
+                      f"--seq_len {near}")
+    rows = config.batch // shard.rows(mesh) // config.accumulate
+    if rows % config.microbatches:
+        fits = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = min(fits, key=lambda n: abs(n - config.microbatches))
+        raise Refused(f"--microbatches {config.microbatches} does not divide the {rows} rows that a "
+                      f"device has at a time; the nearest that does is --microbatches {near}")
     parts = 2 * dict(mesh.shape)["seq"]
     if parts > 2 and config.seq_len % parts:
         near = max(1, round(config.seq_len / parts)) * parts
@@ -396,6 +425,9 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
     state = run and run.restore()
     if state is None:
         state = program.start(jax.random.key(config.seed))
+    chunks = config.chunks if config.step == "shard_map" else 1
+    natural = lambda tree: shard.turned(tree, chunks, back=True)        # noqa: E731
+    state = shard.turned(state, chunks)
     at = int(state["step"])
     if at:
         say.line(f"continuing {config.out} at step {at}")
@@ -431,7 +463,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
     def judge(run):
         """Evaluate, write it down and say it."""
         nonlocal clock
-        score, outputs = _evaluate(program, state["params"], collate, predict, held_out)
+        score, outputs = _evaluate(program, state["params"], natural, collate, predict, held_out)
         row = {"step": at, "eval_loss": score,
                "bits_per_byte": None if bits_per_nat is None else score * bits_per_nat}
         if run:
@@ -452,16 +484,16 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             score, outputs = judge(run)
         if run and (last or at % config.save_every == 0):
             settle()
-            run.save(at, state)
+            run.save(at, natural(state))
     settle()
     if stop and run:
-        run.save(at, state)
+        run.save(at, natural(state))
     if stop:
         say.line(f"stopped at step {at} by {signal.Signals(stop[0]).name}"
                  + (f", saved in {config.out}: run the same command to continue" if run else ""))
     elif score is None and len(held_out):       # a finished run was asked for again
         score, outputs = judge(None)
-    return Fit(state["params"], at, score, outputs)
+    return Fit(natural(state["params"]), at, score, outputs)
 
 
 def _place(program: Program, make: Callable[[int, int], dict], count: int, split: bool = True
@@ -496,8 +528,8 @@ def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> 
     return _place(program, make, config.batch)
 
 
-def _evaluate(program: Program, params: Any, collate: Callable, predict: Callable | None,
-              held_out: Sequence) -> tuple[float, Any]:
+def _evaluate(program: Program, params: Any, natural: Callable, collate: Callable,
+              predict: Callable | None, held_out: Sequence) -> tuple[float, Any]:
     """The loss over every held-out example, and the prediction for the first few."""
     config, groups = program.config, shard.rows(program.mesh)
     size, pairs, first = config.batch // config.accumulate, [], 0
@@ -517,7 +549,7 @@ def _evaluate(program: Program, params: Any, collate: Callable, predict: Callabl
     outputs = None
     if predict is not None:
         outputs = jax.device_get(
-            jax.jit(predict)(params, placed(0, min(groups, len(held_out)))))
+            jax.jit(predict)(natural(params), placed(0, min(groups, len(held_out)))))
     return float(sums[0] / (sums[1] or 1)), outputs
 
 
