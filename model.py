@@ -45,6 +45,7 @@ class Config:
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
     remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
     microbatches: int = 1         # parts in which the rows of a device go through the pipeline
+    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
     chunks: int = 1               # pieces of consecutive layers that each stage of it has
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
@@ -74,7 +75,8 @@ class Config:
         if not self.rope_theta > 1:
             raise Refused(f"--rope_theta {self.rope_theta}: must be above 1")
         for name, known in (("dtype", ("", "float32", "bfloat16")),
-                            ("remat", ("none", "selective", "full"))):
+                            ("remat", ("none", "selective", "full")),
+                            ("schedule", ("gpipe", "interleaved", "1f1b"))):
             if getattr(self, name) not in known:
                 raise Refused(f"--{name} {getattr(self, name)}: expected "
                               f"{', '.join(filter(None, known))}"
@@ -238,19 +240,20 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array,
     return x, cache
 
 
-def _trunk(params: Params, tokens: jax.Array, c: Config, specs: Params | None,
-           positions: jax.Array, asking: Params, asked: Params, seeds: jax.Array | None = None,
-           cache: Params | None = None, slot: Any = 0) -> tuple[jax.Array, Params | None]:
+def _enter(params: Params, tokens: jax.Array, c: Config) -> jax.Array:
+    return shard.stream(params["embed"][tokens] * c.d_model**0.5)      # rows of about unit size
+
+
+def _trunk(params: Params, tokens: jax.Array, c: Config, positions: jax.Array, asking: Params,
+           asked: Params, cache: Params | None = None, slot: Any = 0
+           ) -> tuple[jax.Array, Params | None]:
     """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
-    x = shard.stream(params["embed"][tokens] * c.d_model**0.5)     # rows of about unit size
-
-    def layer(w, x, each, rows):
+    def layer(w, x, each):
         i, layer_cache = each
-        return _block(w, x, i, c, *rows, layer_cache, slot)
+        return _block(w, x, i, c, positions, asking, asked, None, layer_cache, slot)
 
-    x, cache = shard.stack(layer, params["layers"], x, (jnp.arange(c.layers), cache),
-                           (positions, asking, asked, seeds), specs and specs["layers"], c.remat,
-                           c.microbatches, c.chunks)
+    x, cache = shard.stack(layer, params["layers"], _enter(params, tokens, c),
+                           (jnp.arange(c.layers), cache))
     return _norm(x, params["norm"]), cache
 
 
@@ -283,7 +286,7 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
         raise Refused("this model has no encoder to give a source to")
     params = shard.cast(params, config.dtype)
     given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
-    x, _ = _trunk(params, tokens, config, None, *_where(tokens, given))
+    x, _ = _trunk(params, tokens, config, *_where(tokens, given))
     return _logits(params, x, config)[..., :config.vocab_size]
 
 
@@ -292,20 +295,34 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     """(sum, count): nats over the batch's targets, weighted, and the sum of the weights. They
     travel together and are divided once, so that masks and uneven shards change nothing.
     Dropout is on where the batch brings `seeds` [B]."""
-    params = shard.cast(params, config.dtype)
-    x, _ = _trunk(params, batch["tokens"], config, specs, *_where(batch["tokens"], batch),
-                  seeds=batch.get("seeds"))
+    params, c = shard.cast(params, config.dtype), config
+    positions, asking, asked = _where(batch["tokens"], batch)
+    rows = {**batch, "positions": positions, "asking": asking, "asked": asked,
+            "seeds": batch.get("seeds")}
 
-    def nats(x, targets, weights):
-        logits = _logits(params, x, config)                                     # [B, T, V]
-        said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-        return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
+    def enter(params, rows):
+        return _enter(params, rows["tokens"], c)
 
-    targets, weights = shard.spread((batch["targets"], batch["weights"]))
-    B, T, _ = x.shape
-    size = B * T * padded(config.vocab_size)
-    pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
-    return shard.in_pieces(nats, pieces, x, targets, weights), jnp.sum(weights)
+    def layer(w, x, i, rows):
+        return _block(w, x, i, c, rows["positions"], rows["asking"], rows["asked"], rows["seeds"],
+                      None, 0)
+
+    def leave(params, x, rows):
+        def nats(x, targets, weights):
+            logits = _logits(params, x, c)                                      # [B, T, V]
+            said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+            return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
+
+        x = _norm(x, params["norm"])
+        B, T, _ = x.shape
+        size = B * T * padded(c.vocab_size)
+        pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
+        return (shard.in_pieces(nats, pieces, x, rows["targets"], rows["weights"]),
+                jnp.sum(rows["weights"]))
+
+    others = {k: w for k, w in params.items() if k != "layers"}
+    return shard.through(enter, layer, leave, others, params["layers"], jnp.arange(c.layers), rows,
+                         specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks)
 
 
 def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -331,8 +348,8 @@ def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: j
     keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
     asking = {"place": slots, "document": jnp.zeros_like(slots)}
     asked = {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}
-    x, cache = _trunk(params, tokens, config, None, jnp.maximum(slots - start[:, None], 0), asking,
-                      asked, None, cache, slot)
+    x, cache = _trunk(params, tokens, config, jnp.maximum(slots - start[:, None], 0), asking,
+                      asked, cache, slot)
     return _logits(params, x[:, -1:], config)[:, 0], cache
 
 

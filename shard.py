@@ -1017,8 +1017,8 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
     return "\n".join(lines)
 
 
-def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1
-            ) -> list["Collective"]:
+def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1,
+            zero: Any = None) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
     gradient scattered in each of the micro-batches, and the sum of the gradients."""
@@ -1031,7 +1031,8 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             total = found.setdefault((kind, axis), [0, 0.0])
             total[0], total[1] = total[0] + count, total[1] + size
 
-    for leaf, d in zip(jax.tree.leaves(params), jax.tree.leaves(decisions)):
+    thirds = jax.tree.leaves(zero, is_leaf=_is_spec) if zero else [P()] * len(jax.tree.leaves(params))
+    for leaf, d, third in zip(jax.tree.leaves(params), jax.tree.leaves(decisions), thirds):
         for count, size in d.reductions:
             add("all-reduce", ["tensor"], parts * count, parts * size * 2 * (n - 1) / n)
         split = _axes_in(d.spec)
@@ -1043,7 +1044,12 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             add("all-gather", ["fsdp"], gathers * layers, gathers * size)
             add("reduce-scatter", ["fsdp"], parts * layers, parts * size)
             local /= f
-        summed = [a for a in BATCH if a not in split]
+        summed = [a for a in MANUAL if a not in split]
+        if "data" in third:                 # the update is scattered, and the weights gathered again
+            summed.remove("data")
+            g = sizes["data"]
+            for kind in ("reduce-scatter", "all-gather"):
+                add(kind, ["data"], 0, 4 * local * (g - 1) / g)
         g = math.prod(sizes[a] for a in summed)
         add("all-reduce", summed, 0, 4 * local * 2 * (g - 1) / g)
     return [Collective(kind, axis, n or 1, round(b)) for (kind, axis), (n, b) in sorted(found.items())]
@@ -1199,37 +1205,71 @@ def in_pieces(fn: Callable, count: int, *arrays: jax.Array) -> jax.Array:
     return lax.scan(lambda total, piece: (total + again(*piece), None), zero, tuple(cut))[0]
 
 
-def stack(layer: Callable, weights: Any, x: Any, each: Any = None, rows: Any = None,
-          specs: Any = None, remat: str = "none", microbatches: int = 1, chunks: int = 1
-          ) -> tuple[Any, Any]:
-    """x [B, T, ...] through a stack of identical layers: `x, out = layer(w, x, e, rows)` for the w
-    of each layer and its e, if there are any. Gives the last x and all the outs, stacked.
+def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = None,
+          remat: str = "none") -> tuple[Any, Any]:
+    """x through a stack of identical layers: `x, out = layer(w, x, e)` for the w of each layer and
+    its e, if there are any. Gives the last x and all the outs, stacked.
 
-    `weights` have the layers as their leading dimension; `rows` is what belongs to the rows of x
-    (a tree of [B, ...]). Under fsdp each layer's weights are gathered here, where they are used,
-    and again in the backward pass if they are not kept. Under `pipe` the rows go through in
-    microbatches, each device has its layers, there are no outs, and of the last x each device
-    gets its part of the time (`spread`). remat: none keeps what the backward pass needs; selective
-    keeps the products with weights and recomputes the rest; full keeps the layer's input alone."""
+    `weights` have the layers as their leading dimension. Under fsdp each layer's weights are
+    gathered here, where they are used, and again in the backward pass if they are not kept.
+    remat: none keeps what the backward pass needs; selective keeps the products with weights
+    and recomputes the rest; full keeps the layer's input alone."""
     layer_specs = None if specs is None else jax.tree.map(
         lambda s: P(*s[1:]), specs, is_leaf=_is_spec)
 
-    def run(x, weights, each, rows):
-        def body(x, one):
-            w, e = one
-            return layer(gather(w, layer_specs), x, e, rows)
+    def body(x, one):
+        w, e = one
+        return layer(gather(w, layer_specs), x, e)
 
-        if remat != "none":
-            policy = jax.checkpoint_policies
-            body = jax.checkpoint(body, prevent_cse=False, policy={
-                "selective": policy.dots_with_no_batch_dims_saveable,
-                "full": policy.nothing_saveable}[remat])
-        return lax.scan(body, x, (weights, each))
+    if remat != "none":
+        policy = jax.checkpoint_policies
+        body = jax.checkpoint(body, prevent_cse=False, policy={
+            "selective": policy.dots_with_no_batch_dims_saveable,
+            "full": policy.nothing_saveable}[remat])
+    return lax.scan(body, x, (weights, each))
+
+
+def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weights: Any,
+            each: Any, rows: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
+            schedule: str = "gpipe", chunks: int = 1) -> tuple[jax.Array, jax.Array]:
+    """A loss with a stack of layers in the middle, as a sum and a count:
+
+        x = enter(params, rows);  x, _ = layer(w, x, e, rows) for each;  leave(params, x, rows)
+
+    `rows` is all that belongs to the rows of a batch (a tree of [B, ...]). Under `pipe` they go
+    through in microbatches, each device has its layers, and `leave` is given a part of the time
+    of x and of rows on each device, so that it is computed once, by all of them together."""
+    def run(x, weights, each, rows):
+        return stack(lambda w, x, e: layer(w, x, e, rows), weights, x, each, specs, remat)[0]
 
     sizes, manual = _ambient()
-    if sizes.get("pipe", 1) > 1 and "pipe" in manual:
-        return _pipeline(run, weights, x, each, rows, sizes["pipe"], microbatches, chunks), None
-    return run(x, weights, each, rows)
+    if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
+        return leave(params, run(enter(params, rows), weights, each, rows), rows)
+    M = math.gcd(microbatches, jax.tree.leaves(rows)[0].shape[0])
+    if schedule == "1f1b":
+        return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
+                                         sizes["pipe"], M)
+    x = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks)
+    return leave(params, x, spread(rows))
+
+
+def _cut(tree: Any, count: int) -> Any:
+    """Each [B, ...] as [count, B / count, ...]."""
+    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tree)
+
+
+def _pick(tree: Any, index: Any) -> Any:
+    """Of each array the entry with this number, or the nearest that it has."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
+        a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
+
+
+def _where(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
+    """work(x) in the ticks in which a stage has some, else idle(x). Skipped, but for seq: its ring
+    is one collective-permute of all devices, idle ones too."""
+    if _ambient()[0]["seq"] > 1:
+        return jax.tree.map(lambda a, b: jnp.where(busy, a, b), work(x), idle(x))
+    return lax.cond(busy, work, idle, x)
 
 
 def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, stages: int,
@@ -1242,13 +1282,9 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
     One scan of ticks; autodiff makes the backward pass, in the opposite order. Chunk number c of
     stage s are layers (c stages + s) and on: chunks = 1 is GPipe, more of them make the bubble
     smaller. A tick without work is skipped."""
-    M, S, V = math.gcd(microbatches, x.shape[0]), stages, chunks
-    me, ring = lax.axis_index("pipe"), _ambient()[0]["seq"] > 1
-    cut = lambda a: a.reshape(M, -1, *a.shape[1:])      # noqa: E731
-    pick = lambda tree, i: jax.tree.map(                # noqa: E731
-        lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
-    xs, rows = cut(x), jax.tree.map(cut, rows)
-    weights = jax.tree.map(lambda w: w.reshape(V, -1, *w.shape[1:]), weights)
+    M, S, V = microbatches, stages, chunks
+    me = lax.axis_index("pipe")
+    xs, rows, weights = _cut(x, M), _cut(rows, M), _cut(weights, V)
     each = jax.tree.map(lambda e: e.reshape(V, S, -1, *e.shape[1:]), each)
     last = [S - 1 + r * S * V + (V - 1) * S + j for r in range(-(-M // S)) for j in range(S)][:M]
 
@@ -1257,22 +1293,120 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
         lap, chunk = turn // (S * V), turn % (S * V) // S
         batch = lap * S + turn % S
         busy = (turn >= 0) & (batch < M)
-        batch = jnp.clip(batch, 0, M - 1)
-        x = jnp.where((me == 0) & (chunk == 0), pick(xs, batch), x)
+        x = jnp.where((me == 0) & (chunk == 0), _pick(xs, batch), x)
 
         def work(x):
-            now = pick(pick(each, chunk), me)
-            return run(x, pick(weights, chunk), now, pick(rows, batch))[0]
+            return run(x, _pick(weights, chunk), _pick(_pick(each, chunk), me), _pick(rows, batch))
 
-        # Not under seq: its ring is one collective-permute of all devices, idle ones too.
-        x = work(x) if ring else lax.cond(busy, work, lambda x: x, x)
-        return lax.ppermute(x, "pipe", [(i, (i + 1) % S) for i in range(S)]), x
+        x = _where(busy, work, lambda x: x, x)
+        return _onward(x, S), x
 
     start = vary(jnp.zeros_like(xs[0]), xs, weights, me)
     _, out = lax.scan(tick, start, jnp.arange(last[-1] + 1))
-    out = jnp.where(me == S - 1, out[np.array(last)], 0)
-    out = lax.psum_scatter(out, "pipe", scatter_dimension=2, tiled=True)
-    return out.reshape(-1, *out.shape[2:])
+    return _shared_out(jnp.where(me == S - 1, out[np.array(last)], 0), 2).reshape(
+        x.shape[0], -1, *x.shape[2:])
+
+
+def _onward(x: Any, stages: int, step: int = 1) -> Any:
+    """To the next stage (or the one before); from the last to the first."""
+    return jax.tree.map(lambda a: lax.ppermute(
+        a, "pipe", [(i, (i + step) % stages) for i in range(stages)]), x)
+
+
+def _shared_out(x: jax.Array, dim: int) -> jax.Array:
+    """What one stage has and the others hold zeros for: to each stage its part along dim."""
+    return lax.psum_scatter(x, "pipe", scatter_dimension=dim, tiled=True)
+
+
+def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, params: Any,
+                              weights: Any, each: Any, rows: Any, stages: int, microbatches: int
+                              ) -> tuple[jax.Array, jax.Array]:
+    """The same loss, with each microbatch's backward pass as soon as it can be:
+
+        stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       x' is the backward pass of x, in the
+        stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       same tick as another's forward
+
+    so that a stage holds the inputs of 2 stages microbatches, however many there are. In each tick
+    a stage takes one microbatch forward and one back, from its input again. What follows the
+    layers is shared out by time in every tick. The gradient is made along with the loss, for a
+    change of 1 in the sum; autodiff then has only to scale it."""
+    M, S = microbatches, stages
+    me, parts = lax.axis_index("pipe"), _cut(rows, M)
+    mine = jax.tree.map(lambda e: _pick(e.reshape(S, -1, *e.shape[1:]), me), each)
+    forward = lambda w, x, i: run(x, w, mine, _pick(parts, i))          # noqa: E731
+    wide = lambda tree: jax.tree.map(                                   # noqa: E731
+        lambda w: vary(jnp.zeros(w.shape, jnp.float32), w, me), tree)
+    add = lambda total, more: jax.tree.map(                             # noqa: E731
+        lambda t, g: t + g.astype(t.dtype), total, more)
+    only = lambda busy, tree: jax.tree.map(lambda a: jnp.where(busy, a, 0), tree)   # noqa: E731
+
+    def both(params, weights):
+        def tick(state, t):
+            x, back, ahead, kept, (dp, dw), (s, c) = state
+            f, b, out = t - me, t - (2 * S - 1 - me), t - (S - 1)
+            # Forward.
+            busy = (f >= 0) & (f < M)
+            x = _where(busy & (me == 0), lambda x: vary(enter(params, _pick(parts, f)), x),
+                       lambda x: x, x)
+            kept = jnp.where(busy, lax.dynamic_update_index_in_dim(kept, x, f % (2 * S), 0), kept)
+            y = _where(busy, lambda x: forward(weights, x, f), lambda x: x, x)
+            # The loss of what the last stage has just finished, by all stages.
+            part = _shared_out(jnp.where(me == S - 1, y, 0), 1)
+            here = spread(_pick(parts, out))
+            pair, pull = jax.vjp(lambda p, x: leave(p, x, here), params, part)
+            dlast, dpart = pull(tuple(vary(jnp.full_like(v, k), v) for k, v in zip((1, 0), pair)))
+            live = (out >= 0) & (out < M)
+            done = lax.all_gather(dpart, "pipe", axis=1, tiled=True)
+            # Backward, of a microbatch that the next stage has sent back.
+            back = jnp.where(me == S - 1, ahead, back)
+            turn = (b >= 0) & (b < M)
+
+            def pull_back(back):
+                _, pull = jax.vjp(lambda w, x: forward(w, x, b), weights, _pick(kept, b % (2 * S)))
+                return pull(back)
+
+            nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)      # noqa: E731
+            dws, dx = _where(turn, pull_back, lambda back: (nothing(weights), nothing(back)), back)
+            dfirst = _where(turn & (me == 0), lambda dx: jax.vjp(
+                lambda p: vary(enter(p, _pick(parts, b)), dx), params)[1](dx)[0],
+                lambda dx: nothing(params), dx)
+            dp = add(add(dp, only(live, dlast)), dfirst)
+            s, c = (a + jnp.where(live, v, 0) for a, v in zip((s, c), pair))
+            return (_onward(y, S), _onward(dx, S, -1), done, kept, (dp, add(dw, dws)), (s, c)), None
+
+        x = jax.eval_shape(enter, params, _pick(parts, 0))
+        x = vary(jnp.zeros(x.shape, x.dtype), params, rows, weights, me)
+        zero = vary(jnp.zeros(()), params, rows, me)
+        state = (x, x, x, jnp.stack([x] * 2 * S), (wide(params), wide(weights)), (zero, zero))
+        (_, _, _, _, grads, pair), _ = lax.scan(tick, state, jnp.arange(M + 2 * S - 1))
+        return pair, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, (params, weights))
+
+    @jax.custom_vjp
+    def loss(params, weights):          # when no gradient is asked for
+        x = _pipeline(run, weights, enter(params, rows), each, rows, S, M, 1)
+        return leave(params, x, spread(rows))
+
+    loss.defvjp(both, lambda grads, change: jax.tree.map(lambda g: g * change[0].astype(g.dtype), grads))
+    return loss(params, weights)
+
+
+def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1) -> str:
+    """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
+    S, M, V = stages, microbatches, chunks if schedule == "interleaved" else 1
+    if schedule == "1f1b":
+        ticks, cells = M + 2 * S - 1, lambda s, t: [("", t - s), ("'", t - (2 * S - 1 - s))]
+    else:
+        ticks = S + ((M - 1) // S) * S * V + (V - 1) * S + (M - 1) % S
+        cells = lambda s, t: [("", (t - s) // (S * V) * S + (t - s) % S if t >= s else -1)]  # noqa: E731
+    word = lambda s, t: " ".join(f"{m}{mark}" if 0 <= m < M else "." for mark, m in cells(s, t))  # noqa: E731
+    rows = [[word(s, t) for t in range(ticks)] for s in range(S)]
+    wide = max(len(w) for row in rows for w in row)
+    fits = max(1, 84 // (wide + 1))
+    lines = [f"stage {s:<2} |" + "|".join(w.center(wide) for w in row[:fits]) + "|" + "..." * (ticks > fits)
+             for s, row in enumerate(rows)]
+    back = "; x' is the backward pass of x" if schedule == "1f1b" else ""
+    return "\n".join([*lines, f"{schedule}: {ticks} ticks for {M} microbatches of {V} chunk{'s'[:V > 1]} a "
+                      f"stage, {1 - M * V / ticks:.0%} of them idle{back}"])
 
 
 def turned(tree: Any, chunks: int, back: bool = False) -> Any:
@@ -1291,15 +1425,23 @@ def turned(tree: Any, chunks: int, back: bool = False) -> Any:
 
 
 def spread(tree: Any) -> Any:
-    """Of arrays [B, T, ...] the part of the time for which this device of `pipe` has the last x,
-    so that what follows the stack is computed once, by all of them together."""
-    sizes, manual = _ambient()
-    if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
-        return tree
+    """Of arrays [B, T, ...] the part of the time for which this device of `pipe` has the last x."""
+    sizes, _ = _ambient()
     def part(a):
+        if a.ndim < 2:
+            return a
         size = a.shape[1] // sizes["pipe"]
         return lax.dynamic_slice_in_dim(a, lax.axis_index("pipe") * size, size, 1)
     return jax.tree.map(part, tree)
+
+
+def _keeping_tensor(collective: Callable, spec: P) -> Callable:
+    """The collective for an array that `tensor` splits, too. The partitioner would gather that
+    split along (right values, four times the bytes), so it is made manual just around it."""
+    if _ambient()[0]["tensor"] == 1:
+        return collective
+    local = P(*[a if a == "tensor" else None for a in spec])
+    return jax.shard_map(collective, in_specs=local, out_specs=local, axis_names={"tensor"})
 
 
 def gather(weights: Any, specs: Any) -> Any:
@@ -1313,13 +1455,7 @@ def gather(weights: Any, specs: Any) -> Any:
         if "fsdp" not in spec:
             return w
         dim = list(spec).index("fsdp")
-        # The partitioner would gather `tensor` along with `fsdp` (right values, four times the
-        # bytes), so tensor is made manual just around this collective.
-        local = P(*[a if a == "tensor" else None for a in spec])
-        call = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)  # noqa: E731
-        if sizes["tensor"] == 1:
-            return call(w)
-        return jax.shard_map(call, in_specs=local, out_specs=local, axis_names={"tensor"})(w)
+        return _keeping_tensor(lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True), spec)(w)
 
     return jax.tree.map(whole, weights, specs)
 
@@ -1362,15 +1498,37 @@ def once(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(first, tree)
 
 
-def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES)) -> Any:
+def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any = None) -> Any:
     """Each leaf summed over every axis on which it differs, but for those that split it: there
-    the differences are different parts (and a gathered weight's gradient is already summed)."""
-    def total(x, spec):
-        axes = tuple(sorted(varying(x) & only - _axes_in(spec)))
-        return lax.psum(x, axes) if axes else x
+    the differences are different parts (and a gathered weight's gradient is already summed). Where
+    `parts` splits a leaf over data, each device gets its part of the sum alone."""
+    def total(x, spec, part):
+        axes = varying(x) & only - _axes_in(spec)
+        scattered = axes & _axes_in(part) & {"data"}
+        if axes - scattered:
+            x = lax.psum(x, tuple(sorted(axes - scattered)))
+        if not scattered:
+            return x
+        dim = list(part).index("data")
+        return _keeping_tensor(lambda x: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), spec)(x)
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
-    return jax.tree.map(total, tree, specs)
+    return jax.tree.map(total, tree, specs, specs if parts is None else parts)
+
+
+def over_data(params: Any, specs: Any, mesh: Any) -> Any:
+    """The specs of an optimizer's state that is split over data too (ZeRO 1), each leaf along its
+    largest dimension left."""
+    n = dict(mesh.shape)["data"]
+
+    def more(leaf, spec):
+        entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        free = [d for d, size in enumerate(leaf.shape) if entries[d] is None and size % n == 0]
+        if n > 1 and free and math.prod(leaf.shape) >= FSDP_MINIMUM:
+            entries[max(free, key=lambda d: leaf.shape[d])] = "data"
+        return live(P(*entries), mesh)
+
+    return jax.tree.map(more, params, specs)
 
 
 def along_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:

@@ -66,7 +66,6 @@ class Config(model.Config):
     shards: int = 0                 # size of the tensor axis
     mesh: str = ""                  # axis=size,...; data takes the devices that are left
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
-    schedule: str = "gpipe"         # of the pipeline: gpipe, or interleaved (with --chunks)
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
@@ -86,15 +85,14 @@ class Config(model.Config):
         if self.step not in ("shard_map", "jit"):
             raise Refused(f"--step {self.step}: expected shard_map or jit"
                           + shard.nearest(self.step, ("shard_map", "jit")))
-        known = ("gpipe", "interleaved")
-        if self.schedule not in known:
-            raise Refused(f"--schedule {self.schedule}: expected {' or '.join(known)}"
-                          + shard.nearest(self.schedule, known))
         if self.chunks > 1 and self.schedule != "interleaved":
             raise Refused(f"--chunks {self.chunks}: only --schedule interleaved has more than one")
         if self.schedule == "interleaved" and self.chunks == 1:
             raise Refused("--schedule interleaved: give --chunks, of at least 2")
-        for name, only in (("optimizer", "adamw"), ("zero", 0)):
+        if self.zero not in (0, 1):
+            raise Refused(f"--zero {self.zero}: expected 0, or 1 (optimizer state split over data); "
+                          f"for weights and gradients too, --mesh fsdp=N")
+        for name, only in (("optimizer", "adamw"),):
             if getattr(self, name) != only:
                 raise Refused(f"--{name} {getattr(self, name)}: not built yet; only {only} is "
                               f"accepted")
@@ -175,12 +173,14 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         return {"params": params, "opt": rule.init(params), "step": jnp.zeros((), jnp.int32)}
 
     state = jax.eval_shape(fresh, jax.random.key(0))
+    parts = shard.over_data(params, specs, mesh) if config.zero else specs
     places = shard.shardings({"params": specs, "step": P(),
-                              "opt": shard.state_specs(rule, params, specs)}, mesh)
+                              "opt": shard.state_specs(rule, params, parts)}, mesh)
     whole = NamedSharding(mesh, P())
     rows = shard.batch_spec(mesh)
     ours = shard.manual(specs)
-    piped = {a for a in ("pipe",) if dict(mesh.shape)[a] > 1}
+    # On these axes devices differ, whether or not the batch does.
+    piped = {"pipe"} if dict(mesh.shape)["pipe"] > 1 and config.step == "shard_map" else set()
 
     def local_loss(weights, batch):
         """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
@@ -212,7 +212,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         else:
             g, s, c = jax.lax.scan(micro, zero, jax.tree.map(
                 lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
-        return shard.reduce(g, specs), shard.reduce((s, c))
+        return shard.reduce(g, specs, parts=parts), shard.reduce((s, c))
 
     def split(fn, outs, divides=True):
         """`fn(params, batch)` with our collectives: each group of devices runs it on its rows, and
@@ -230,7 +230,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     def step(state, batch):
         params = state["params"]
-        grads, (total, asked) = split(gradients, (ours, (P(), P())))(params, batch)
+        grads, (total, asked) = split(gradients, (shard.manual(parts), (P(), P())))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
         grads = jax.tree.map(lambda g: g / count, grads)
         rate = schedule(config, state["step"])
@@ -717,13 +717,18 @@ class _Say:
         params = program.state["params"]
         self.line(f"weights  {model.count(params):,} parameters")
         self.line(shard.explain(program.decisions, params, mesh))
+        if dict(mesh.shape)["pipe"] > 1 and config.step == "shard_map":
+            self.line(shard.timeline(dict(mesh.shape)["pipe"], config.microbatches, config.schedule,
+                                     config.chunks))
 
     def sends(self, program: Program, found: list[shard.Collective]) -> None:
         """What an update really sends, beside what the formula says it must."""
         config = program.config
         formula = {(c.kind, c.axis): c for c in shard.predict(
             program.decisions, program.state["params"], program.mesh,
-            jnp.dtype(config.dtype).itemsize, config.accumulate)}
+            jnp.dtype(config.dtype).itemsize, config.accumulate, shard.over_data(
+                program.state["params"], jax.tree.map(lambda d: d.spec, program.decisions),
+                program.mesh) if config.zero else None)}
         for c in found:
             say = formula.pop((c.kind, c.axis), None)
             self.line(f"sends    {shard.human(c.bytes):>7} a device and update in {c.count} {c.kind} "
