@@ -5,7 +5,7 @@
 A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. The
 weights are nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v
 keep their heads as a dimension of their own. There is no mesh in this file, no axis and no
-collective: it calls four things of shard.py (stack, attend, stream, inner) that know about those.
+collective: it calls a few things of shard.py (through, stack, attend, stream, inner) that know.
 
 Dimensions: B batch, T time, S time of keys, D model, H heads, K kv heads, N per head,
 F feed-forward, V vocabulary (padded), L layers.

@@ -33,6 +33,7 @@ import train
 HERE = Path(__file__).parent
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()           # now, before a test makes another number of them
 
 TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", steps=20, batch=8,
             dtype="float32", warmup=3, d_ff=64)
@@ -1610,11 +1611,14 @@ def refused(capsys, *words, main=train.main):
     (["layers=3"], "alone"), (["--heads", 5], "divide"), (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
     (["--heads", 4, "--kv_heads", 3], "kv_heads"), (["--mesh", "tensr=2"], "'tensor'"),
     (["--mesh", "tensor=0"], "at least 1"), (["--mesh", "tensor=2", "--shards", 4], "disagree"),
-    (["--mesh", "pipe=2"], "not built yet"), (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
+    (["--mesh", "expert=2"], "not built yet"), (["--mesh", "pipe=8"], "--layers 8"),
+    (["--mesh", "seq=8", "--seq_len", 60], "--seq_len 64"), (["--mesh", "tensor=8", "--microbatches", 3], "--microbatches 2"),
+    (["--mesh", "pipe=2,tensor=4", "--seq_len", 63], "--seq_len 64"), (["--chunks", 2], "interleaved"), (["--zero", 2], "fsdp"),
+    (["--schedule", "interleaved"], "--chunks"), (["--schedule", "1f1"], "'1f1b'"), (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
-    (["--experts", 8], "not built yet"), (["--schedule", "1f1b"], "not built yet"),
+    (["--experts", 8], "not built yet"), (["--optimizer", "sgd"], "not built yet"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"), (["--seq_len", "1e3"], "whole number")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
