@@ -199,9 +199,8 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
     scores = jnp.where(mask, scores, -1e30)
-    total = jax.nn.logsumexp(scores, -1)
-    probs = jnp.exp(scores - total[..., None])
-    return jnp.einsum("bhts,bshn->bthn", probs.astype(v.dtype), v), total
+    probs = jax.nn.softmax(scores, -1).astype(v.dtype)
+    return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
 def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
@@ -231,12 +230,12 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array,
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
     a = shard.attend(_attention, q, k, v, _seen, asking, asked)                 # [B, T, H, N]
     a = jnp.einsum("bthn,hnd->btd", a, w["wo"])
-    x = shard.stream(x + _drop(a, c.dropout, 2 * layer, seeds, positions))
+    x = shard.stream(x + _drop(a, c.dropout, 2 * layer, seeds, asking["place"]))
 
     h = _norm(x, w["mlp_norm"])
     h = jax.nn.silu(h @ w["w_gate"]) * (h @ w["w_up"])                          # [B, T, F]
     m = shard.inner(h, 2) @ w["w_down"]
-    x = shard.stream(x + _drop(m, c.dropout, 2 * layer + 1, seeds, positions))
+    x = shard.stream(x + _drop(m, c.dropout, 2 * layer + 1, seeds, asking["place"]))
     return x, cache
 
 
@@ -308,7 +307,7 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
                       None, 0)
 
     def leave(params, x, rows):
-        def nats(x, targets, weights):
+        def nats(params, x, targets, weights):
             logits = _logits(params, x, c)                                      # [B, T, V]
             said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
             return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
@@ -317,7 +316,7 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
         B, T, _ = x.shape
         size = B * T * padded(c.vocab_size)
         pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
-        return (shard.in_pieces(nats, pieces, x, rows["targets"], rows["weights"]),
+        return (shard.in_pieces(nats, pieces, params, x, rows["targets"], rows["weights"]),
                 jnp.sum(rows["weights"]))
 
     others = {k: w for k, w in params.items() if k != "layers"}

@@ -21,8 +21,10 @@ F feed-forward, V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -32,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
@@ -1018,10 +1021,12 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
 
 
 def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1,
-            zero: Any = None) -> list["Collective"]:
+            zero: Any = None, ticks: int = 1, gathered: int = 1) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
-    gradient scattered in each of the micro-batches, and the sum of the gradients."""
+    gradient scattered in each of the micro-batches (those of layers in each of a pipeline's ticks,
+    gathered again for the backward pass where that computes them again), and the sum of the
+    gradients."""
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     n, found = sizes["tensor"], {}
 
@@ -1038,11 +1043,12 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
         split = _axes_in(d.spec)
         local = math.prod(leaf.shape) / math.prod([sizes[a] for a in split - {"fsdp"}])
         if "fsdp" in split:
-            f, layers = sizes["fsdp"], leaf.shape[0] if d.stacked else 1
+            f, layers = sizes["fsdp"], leaf.shape[0] // sizes["pipe"] if d.stacked else 1
             size = local * itemsize * (f - 1) / f
-            gathers = parts if d.stacked else 1         # what no layer owns, once for all parts
+            again = parts * ticks if d.stacked else parts
+            gathers = again * gathered if d.stacked else 1  # what no layer owns, once for all parts
             add("all-gather", ["fsdp"], gathers * layers, gathers * size)
-            add("reduce-scatter", ["fsdp"], parts * layers, parts * size)
+            add("reduce-scatter", ["fsdp"], again * layers, again * size)
             local /= f
         summed = [a for a in MANUAL if a not in split]
         if "data" in third:                 # the update is scattered, and the weights gathered again
@@ -1103,6 +1109,19 @@ def _ambient() -> tuple[dict[str, int], set[str]]:
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
+_reached: contextvars.ContextVar = contextvars.ContextVar("reached", default=set())
+
+
+@contextlib.contextmanager
+def noting():
+    """The names of the seams below that a function calls while it is traced here."""
+    token = _reached.set(set())
+    try:
+        yield _reached.get()
+    finally:
+        _reached.reset(token)
+
+
 def stream(x: jax.Array) -> jax.Array:
     """The residual stream [B, T, D]: whole on every device of the tensor axis."""
     return _place(x, None)
@@ -1135,6 +1154,7 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
     [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
     (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring."""
+    _reached.get().add("attend")
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
@@ -1160,7 +1180,6 @@ def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: C
     late = lambda tree: jax.tree.map(lambda x: x[:, half:], tree)       # noqa: E731
     choose = lambda p, a, b: jax.tree.map(lambda x, y: jnp.where(p, x, y), a, b)  # noqa: E731
 
-    @jax.checkpoint
     def look(query, key):
         (q, asking), (k, v, asked) = query, key
         found, weight = attention(q, k, v, seen(asking, asked))
@@ -1176,33 +1195,44 @@ def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: C
     query, key = (q, asking), (k, v, asked)
     first, last = early(query), late(query)
 
+    @jax.checkpoint         # of each turn the keys and what was found before are kept, no more
+    def look_on(key, before, one, two):
+        two = join(two, look(last, early(key)))
+        found, weight = look(choose(before, first, last), choose(before, early(key), late(key)))
+        never = jnp.full_like(weight, -jnp.inf)
+        return (join(one, (found, jnp.where(before, weight, never))),
+                join(two, (found, jnp.where(before, never, weight))))
+
     def turn(state, _):
         key, whose, one, two = state
         key = jax.tree.map(lambda x: lax.ppermute(x, "seq", [(i, (i + 1) % n) for i in range(n)]),
                            key)
         whose = (whose - 1) % n
-        two = join(two, look(last, early(key)))
-        before = whose < me
-        found, weight = look(choose(before, first, last), choose(before, early(key), late(key)))
-        never = jnp.full_like(weight, -jnp.inf)
-        one = join(one, (found, jnp.where(before, weight, never)))
-        two = join(two, (found, jnp.where(before, never, weight)))
-        return (key, whose, one, two), None
+        return (key, whose, *look_on(key, whose < me, one, two)), None
 
     state = key, me, look(first, early(key)), look(last, key)
     (_, _, one, two), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([one[0], two[0]], 1).astype(q.dtype)
 
 
-def in_pieces(fn: Callable, count: int, *arrays: jax.Array) -> jax.Array:
-    """The sum of the scalar fn over `count` pieces of the time of arrays [B, T, ...], with one
-    piece in memory at a time: the backward pass computes each again."""
+def in_pieces(fn: Callable, count: int, weights: Any, *arrays: jax.Array) -> jax.Array:
+    """The sum of the scalar fn(weights, *arrays) over `count` pieces of the time of arrays
+    [B, T, ...], with one piece in memory at a time: the backward pass computes each again."""
     if count == 1:
-        return fn(*arrays)
+        return fn(weights, *arrays)
     cut = [jnp.moveaxis(a.reshape(a.shape[0], count, -1, *a.shape[2:]), 1, 0) for a in arrays]
-    again = jax.checkpoint(fn, prevent_cse=False)
-    zero = vary(jnp.zeros(()), arrays)
-    return lax.scan(lambda total, piece: (total + again(*piece), None), zero, tuple(cut))[0]
+    wide, narrow = _widened(weights)
+    again = jax.checkpoint(lambda wide, *piece: fn(narrow(wide), *piece), prevent_cse=False)
+    zero = vary(jnp.zeros(()), arrays, weights)
+    return lax.scan(lambda total, piece: (total + again(wide, *piece), None), zero, tuple(cut))[0]
+
+
+def _widened(tree: Any) -> tuple[Any, Callable]:
+    """Weights in float32 and the way back to their precision, for use inside a loop: autodiff then
+    adds their gradients up in float32."""
+    types = jax.tree.map(lambda w: w.dtype, tree)
+    return (jax.tree.map(lambda w: w.astype(jnp.float32), tree),
+            lambda wide: jax.tree.map(lambda w, dtype: w.astype(dtype), wide, types))
 
 
 def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = None,
@@ -1242,9 +1272,17 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
     def run(x, weights, each, rows):
         return stack(lambda w, x, e: layer(w, x, e, rows), weights, x, each, specs, remat)[0]
 
+    _reached.get().add("through")
     sizes, manual = _ambient()
     if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
         return leave(params, run(enter(params, rows), weights, each, rows), rows)
+    if not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)):
+        raise Refused(f"mesh axis pipe={sizes['pipe']}: the number of layers must divide by it, and "
+                      f"shard.through must be given their specs")
+    layers = sizes["pipe"] * jax.tree.leaves(weights)[0].shape[0]
+    if layers % (sizes["pipe"] * chunks):
+        raise Refused(f"mesh axis pipe={sizes['pipe']} x --chunks {chunks}: {layers} layers do not "
+                      f"divide into {sizes['pipe'] * chunks}")
     M = math.gcd(microbatches, jax.tree.leaves(rows)[0].shape[0])
     if schedule == "1f1b":
         return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
@@ -1284,7 +1322,11 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
     smaller. A tick without work is skipped."""
     M, S, V = microbatches, stages, chunks
     me = lax.axis_index("pipe")
-    xs, rows, weights = _cut(x, M), _cut(rows, M), _cut(weights, V)
+    if x.shape[1] % S:
+        raise Refused(f"mesh axis pipe={S}: {x.shape[1]} tokens of a device do not divide by {S}")
+    xs, rows = _cut(x, M), _cut(rows, M)
+    wide, narrow = _widened(weights)
+    wide = _cut(wide, V)
     each = jax.tree.map(lambda e: e.reshape(V, S, -1, *e.shape[1:]), each)
     last = [S - 1 + r * S * V + (V - 1) * S + j for r in range(-(-M // S)) for j in range(S)][:M]
 
@@ -1295,8 +1337,12 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
         busy = (turn >= 0) & (batch < M)
         x = jnp.where((me == 0) & (chunk == 0), _pick(xs, batch), x)
 
+        # The chunk's weights are picked again in the backward pass, or each tick would keep them.
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies
+                           .save_anything_except_these_names("picked"))
         def work(x):
-            return run(x, _pick(weights, chunk), _pick(_pick(each, chunk), me), _pick(rows, batch))
+            now = checkpoint_name(narrow(_pick(wide, chunk)), "picked")
+            return run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch))
 
         x = _where(busy, work, lambda x: x, x)
         return _onward(x, S), x
@@ -1390,23 +1436,30 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
     return loss(params, weights)
 
 
-def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1) -> str:
-    """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
+def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
+    """How many ticks a pipeline takes, and how many chunks of layers a stage really has."""
     S, M, V = stages, microbatches, chunks if schedule == "interleaved" else 1
     if schedule == "1f1b":
-        ticks, cells = M + 2 * S - 1, lambda s, t: [("", t - s), ("'", t - (2 * S - 1 - s))]
+        return M + 2 * S - 1, 1
+    return S + (M - 1) // S * S * V + (V - 1) * S + (M - 1) % S, V
+
+
+def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1) -> str:
+    """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
+    S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
+    if schedule == "1f1b":
+        cells = lambda s, t: [("", t - s), ("'", t - (2 * S - 1 - s))]      # noqa: E731
     else:
-        ticks = S + ((M - 1) // S) * S * V + (V - 1) * S + (M - 1) % S
         cells = lambda s, t: [("", (t - s) // (S * V) * S + (t - s) % S if t >= s else -1)]  # noqa: E731
     word = lambda s, t: " ".join(f"{m}{mark}" if 0 <= m < M else "." for mark, m in cells(s, t))  # noqa: E731
-    rows = [[word(s, t) for t in range(ticks)] for s in range(S)]
+    rows = [[word(s, t) for t in range(count)] for s in range(S)]
     wide = max(len(w) for row in rows for w in row)
     fits = max(1, 84 // (wide + 1))
-    lines = [f"stage {s:<2} |" + "|".join(w.center(wide) for w in row[:fits]) + "|" + "..." * (ticks > fits)
+    lines = [f"stage {s:<2} |" + "|".join(w.center(wide) for w in row[:fits]) + "|" + "..." * (count > fits)
              for s, row in enumerate(rows)]
     back = "; x' is the backward pass of x" if schedule == "1f1b" else ""
-    return "\n".join([*lines, f"{schedule}: {ticks} ticks for {M} microbatches of {V} chunk{'s'[:V > 1]} a "
-                      f"stage, {1 - M * V / ticks:.0%} of them idle{back}"])
+    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} microbatches of {V} chunk{'s'[:V > 1]} a "
+                      f"stage, {1 - M * V / count:.0%} of them idle{back}"])
 
 
 def turned(tree: Any, chunks: int, back: bool = False) -> Any:
@@ -1416,12 +1469,16 @@ def turned(tree: Any, chunks: int, back: bool = False) -> Any:
         spec = x.sharding.spec
         if chunks == 1 or not spec or spec[0] != "pipe":
             return x
-        order = np.arange(x.shape[0]).reshape(chunks, dict(x.sharding.mesh.shape)["pipe"], -1)
-        order = order.transpose(1, 0, 2).reshape(-1)
-        order = np.argsort(order) if back else order
-        return jax.jit(lambda x: x[order], out_shardings=x.sharding)(x)
+        return _turner(x.shape[0], dict(x.sharding.mesh.shape)["pipe"], chunks, back, x.sharding)(x)
 
     return jax.tree.map(turn, tree)
+
+
+@functools.lru_cache(maxsize=None)
+def _turner(layers: int, stages: int, chunks: int, back: bool, place: Any) -> Callable:
+    order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
+    order = np.argsort(order) if back else order
+    return jax.jit(lambda x: x[order], out_shardings=place)
 
 
 def spread(tree: Any) -> Any:
@@ -1531,19 +1588,27 @@ def over_data(params: Any, specs: Any, mesh: Any) -> Any:
     return jax.tree.map(more, params, specs)
 
 
+# What of a batch is [B, T].
+TIMED = ("tokens", "targets", "weights", "segments", "positions", "places")
+
+
 def along_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
     """A batch as `seq` splits it, and how: the time of what has as much of it as the tokens, in
     zigzag order, with the places that the tokens had. Its devices have it whole: nothing is sent."""
     n = dict(mesh.shape)["seq"]
     if n == 1:
         return batch, {k: P(None) for k in batch}
+    if "tokens" not in batch:
+        raise Refused(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose time could "
+                      f"be split")
     B, T = batch["tokens"].shape
+    if T % (2 * n):
+        raise Refused(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an early and a "
+                      f"late one for each device")
     place = jnp.broadcast_to(jnp.arange(T), (B, T))
-    batch = {"positions": place, **batch, "places": place}
-    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,)}
-    order = zigzag(T, n)
-    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
-            {k: P(None, "seq") if k in timed else P(None) for k in batch})
+    batch, order = {"positions": place, **batch, "places": place}, zigzag(T, n)
+    return ({k: x[:, order] if k in TIMED else x for k, x in batch.items()},
+            {k: P(None, "seq") if k in TIMED else P(None) for k in batch})
 
 
 def agree(tree: Any) -> Any:

@@ -107,7 +107,7 @@ class Config(model.Config):
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how often it is saved) may change.
 SAME = tuple(f.name for f in dataclasses.fields(model.Config)
-             if f.name not in ("remat", "microbatches", "chunks")) + (
+             if f.name not in ("remat", "microbatches", "schedule", "chunks")) + (
     "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 
 
@@ -147,18 +147,12 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     check(config, mesh)
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     batch = jax.tree.map(abstract, batch)
-    if dict(mesh.shape)["seq"] > 1 and "tokens" not in batch:
-        raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: a batch of this task has no 'tokens' "
-                      f"[B, T] whose time could be split")
     params = jax.eval_shape(init, jax.random.key(0))
     for path, leaf in zip(*shard.flatten(params)[:2]):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(f"parameter {path} is {leaf.dtype}: only float arrays can be trained; "
                           f"keep others out of what init returns")
     takes_specs = "specs" in inspect.signature(loss).parameters
-    if dict(mesh.shape)["pipe"] > 1 and not takes_specs:
-        raise Refused(f"mesh axis pipe={dict(mesh.shape)['pipe']}: this loss has no stack of layers to "
-                      f"split; run them by shard.stack, and take specs= to pass on to it")
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
@@ -180,7 +174,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     rows = shard.batch_spec(mesh)
     ours = shard.manual(specs)
     # On these axes devices differ, whether or not the batch does.
-    piped = {"pipe"} if dict(mesh.shape)["pipe"] > 1 and config.step == "shard_map" else set()
+    piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1 and config.step == "shard_map"}
 
     def local_loss(weights, batch):
         """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
@@ -189,7 +183,13 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         if takes_specs:
             now = jax.tree.map(lambda d: P() if d.stacked else d.spec, decisions)
         weights = shard.gather(weights, now)
-        return _pair(loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch))
+        with shard.noting() as reached:
+            pair = loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch)
+        for axis, name, what in (("pipe", "through", "layers"), ("seq", "attend", "attention")):
+            if axis in piped and name not in reached:
+                raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
+                              f"shard.{name}, which is what splits {what} over it")
+        return _pair(pair)
 
     def gradients(params, batch):
         """Sums of gradient, loss and count over the batch's micro-batches, in float32."""
@@ -291,6 +291,12 @@ def check(config: Config, mesh: Any) -> None:
                       f"({' x '.join(a for a in shard.BATCH if sizes[a] > 1) or 'data'}) x "
                       f"{config.accumulate} accumulated parts = {each}; the nearest that does is "
                       f"--batch {near}")
+    rows = config.batch // shard.rows(mesh) // config.accumulate
+    if rows % config.microbatches:
+        fits = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = min(fits, key=lambda n: abs(n - config.microbatches))
+        raise Refused(f"--microbatches {config.microbatches} does not divide the {rows} rows that a "
+                      f"device has at a time; the nearest that does is --microbatches {near}")
 
 
 def check_model(config: model.Config, mesh: Any) -> None:
@@ -318,18 +324,54 @@ def check_model(config: model.Config, mesh: Any) -> None:
         raise Refused(f"mesh axis pipe={stages}: --seq_len {config.seq_len} does not divide into {part} "
                       f"(what follows the layers is shared out by time); the nearest that does is "
                       f"--seq_len {near}")
-    rows = config.batch // shard.rows(mesh) // config.accumulate
-    if rows % config.microbatches:
-        fits = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(fits, key=lambda n: abs(n - config.microbatches))
-        raise Refused(f"--microbatches {config.microbatches} does not divide the {rows} rows that a "
-                      f"device has at a time; the nearest that does is --microbatches {near}")
     parts = 2 * dict(mesh.shape)["seq"]
     if parts > 2 and config.seq_len % parts:
         near = max(1, round(config.seq_len / parts)) * parts
         raise Refused(f"mesh axis seq={parts // 2}: --seq_len {config.seq_len} does not divide into "
                       f"{parts} (each device has an early and a late part); the nearest that does "
                       f"is --seq_len {near}")
+
+
+def formula(program: Program) -> list[shard.Collective]:
+    """What an update must send: shard.predict's for the weights and, of the transformer, what a
+    pipeline's stages and a ring's devices hand on."""
+    c, sizes = program.config, dict(program.mesh.shape)
+    item, rows = jnp.dtype(c.dtype).itemsize, c.batch // shard.rows(program.mesh) // c.accumulate
+    params = program.state["params"]
+    specs = jax.tree.map(lambda d: d.spec, program.decisions)
+    S, n, M = sizes["pipe"], sizes["seq"], math.gcd(c.microbatches, rows)
+    ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
+    found = shard.predict(program.decisions, params, program.mesh, item, c.accumulate,
+                          shard.over_data(params, specs, program.mesh) if c.zero else None, ticks,
+                          1 + (c.remat == "full" or S > 1 and c.schedule == "1f1b"))
+    if c.step == "jit" or "tokens" not in program.batch:
+        return found
+    # The rule counted a device's rows in full: each has a part of their time, and of the layers.
+    found = [r._replace(bytes=round(r.bytes / n * ticks / (M if S > 1 else 1) / S))
+             if r.axis == "tensor" else r for r in found]
+    time = c.seq_len // n
+    x, runs = rows * time * c.d_model * item, c.layers
+    if S > 1:
+        x, runs = x // M, ticks * c.layers // (S * chunks)
+        every = ticks if c.schedule == "1f1b" else M
+        found.append(shard.Collective("collective-permute", "pipe", 2 * ticks * c.accumulate,
+                                      2 * ticks * x * c.accumulate))
+        for kind in ("reduce-scatter", "all-gather"):
+            found.append(shard.Collective(kind, "pipe", (every if every == ticks else 1) * c.accumulate,
+                                          every * x * (S - 1) // S * c.accumulate))
+    if n > 1:
+        b = rows // M if S > 1 else rows
+        heads = c.kv_heads // sizes["tensor"] if c.kv_heads % sizes["tensor"] == 0 else c.kv_heads
+        keys = 2 * b * time * heads * c.head_dim * item
+        known = b * time * 4 * (1 + ("segments" in program.batch))
+        # Keys and values go once around, and once more where a layer is computed again; with them
+        # what is known of them. Their gradients come back.
+        again = 2 if c.remat != "none" else 1
+        again += c.schedule == "1f1b" and S > 1
+        times = runs * (n - 1) * c.accumulate
+        found.append(shard.Collective("collective-permute", "seq", times * (4 * again + 2),
+                                      times * (again * (keys + known) + keys)))
+    return found
 
 
 def machine(sizes: dict[str, int]) -> Any:
@@ -723,18 +765,13 @@ class _Say:
 
     def sends(self, program: Program, found: list[shard.Collective]) -> None:
         """What an update really sends, beside what the formula says it must."""
-        config = program.config
-        formula = {(c.kind, c.axis): c for c in shard.predict(
-            program.decisions, program.state["params"], program.mesh,
-            jnp.dtype(config.dtype).itemsize, config.accumulate, shard.over_data(
-                program.state["params"], jax.tree.map(lambda d: d.spec, program.decisions),
-                program.mesh) if config.zero else None)}
+        said = {(c.kind, c.axis): c for c in formula(program)}
         for c in found:
-            say = formula.pop((c.kind, c.axis), None)
+            say = said.pop((c.kind, c.axis), None)
             self.line(f"sends    {shard.human(c.bytes):>7} a device and update in {c.count} {c.kind} "
                       f"over {c.axis} (formula: "
                       + (f"{shard.human(say.bytes)} in {say.count})" if say else "none)"))
-        for c in formula.values():
+        for c in said.values():
             self.line(f"sends    nothing in {c.kind} over {c.axis} (formula: "
                       f"{shard.human(c.bytes)} in {c.count})")
 
