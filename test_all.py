@@ -558,7 +558,7 @@ def no_worse_than_by_hand(fn, params, args, rules, shards):
 
 
 @pytest.mark.parametrize("shards, build", [
-    (n, b) if n == 4 and b in (gpt2, bert) else slow(n, b) for n in (4, 2, 8) for b in STYLES])
+    (n, b) if n == 4 and b is gpt2 else slow(n, b) for n in (4, 2, 8) for b in STYLES])
 def test_no_published_style_sends_more_than_by_hand(shards, build):
     """Redco's names and alphabetical order need 1.5 to 4.7 times the collectives on seven of ten."""
     fn, params, args, rules = style(build)
@@ -1062,7 +1062,7 @@ IN_TURNS = dict(schedule="1f1b", microbatches=4)
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("data=2,seq=2,tensor=2", {}), ("data=2,pipe=2,tensor=2", dict(microbatches=4)), ("pipe=2,seq=2,tensor=2", INTERLEAVED),
+    ("data=2,seq=2,tensor=2", {}), slow("data=2,pipe=2,tensor=2", dict(microbatches=4)), ("pipe=2,seq=2,tensor=2", INTERLEAVED),
     ("data=2,pipe=2,tensor=2", IN_TURNS), slow("pipe=4", {**IN_TURNS, "microbatches": 8}), slow("pipe=2,seq=4", IN_TURNS),
     slow("fsdp=2,pipe=2,tensor=2", {**IN_TURNS, "microbatches": 2, "accumulate": 2, "remat": "full"}),
     ("data=2,fsdp=2,tensor=2", dict(zero=1)), slow("data=2,pipe=2,tensor=2", dict(zero=1, microbatches=2)),
@@ -1085,7 +1085,7 @@ def test_accumulation_remat_and_the_compilers_step_change_nothing(mesh, changes,
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
 
 
-@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2", "pipe=2,seq=2,tensor=2", slow("data=4,tensor=2"), slow("data=2,fsdp=2"),
+@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2", slow("pipe=2,seq=2,tensor=2"), slow("data=4,tensor=2"), slow("data=2,fsdp=2"),
                                   slow("seq=4,tensor=2"), slow("data=2,pipe=2,seq=2")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
@@ -1268,7 +1268,7 @@ def dropping():
 
 
 @pytest.mark.parametrize("mesh, changes", [("data=4,tensor=2", {}), ("fsdp=2", {}), ("", dict(accumulate=4)),
-                                           ("pipe=2,seq=2", dict(microbatches=2)), slow("pipe=2", dict(schedule="1f1b", microbatches=4))])
+                                           slow("pipe=2,seq=2", dict(microbatches=2)), slow("pipe=2", dict(schedule="1f1b", microbatches=4))])
 def test_dropout_masks_belong_to_the_example(mesh, changes, dropping, alone):
     """A key per device would drop differently on every mesh, and on copies of one activation."""
     rows, _ = learn(make(dropout=0.3, steps=3, **changes), mesh)
