@@ -1206,6 +1206,9 @@ def test_the_loss_in_pieces_is_the_loss(mesh, monkeypatch):
 
 def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
     """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
+    eight = jax.device_put(jnp.arange(8), jax.NamedSharding(mesh_of("pipe=4"), P("pipe")))
+    held = shard.turned(eight, 2)
+    assert held.tolist() == [0, 4, 1, 5, 2, 6, 3, 7] and shard.turned(held, 2, back=True).tolist() == list(range(8))
     ends = []
     for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
         learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
