@@ -58,8 +58,7 @@ class Config:
             if getattr(self, name) < least:
                 raise Refused(f"--{name} {getattr(self, name)}: must be at least {least}")
         if not self.head_dim and self.d_model % self.heads:
-            fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
-            near = min(fits, key=lambda n: abs(n - self.heads))
+            near = shard.nearest_divisor(self.d_model, self.heads)
             raise Refused(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
                           f"the nearest that does is --heads {near}, or give --head_dim")
         for name, value in (("kv_heads", self.heads), ("head_dim", self.d_model // self.heads),

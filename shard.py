@@ -48,6 +48,16 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def nearest_divisor(value: int, near: int) -> int:
+    """The divisor of `value` that is nearest to `near`."""
+    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))
+
+
+def nearest_multiple(of: int, near: int) -> int:
+    """The multiple of `of` (not 0) that is nearest to `near`."""
+    return max(1, round(near / of)) * of
+
+
 # -------------------------------------------------------------------------------------------
 # 1. The mesh. Always all six axes, most of size 1, so that there is never a second code path
 #    for "no mesh". The last axis is the one whose neighbours are closest: tensor talks most.
@@ -123,14 +133,8 @@ def live(spec: P, mesh: Any) -> P:
     """The spec without the axes of size 1. The one place where they are dropped: the compiler
     fails on them, or sends whole gradients to nobody."""
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
-    kept = []
-    for entry in spec:
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        names = tuple(a for a in names if sizes[a] > 1)
-        kept.append(names[0] if len(names) == 1 else names or None)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return P(*kept)
+    kept = [tuple(a for a in _names(entry) if sizes[a] > 1) for entry in spec]
+    return _trimmed([names[0] if len(names) == 1 else names or None for names in kept])
 
 
 def manual(specs: Any) -> Any:
@@ -164,8 +168,20 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def _axes_in(spec: P) -> set[str]:
-    return {a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())}
+    return {a for entry in spec for a in _names(entry)}
+
+
+def _trimmed(entries: list[Any]) -> P:
+    """The spec of these entries, without the empty ones at its end."""
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
 
 
 # -------------------------------------------------------------------------------------------
@@ -259,7 +275,7 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: dict[str, int
         raise Refused(f"{path}: {spec} has {len(spec)} dimensions, the weight has {len(shape)}")
     seen: set[str] = set()
     for dim, entry in zip(shape, spec):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        names = _names(entry)
         for name in names:
             if name not in AXES:
                 raise Refused(f"{path}: {spec} names the axis {name!r}; the axes are "
@@ -291,11 +307,17 @@ def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
             entries[free[0]] = axis
         elif free:
             reason += f"; whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}"
-    free = [d for d, size in enumerate(shape) if entries[d] is None and size % sizes["fsdp"] == 0]
-    if sizes["fsdp"] > 1 and free and math.prod(shape) >= FSDP_MINIMUM:
-        entries[max(free, key=lambda d: shape[d])] = "fsdp"
+    _on_largest(entries, shape, "fsdp", sizes["fsdp"])
     matrix = any(names & MATRIX for names in roles.values())
     return Decision(P(*entries), reason, matrix, bool(stacks), tuple(walk.paid.get(leaf, ())))
+
+
+def _on_largest(entries: list[Any], shape: tuple[int, ...], axis: str, size: int) -> None:
+    """Put the axis where the largest dimension left is that it divides, if there is one and the
+    weight is worth it."""
+    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
+    if size > 1 and free and math.prod(shape) >= FSDP_MINIMUM:
+        entries[max(free, key=lambda d: shape[d])] = axis
 
 
 @dataclasses.dataclass
@@ -369,9 +391,13 @@ class _Walk:
     # -- threads
     def value(self, like: Any, **of: bool) -> _Value:
         """A new value in the shape of `like`, each dimension a thread of its own."""
-        first, rank = len(self.parent), len(jnp.shape(like))
-        self.parent.extend(range(first, first + rank))
-        return _Value(list(range(first, first + rank)), source=[frozenset()] * rank, **of)
+        rank = len(jnp.shape(like))
+        return _Value(self.fresh(rank), source=[frozenset()] * rank, **of)
+
+    def fresh(self, count: int) -> list[int]:
+        first = len(self.parent)
+        self.parent.extend(range(first, first + count))
+        return self.parent[first:]
 
     def find(self, i: int) -> int:
         while self.parent[i] != i:
@@ -724,7 +750,7 @@ class _Walk:
         self.repeat *= length
         outs = self.loop(body, consts, inner[:nc], inner[nc:nc + nk], inner[nc + nk:])
         self.repeat //= length
-        return outs[:nk] + [dataclasses.replace(o, ids=self.value(1 * [0]).ids + o.ids,
+        return outs[:nk] + [dataclasses.replace(o, ids=self.fresh(1) + o.ids,
                                                 source=[frozenset(), *o.source])
                             for o in outs[nk:]]
 
@@ -766,6 +792,8 @@ class _Walk:
     def choose(self) -> list[tuple[int | None, str]]:
         """For each leaf the dimension to split over `tensor`, if any, and why."""
         self.settle()
+        if self.shards == 1:
+            return [(None, "the tensor axis has size 1")] * len(self.leaves)
         cost: dict[int, dict[Any, tuple[int, float]]] = {}
         for thread, count, size, key in self.prices:
             cost.setdefault(self.find(thread), {})[key] = count, size
@@ -774,7 +802,7 @@ class _Walk:
             if why := self.refuse(thread, places):
                 refused[thread] = why
                 continue
-            weight = sum(math.prod(self.leaves[leaf].shape) for leaf, _ in places)
+            weight = sum(self.size(leaf) for leaf, _ in places)
             when = min((self.first.get(leaf, len(self.uses)), d) for leaf, d in places)
             price = sum(size + LATENCY * n for n, size in cost.get(thread, {}).values())
             ranked.append((price / weight, -weight, when, thread))
@@ -824,7 +852,7 @@ class _Walk:
             for d, i in enumerate(self.weights[leaf].ids):
                 if "stacked" not in self.roles[leaf].get(d, ()):
                     self.places.setdefault(self.find(i), []).append((leaf, d))
-        having = lambda *roles: {self.find(self.weights[leaf].ids[d]) for leaf in n      # noqa: E731
+        having = lambda *roles: {self.at(leaf, d) for leaf in n      # noqa: E731
                                  for d, names in self.roles[leaf].items() if names & set(roles)}
         self.read = having("contracted")
         # Experts: matched one to one with a dimension of what they meet, never contracted (heads
@@ -847,7 +875,7 @@ class _Walk:
         for leaf in n:
             for role in ("free", "contracted"):
                 dims = [d for d, names in sorted(self.roles[leaf].items()) if role in names]
-                rest = [d for d in dims if self.find(self.weights[leaf].ids[d]) not in heads]
+                rest = [d for d in dims if self.at(leaf, d) not in heads]
                 if rest and any(self.leaves[leaf].shape[d] > 1 for d in set(dims) - set(rest)):
                     self.cut(self.weights[leaf].ids[rest[-1]], "a split would fall inside a head")
         # Of tables whose rows are added up one is split: the one that is an output too, or else
@@ -865,10 +893,10 @@ class _Walk:
                                                     "table, whose reduction would be one more")
         self.why_cut: dict[int, str] = {}
         outer: dict[int, set[int]] = {}
-        for thread, n in self.outer:
-            outer.setdefault(self.find(thread), {1}).add(n)
+        for thread, count in self.outer:
+            outer.setdefault(self.find(thread), {1}).add(count)
         for thread, size in self.sizes:
-            if all(n * size % self.shards for n in outer.get(self.find(thread), {1})):
+            if all(k * size % self.shards for k in outer.get(self.find(thread), {1})):
                 self.cut(thread, f"{size} does not divide by {self.shards}")
         for thread, why in self.cuts:
             self.why_cut.setdefault(self.find(thread), why)
@@ -881,11 +909,11 @@ class _Walk:
                       if a not in self.why_cut and bs <= self.why_cut.keys()}:
             self.why_cut |= new
         # Threads of the same form (one a layer, say) count together.
-        self.alike: dict[Any, float] = {}
+        self.alike: dict[Any, int] = {}
         for places in self.places.values():
-            for leaf, _ in places:
-                form = self.form(places)
-                self.alike[form] = self.alike.get(form, 0) + self.size(leaf)
+            form = self.form(places)
+            self.alike[form] = self.alike.get(form, 0) + sum(self.size(leaf) for leaf, _ in places)
+        self.total = sum(map(self.size, n))
 
     def size(self, leaf: int) -> int:
         return math.prod(self.leaves[leaf].shape)
@@ -899,8 +927,6 @@ class _Walk:
 
     def refuse(self, thread: int, places: list[tuple[int, int]]) -> str:
         """Why a thread is not split, whatever its price; or nothing."""
-        if self.shards == 1:
-            return "the tensor axis has size 1"
         if thread not in self.made or not any(self.roles[leaf].get(d) for leaf, d in places):
             return "it reads what comes in whole"
         if thread in self.experts:
@@ -924,7 +950,7 @@ class _Walk:
                 SHORT * self.leaves[w].shape[d] <= self.size(w) // self.leaves[w].shape[d]
                 for w, d in tables):
             return f"{self.leaves[tables[0][0]].shape[tables[0][1]]} rows are not worth a reduction"
-        small = self.alike[self.form(places)] < ENDS * sum(map(self.size, range(len(self.leaves))))
+        small = self.alike[self.form(places)] < ENDS * self.total
         raw = columns and not tables and all(
             self.at(w, d) in self.raw for w in columns for d in self.dims(w, "contracted"))
         last = rows and not tables and all(
@@ -955,8 +981,6 @@ class _Walk:
         return "follows the split activation it meets"
 
     def why_whole(self, leaf: int, refused: dict[int, str]) -> str:
-        if self.shards == 1:
-            return "the tensor axis has size 1"
         for role in ("indexed", "free", "grouped", "contracted"):
             for d, names in sorted(self.roles[leaf].items()):
                 if role in names and "stacked" not in names and self.at(leaf, d) in refused:
@@ -1000,7 +1024,7 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
                 f"fewer than {FSDP_MINIMUM:,} elements" if math.prod(leaf.shape) < FSDP_MINIMUM
                 else f"no other dimension divides by {sizes['fsdp']}")
             copies[axis].setdefault(why, []).append(here)
-        split = [e if isinstance(e, str) else "+".join(e) if e else "-" for e in d.spec]
+        split = ["+".join(_names(e)) or "-" for e in d.spec]
         split += ["-"] * (len(leaf.shape) - len(split))
         table.append((path, str(list(leaf.shape)).replace(" ", ""), "[" + ",".join(split) + "]",
                       human(here), d.reason))
@@ -1021,7 +1045,7 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
 
 
 def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1,
-            zero: Any = None, ticks: int = 1, gathered: int = 1) -> list["Collective"]:
+            zero: bool = False, ticks: int = 1, gathered: int = 1) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
     gradient scattered in each of the micro-batches (those of layers in each of a pipeline's ticks,
@@ -1036,8 +1060,9 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             total = found.setdefault((kind, axis), [0, 0.0])
             total[0], total[1] = total[0] + count, total[1] + size
 
-    thirds = jax.tree.leaves(zero, is_leaf=_is_spec) if zero else [P()] * len(jax.tree.leaves(params))
-    for leaf, d, third in zip(jax.tree.leaves(params), jax.tree.leaves(decisions), thirds):
+    specs = jax.tree.map(lambda d: d.spec, decisions)
+    kept = over_data(params, specs, mesh) if zero else specs        # the optimizer's state
+    for leaf, d, part in zip(*[jax.tree.leaves(t, is_leaf=_is_spec) for t in (params, decisions, kept)]):
         for count, size in d.reductions:
             add("all-reduce", ["tensor"], parts * count, parts * size * 2 * (n - 1) / n)
         split = _axes_in(d.spec)
@@ -1051,7 +1076,7 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             add("reduce-scatter", ["fsdp"], again * layers, again * size)
             local /= f
         summed = [a for a in MANUAL if a not in split]
-        if "data" in third:                 # the update is scattered, and the weights gathered again
+        if "data" in part:                  # the update is scattered, and the weights gathered again
             summed.remove("data")
             g = sizes["data"]
             for kind in ("reduce-scatter", "all-gather"):
@@ -1092,9 +1117,7 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
             known = home.get(walk.find(i), set())
             entry = next(iter(known)) if len(known) == 1 else None
             entries.append(None if entry in entries else entry)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return P(*entries)
+        return _trimmed(entries)
 
     return jax.tree.unflatten(tree, [place(v) for v in values[:len(leaves)]])
 
@@ -1302,7 +1325,28 @@ def _pick(tree: Any, index: Any) -> Any:
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
 
-def _where(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
+def _work(t: Any, stage: Any, stages: int, chunks: int) -> tuple[Any, Any]:
+    """The microbatch and the chunk of layers that a stage has in tick t (of microbatches that are
+    not there: none)."""
+    turn = t - stage
+    lap = stages * chunks
+    return turn // lap * stages + turn % stages, turn % lap // stages
+
+
+def _in_turns(t: Any, stage: Any, stages: int) -> tuple[Any, Any]:
+    """In 1F1B the microbatch that a stage has in tick t on its way forward, and that on its way back."""
+    return t - stage, t - (2 * stages - 1 - stage)
+
+
+def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
+    """How many ticks a pipeline takes, and how many chunks of layers a stage really has."""
+    S, M, V = stages, microbatches, chunks if schedule == "interleaved" else 1
+    if schedule == "1f1b":
+        return M + 2 * S - 1, 1
+    return S + (M - 1) // S * S * V + (V - 1) * S + (M - 1) % S, V
+
+
+def _skipping(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
     """work(x) in the ticks in which a stage has some, else idle(x). Skipped, but for seq: its ring
     is one collective-permute of all devices, idle ones too."""
     if _ambient()[0]["seq"] > 1:
@@ -1331,10 +1375,8 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
     last = [S - 1 + r * S * V + (V - 1) * S + j for r in range(-(-M // S)) for j in range(S)][:M]
 
     def tick(x, t):
-        turn = t - me                           # how many ticks of work this stage has had
-        lap, chunk = turn // (S * V), turn % (S * V) // S
-        batch = lap * S + turn % S
-        busy = (turn >= 0) & (batch < M)
+        batch, chunk = _work(t, me, S, V)
+        busy = (batch >= 0) & (batch < M)
         x = jnp.where((me == 0) & (chunk == 0), _pick(xs, batch), x)
 
         # The chunk's weights are picked again in the backward pass, or each tick would keep them.
@@ -1344,11 +1386,11 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
             now = checkpoint_name(narrow(_pick(wide, chunk)), "picked")
             return run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch))
 
-        x = _where(busy, work, lambda x: x, x)
+        x = _skipping(busy, work, lambda x: x, x)
         return _onward(x, S), x
 
     start = vary(jnp.zeros_like(xs[0]), xs, weights, me)
-    _, out = lax.scan(tick, start, jnp.arange(last[-1] + 1))
+    _, out = lax.scan(tick, start, jnp.arange(ticks(S, M, "interleaved", V)[0]))
     return _shared_out(jnp.where(me == S - 1, out[np.array(last)], 0), 2).reshape(
         x.shape[0], -1, *x.shape[2:])
 
@@ -1389,13 +1431,13 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
     def both(params, weights):
         def tick(state, t):
             x, back, ahead, kept, (dp, dw), (s, c) = state
-            f, b, out = t - me, t - (2 * S - 1 - me), t - (S - 1)
+            (f, b), out = _in_turns(t, me, S), t - (S - 1)
             # Forward.
             busy = (f >= 0) & (f < M)
-            x = _where(busy & (me == 0), lambda x: vary(enter(params, _pick(parts, f)), x),
+            x = _skipping(busy & (me == 0), lambda x: vary(enter(params, _pick(parts, f)), x),
                        lambda x: x, x)
             kept = jnp.where(busy, lax.dynamic_update_index_in_dim(kept, x, f % (2 * S), 0), kept)
-            y = _where(busy, lambda x: forward(weights, x, f), lambda x: x, x)
+            y = _skipping(busy, lambda x: forward(weights, x, f), lambda x: x, x)
             # The loss of what the last stage has just finished, by all stages.
             part = _shared_out(jnp.where(me == S - 1, y, 0), 1)
             here = spread(_pick(parts, out))
@@ -1412,8 +1454,8 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
                 return pull(back)
 
             nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)      # noqa: E731
-            dws, dx = _where(turn, pull_back, lambda back: (nothing(weights), nothing(back)), back)
-            dfirst = _where(turn & (me == 0), lambda dx: jax.vjp(
+            dws, dx = _skipping(turn, pull_back, lambda back: (nothing(weights), nothing(back)), back)
+            dfirst = _skipping(turn & (me == 0), lambda dx: jax.vjp(
                 lambda p: vary(enter(p, _pick(parts, b)), dx), params)[1](dx)[0],
                 lambda dx: nothing(params), dx)
             dp = add(add(dp, only(live, dlast)), dfirst)
@@ -1424,7 +1466,7 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
         x = vary(jnp.zeros(x.shape, x.dtype), params, rows, weights, me)
         zero = vary(jnp.zeros(()), params, rows, me)
         state = (x, x, x, jnp.stack([x] * 2 * S), (wide(params), wide(weights)), (zero, zero))
-        (_, _, _, _, grads, pair), _ = lax.scan(tick, state, jnp.arange(M + 2 * S - 1))
+        (_, _, _, _, grads, pair), _ = lax.scan(tick, state, jnp.arange(ticks(S, M, "1f1b", 1)[0]))
         return pair, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, (params, weights))
 
     @jax.custom_vjp
@@ -1436,21 +1478,11 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
     return loss(params, weights)
 
 
-def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """How many ticks a pipeline takes, and how many chunks of layers a stage really has."""
-    S, M, V = stages, microbatches, chunks if schedule == "interleaved" else 1
-    if schedule == "1f1b":
-        return M + 2 * S - 1, 1
-    return S + (M - 1) // S * S * V + (V - 1) * S + (M - 1) % S, V
-
-
 def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1) -> str:
     """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
-    if schedule == "1f1b":
-        cells = lambda s, t: [("", t - s), ("'", t - (2 * S - 1 - s))]      # noqa: E731
-    else:
-        cells = lambda s, t: [("", (t - s) // (S * V) * S + (t - s) % S if t >= s else -1)]  # noqa: E731
+    cells = lambda s, t: (zip(("", "'"), _in_turns(t, s, S)) if schedule == "1f1b"       # noqa: E731
+                          else [("", _work(t, s, S, V)[0])])
     word = lambda s, t: " ".join(f"{m}{mark}" if 0 <= m < M else "." for mark, m in cells(s, t))  # noqa: E731
     rows = [[word(s, t) for t in range(count)] for s in range(S)]
     wide = max(len(w) for row in rows for w in row)
@@ -1576,14 +1608,10 @@ def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any 
 def over_data(params: Any, specs: Any, mesh: Any) -> Any:
     """The specs of an optimizer's state that is split over data too (ZeRO 1), each leaf along its
     largest dimension left."""
-    n = dict(mesh.shape)["data"]
-
     def more(leaf, spec):
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        free = [d for d, size in enumerate(leaf.shape) if entries[d] is None and size % n == 0]
-        if n > 1 and free and math.prod(leaf.shape) >= FSDP_MINIMUM:
-            entries[max(free, key=lambda d: leaf.shape[d])] = "data"
-        return live(P(*entries), mesh)
+        _on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"])
+        return _trimmed(entries)
 
     return jax.tree.map(more, params, specs)
 

@@ -286,50 +286,36 @@ def check(config: Config, mesh: Any) -> None:
     groups = shard.rows(mesh)
     each = groups * config.accumulate
     if config.batch % each:
-        near = max(1, round(config.batch / each)) * each
+        near = shard.nearest_multiple(each, config.batch)
         raise Refused(f"--batch {config.batch} does not divide among {groups} groups of devices "
                       f"({' x '.join(a for a in shard.BATCH if sizes[a] > 1) or 'data'}) x "
                       f"{config.accumulate} accumulated parts = {each}; the nearest that does is "
                       f"--batch {near}")
     rows = config.batch // shard.rows(mesh) // config.accumulate
     if rows % config.microbatches:
-        fits = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(fits, key=lambda n: abs(n - config.microbatches))
+        near = shard.nearest_divisor(rows, config.microbatches)
         raise Refused(f"--microbatches {config.microbatches} does not divide the {rows} rows that a "
                       f"device has at a time; the nearest that does is --microbatches {near}")
 
 
 def check_model(config: model.Config, mesh: Any) -> None:
     """The same for what the transformer cannot split."""
-    n = dict(mesh.shape)["tensor"]
+    n, stages, ring = (dict(mesh.shape)[a] for a in ("tensor", "pipe", "seq"))
     for name, value in (("heads", config.heads), ("d_ff", config.d_ff),
                         ("vocabulary (padded)", model.padded(config.vocab_size or 1))):
         if value % n:
-            fits = [k for k in range(1, value + 1) if value % k == 0]
-            near = min(fits, key=lambda k: abs(k - n))
             raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
-                          f"does is --shards {near}")
-
-
-    stages = dict(mesh.shape)["pipe"]
-    pieces = stages * config.chunks
-    if config.layers % pieces:
-        near = max(1, round(config.layers / pieces)) * pieces
-        raise Refused(f"mesh axis pipe={stages}" + f" x --chunks {config.chunks}" * (config.chunks > 1)
-                      + f": --layers {config.layers} does not divide into {pieces}; the nearest that "
-                      f"does is --layers {near}")
-    part = stages * dict(mesh.shape)["seq"]
-    if stages > 1 and config.seq_len % part:
-        near = max(1, round(config.seq_len / part)) * part
-        raise Refused(f"mesh axis pipe={stages}: --seq_len {config.seq_len} does not divide into {part} "
-                      f"(what follows the layers is shared out by time); the nearest that does is "
-                      f"--seq_len {near}")
-    parts = 2 * dict(mesh.shape)["seq"]
-    if parts > 2 and config.seq_len % parts:
-        near = max(1, round(config.seq_len / parts)) * parts
-        raise Refused(f"mesh axis seq={parts // 2}: --seq_len {config.seq_len} does not divide into "
-                      f"{parts} (each device has an early and a late part); the nearest that does "
-                      f"is --seq_len {near}")
+                          f"does is --shards {shard.nearest_divisor(value, n)}")
+    with_chunks = f" x --chunks {config.chunks}" * (config.chunks > 1)
+    for axis, size, name, why, parts in (
+            ("pipe", stages, "layers", "", stages * config.chunks),
+            ("pipe", stages, "seq_len", " (what follows the layers is shared out by time)", stages * ring),
+            ("seq", ring, "seq_len", " (each device has an early and a late part)", 2 * ring)):
+        value = getattr(config, name)
+        if (size > 1 or name == "layers") and value % parts:
+            raise Refused(f"mesh axis {axis}={size}{with_chunks * (name == 'layers')}: --{name} {value} "
+                          f"does not divide into {parts}{why}; the nearest that does is "
+                          f"--{name} {shard.nearest_multiple(parts, value)}")
 
 
 def formula(program: Program) -> list[shard.Collective]:
@@ -337,12 +323,10 @@ def formula(program: Program) -> list[shard.Collective]:
     pipeline's stages and a ring's devices hand on."""
     c, sizes = program.config, dict(program.mesh.shape)
     item, rows = jnp.dtype(c.dtype).itemsize, c.batch // shard.rows(program.mesh) // c.accumulate
-    params = program.state["params"]
-    specs = jax.tree.map(lambda d: d.spec, program.decisions)
     S, n, M = sizes["pipe"], sizes["seq"], math.gcd(c.microbatches, rows)
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
-    found = shard.predict(program.decisions, params, program.mesh, item, c.accumulate,
-                          shard.over_data(params, specs, program.mesh) if c.zero else None, ticks,
+    found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
+                          c.accumulate, bool(c.zero), ticks,
                           1 + (c.remat == "full" or S > 1 and c.schedule == "1f1b"))
     if c.step == "jit" or "tokens" not in program.batch:
         return found
@@ -353,12 +337,13 @@ def formula(program: Program) -> list[shard.Collective]:
     x, runs = rows * time * c.d_model * item, c.layers
     if S > 1:
         x, runs = x // M, ticks * c.layers // (S * chunks)
-        every = ticks if c.schedule == "1f1b" else M
         found.append(shard.Collective("collective-permute", "pipe", 2 * ticks * c.accumulate,
                                       2 * ticks * x * c.accumulate))
+        # What the last stage has made is shared out: a microbatch in each tick, or all at the end.
+        times, share = (ticks, x) if c.schedule == "1f1b" else (1, M * x)
         for kind in ("reduce-scatter", "all-gather"):
-            found.append(shard.Collective(kind, "pipe", (every if every == ticks else 1) * c.accumulate,
-                                          every * x * (S - 1) // S * c.accumulate))
+            found.append(shard.Collective(kind, "pipe", times * c.accumulate,
+                                          times * share * (S - 1) // S * c.accumulate))
     if n > 1:
         b = rows // M if S > 1 else rows
         heads = c.kv_heads // sizes["tensor"] if c.kv_heads % sizes["tensor"] == 0 else c.kv_heads
