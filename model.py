@@ -40,6 +40,7 @@ class Config:
     vocab_size: int = 0           # ids; 0: what the data's tokenizer has
     seq_len: int = 128            # tokens in a training example
     tied: bool = False            # one table for reading and for saying tokens
+    parallel: bool = False        # attention and MLP beside each other, after one norm
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
     dropout: float = 0.0          # share of each block's output dropped in training
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
@@ -49,11 +50,14 @@ class Config:
     chunks: int = 1               # pieces of consecutive layers that each stage of it has
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
+    shared_experts: int = 0       # and how many more it visits always
+    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
+    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
 
     def __post_init__(self) -> None:
         at_least = dict(layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
-                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1, microbatches=1,
-                        chunks=1)
+                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1, shared_experts=0,
+                        balance=0, router_z=0, microbatches=1, chunks=1)
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise Refused(f"--{name} {getattr(self, name)}: must be at least {least}")
@@ -80,9 +84,12 @@ class Config:
                 raise Refused(f"--{name} {getattr(self, name)}: expected "
                               f"{', '.join(filter(None, known))}"
                               + shard.nearest(getattr(self, name), known))
-        if self.experts:
-            raise Refused(f"--experts {self.experts}: mixtures of experts are not built yet; "
-                          f"only 0 is accepted")
+        if self.experts and self.experts_per_token > self.experts:
+            raise Refused(f"--experts_per_token {self.experts_per_token}: there are only "
+                          f"--experts {self.experts}")
+        if self.shared_experts and not self.experts:
+            raise Refused(f"--shared_experts {self.shared_experts}: give --experts too; a dense MLP is "
+                          f"as wide as --d_ff says")
 
 
 PRESETS = {
@@ -99,6 +106,8 @@ PRESETS = {
                         vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
     "llama3-405b": Config(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248,
                           vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
+    "mixtral-8x7b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, experts=8,
+                           vocab_size=32000, seq_len=4096, tied=False, rope_theta=1000000.0),
 }
 
 
@@ -130,13 +139,18 @@ def _weights(c: Config) -> Params:
             "wk": ((L, D, K, N), into),
             "wv": ((L, D, K, N), into),
             "wo": ((L, H, N, D), (H * N) ** -0.5 * back),
-            "mlp_norm": ((L, D), None),
-            "w_gate": ((L, D, F), into),
-            "w_up": ((L, D, F), into),
-            "w_down": ((L, F, D), F**-0.5 * back),
         },
         "norm": ((D,), None),
     }
+    layers = weights["layers"]
+    if not c.parallel:
+        layers["mlp_norm"] = ((L, D), None)
+    if wide := c.shared_experts * F if c.experts else F:        # of the MLP that all tokens visit
+        layers |= {"w_gate": ((L, D, wide), into), "w_up": ((L, D, wide), into),
+                   "w_down": ((L, wide, D), F**-0.5 * back)}
+    if E := c.experts:
+        layers |= {"router": ((L, D, E), into), "e_gate": ((L, E, D, F), into),
+                   "e_up": ((L, E, D, F), into), "e_down": ((L, E, F, D), F**-0.5 * back)}
     if not c.tied:
         weights["head"] = ((D, V), into)
     return weights
@@ -163,7 +177,9 @@ def flops(config: Config, tokens: int) -> float:
     """Arithmetic of training on that many tokens: 6 per weight of a product and token, and the
     attention's two products with every key (causal or not), 12 T H N a layer and token."""
     c = config
-    block = c.d_model * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.d_model * c.d_ff
+    visited = c.experts_per_token + c.shared_experts if c.experts else 1
+    block = (c.d_model * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.d_model * c.experts
+             + 3 * c.d_model * c.d_ff * visited)
     weights = c.layers * block + c.d_model * padded(c.vocab_size)
     return tokens * (6.0 * weights + 12.0 * c.layers * c.seq_len * c.heads * c.head_dim)
 
@@ -215,40 +231,75 @@ def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-def _block(w: Params, x: jax.Array, layer: Any, c: Config, positions: jax.Array, asking: Params,
-           asked: Params, seeds: jax.Array | None, cache: Params | None, slot: Any
-           ) -> tuple[jax.Array, Params | None]:
-    """One layer: x [B, T, D] -> x, and its keys and values if it keeps them."""
+def _mlp(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What is between the two products of an MLP."""
+    return jax.nn.silu(gate) * up
+
+
+def _experts(w: Params, h: jax.Array, c: Config, layer: Any, rows: Params, back: list
+             ) -> tuple[jax.Array, tuple[jax.Array, Params] | None]:
+    """h [B, T, D] through each token's best experts, by the router's shares; `back` is added. In training also what is
+    added to the loss: for each row, the product of the share of tokens that an expert has and the share
+    that it was given in probability, summed over experts (as many as experts, if all were equal), and the
+    router's squared log-sum-exp. Both are sums over rows and tokens, each with its weight: no mesh or
+    micro-batch changes them."""
+    E, K = c.experts, c.experts_per_token
+    logits = shard.inner(jnp.einsum("btd,de->bte", h.astype(jnp.float32),
+                                    w["router"].astype(jnp.float32)), None)
+    probs = jax.nn.softmax(logits, -1)
+    top, chosen = jax.lax.top_k(probs, K)                                       # [B, T, K]
+    out = shard.experts(h, chosen, top / top.sum(-1, keepdims=True), (w["e_gate"], w["e_up"]),
+                        _mlp, w["e_down"], *back)
+    if rows["seeds"] is None:
+        return out, None
+    weights = rows["weights"]                                                   # [B, T]
+    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
+    given = jnp.einsum("bte,bt->be", probs, weights)
+    total = shard.over_time(weights.sum(-1, keepdims=True))                     # [B, 1]
+    balance = E * jnp.sum(shard.over_time(busy) * given / jnp.maximum(total, 1e-9))
+    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
+    added = c.balance * balance + c.router_z * z
+    load = jnp.zeros((c.layers, E)).at[layer].set(busy.sum(0))
+    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
+
+
+def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: Params | None = None,
+           slot: Any = 0) -> tuple[jax.Array, Any, Params | None]:
+    """One layer: x [B, T, D] -> x, what is added to the loss, and its keys and values if it keeps
+    them. `rows` is what is known of the rows: positions, places, documents, seeds, weights."""
+    drop = lambda y, half: _drop(y, c.dropout, 2 * layer + half, rows["seeds"],     # noqa: E731
+                                 rows["asking"]["place"])
     h = _norm(x, w["attn_norm"])
-    q = _rotate(jnp.einsum("btd,dhn->bthn", h, w["wq"]), positions, c.rope_theta)
-    k = _rotate(jnp.einsum("btd,dkn->btkn", h, w["wk"]), positions, c.rope_theta)
-    v = jnp.einsum("btd,dkn->btkn", h, w["wv"])
+    dense = [w["w_gate"], w["w_up"]] if "w_gate" in w else []
+    q, k, v, *mlp = shard.columns(h, w["wq"], w["wk"], w["wv"], *dense * c.parallel)
+    q, k = (_rotate(y, rows["positions"], c.rope_theta) for y in (q, k))
     if cache is not None:
         cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
                  "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    a = shard.attend(_attention, q, k, v, _seen, asking, asked)                 # [B, T, H, N]
-    a = jnp.einsum("bthn,hnd->btd", a, w["wo"])
-    x = shard.stream(x + _drop(a, c.dropout, 2 * layer, seeds, asking["place"]))
-
-    h = _norm(x, w["mlp_norm"])
-    h = jax.nn.silu(h @ w["w_gate"]) * (h @ w["w_up"])                          # [B, T, F]
-    m = shard.inner(h, 2) @ w["w_down"]
-    x = shard.stream(x + _drop(m, c.dropout, 2 * layer + 1, seeds, asking["place"]))
-    return x, cache
+    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"])   # [B, T, H, N]
+    back = [(a, w["wo"])]
+    if not c.parallel:
+        x = shard.stream(x + drop(shard.row(*back), 0))
+        h, back = _norm(x, w["mlp_norm"]), []
+        mlp = shard.columns(h, *dense)                                          # [B, T, F] each
+    if dense:
+        back.append((_mlp(*mlp), w["w_down"]))
+    found, more = _experts(w, h, c, layer, rows, back) if c.experts else (shard.row(*back), None)
+    return shard.stream(x + drop(found, 1)), more, cache
 
 
 def _enter(params: Params, tokens: jax.Array, c: Config) -> jax.Array:
-    return shard.stream(params["embed"][tokens] * c.d_model**0.5)      # rows of about unit size
+    return shard.lookup(params["embed"], tokens) * c.d_model**0.5       # rows of about unit size
 
 
-def _trunk(params: Params, tokens: jax.Array, c: Config, positions: jax.Array, asking: Params,
-           asked: Params, cache: Params | None = None, slot: Any = 0
-           ) -> tuple[jax.Array, Params | None]:
+def _trunk(params: Params, tokens: jax.Array, c: Config, rows: Params,
+           cache: Params | None = None, slot: Any = 0) -> tuple[jax.Array, Params | None]:
     """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
     def layer(w, x, each):
         i, layer_cache = each
-        return _block(w, x, i, c, positions, asking, asked, None, layer_cache, slot)
+        x, _, layer_cache = _block(w, x, i, c, rows, layer_cache, slot)
+        return x, layer_cache
 
     x, cache = shard.stack(layer, params["layers"], _enter(params, tokens, c),
                            (jnp.arange(c.layers), cache))
@@ -257,10 +308,8 @@ def _trunk(params: Params, tokens: jax.Array, c: Config, positions: jax.Array, a
 
 def _logits(params: Params, x: jax.Array, c: Config) -> jax.Array:
     """x [B, T, D] -> float32 [B, T, V]; the padded ids can never be said."""
-    if c.tied:
-        logits = jnp.einsum("btd,vd->btv", x, params["embed"], preferred_element_type=jnp.float32)
-    else:
-        logits = jnp.einsum("btd,dv->btv", x, params["head"], preferred_element_type=jnp.float32)
+    head = params["embed"].T if c.tied else params["head"]
+    logits, = shard.columns(x, head, dtype=jnp.float32)
     return shard.inner(jnp.where(jnp.arange(logits.shape[-1]) < c.vocab_size, logits, -1e30), 2)
 
 
@@ -270,11 +319,12 @@ def _seen(asking: Params, asked: Params) -> jax.Array:
     return (before & (asked["document"][:, None, :] == asking["document"][:, :, None]))[:, None]
 
 
-def _where(tokens: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, Params, Params]:
-    """Positions [B, T] in the document, and what is known of each query and each key."""
+def _known(tokens: jax.Array, batch: dict[str, jax.Array]) -> Params:
+    """What is known of the rows of a batch, and of each of their queries and keys: positions [B, T]
+    in the document, and the place in the row and the document that decide who sees whom."""
     place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
     known = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
-    return batch.get("positions", place), known, known
+    return {"seeds": None, "positions": place, **batch, "asking": known, "asked": known}
 
 
 def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
@@ -284,26 +334,23 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
         raise Refused("this model has no encoder to give a source to")
     params = shard.cast(params, config.dtype)
     given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
-    x, _ = _trunk(params, tokens, config, *_where(tokens, given))
+    x, _ = _trunk(params, tokens, config, _known(tokens, given))
     return _logits(params, x, config)[..., :config.vocab_size]
 
 
 def loss(params: Params, batch: dict[str, jax.Array], config: Config,
-         specs: Params | None = None) -> tuple[jax.Array, jax.Array]:
+         specs: Params | None = None, more: bool = False) -> tuple:
     """(sum, count): nats over the batch's targets, weighted, and the sum of the weights. They
     travel together and are divided once, so that masks and uneven shards change nothing.
-    Dropout is on where the batch brings `seeds` [B]."""
-    params, c = shard.cast(params, config.dtype), config
-    positions, asking, asked = _where(batch["tokens"], batch)
-    rows = {**batch, "positions": positions, "asking": asking, "asked": asked,
-            "seeds": batch.get("seeds")}
+    Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add what
+    makes them equally busy; `more` then gives other sums of theirs, third."""
+    params, c, rows = shard.cast(params, config.dtype), config, _known(batch["tokens"], batch)
 
     def enter(params, rows):
         return _enter(params, rows["tokens"], c)
 
     def layer(w, x, i, rows):
-        return _block(w, x, i, c, rows["positions"], rows["asking"], rows["asked"], rows["seeds"],
-                      None, 0)
+        return _block(w, x, i, c, rows)[:2]
 
     def leave(params, x, rows):
         def nats(params, x, targets, weights):
@@ -312,15 +359,19 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
             return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
 
         x = _norm(x, params["norm"])
-        B, T, _ = x.shape
-        size = B * T * padded(c.vocab_size)
-        pieces = min(n for n in range(1, T + 1) if T % n == 0 and (size <= n * LOGITS or n == T))
-        return (shard.in_pieces(nats, pieces, params, x, rows["targets"], rows["weights"]),
-                jnp.sum(rows["weights"]))
+        return (shard.in_pieces(nats, pieces(c, *x.shape[:2]), params, x, rows["targets"],
+                                rows["weights"]), jnp.sum(rows["weights"]))
 
     others = {k: w for k, w in params.items() if k != "layers"}
-    return shard.through(enter, layer, leave, others, params["layers"], jnp.arange(c.layers), rows,
-                         specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks)
+    found = shard.through(enter, layer, leave, others, params["layers"], jnp.arange(c.layers), rows,
+                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks)
+    return found if more else found[:2]
+
+
+def pieces(config: Config, rows: int, time: int) -> int:
+    """In how many pieces of their time the loss of so many rows is computed."""
+    size = rows * time * padded(config.vocab_size)
+    return min(n for n in range(1, time + 1) if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -346,8 +397,9 @@ def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: j
     keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
     asking = {"place": slots, "document": jnp.zeros_like(slots)}
     asked = {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}
-    x, cache = _trunk(params, tokens, config, jnp.maximum(slots - start[:, None], 0), asking,
-                      asked, cache, slot)
+    rows = {"positions": jnp.maximum(slots - start[:, None], 0), "asking": asking, "asked": asked,
+            "seeds": None}
+    x, cache = _trunk(params, tokens, config, rows, cache, slot)
     return _logits(params, x[:, -1:], config)[:, 0], cache
 
 

@@ -65,7 +65,6 @@ def nearest_multiple(of: int, near: int) -> int:
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")       # the axes that split the rows of a batch
 MANUAL = AXES[:-1]                       # our collectives; those of `tensor` are the compiler's
-BUILT = ("data", "fsdp", "pipe", "seq", "tensor")    # what the step can use so far
 
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
@@ -1146,12 +1145,14 @@ def noting():
 
 
 def stream(x: jax.Array) -> jax.Array:
-    """The residual stream [B, T, D]: whole on every device of the tensor axis."""
-    return _place(x, None)
+    """The residual stream [B, T, D]: over tensor its time is split, where that divides, so that what
+    is done to it between the products is done once (sequence parallelism); else it is whole."""
+    return _place(x, 1 if _time_shards(x.shape[1]) > 1 else None)
 
 
-def inner(x: jax.Array, dim: int) -> jax.Array:
-    """An activation inside a block, split over tensor along `dim` (heads, hidden, vocabulary)."""
+def inner(x: jax.Array, dim: int | None) -> jax.Array:
+    """An activation inside a block, split over tensor along `dim` (heads, hidden, vocabulary), or whole
+    on each of its devices."""
     return _place(x, dim)
 
 
@@ -1169,6 +1170,149 @@ def _place(x: jax.Array, dim: int | None) -> jax.Array:
     if dim is not None:
         entries[dim] = "tensor"
     return lax.with_sharding_constraint(x, P(*entries))
+
+
+def _time_shards(time: int) -> int:
+    """Over how many devices of tensor the time of the residual stream is split."""
+    sizes, manual = _ambient()
+    n = sizes.get("tensor", 1)
+    return n if manual and time % n == 0 else 1
+
+
+# Into a block and out of it. Where the stream's time is split, n copies of it are made, one for each
+# device of tensor, [n, B, T, D] split over n: an all-gather. The products have n as a batch dimension,
+# so that each device makes those with its own part of the weights. What they add up to is n partial
+# sums [n, B, T, D], and the stream is their sum: a reduce-scatter. Each is the other's derivative.
+
+# One operation in each map, no more: when the backward pass computes a part of a map again, jax cannot
+# place what was kept of it.
+
+def _copies(x: jax.Array, n: int) -> jax.Array:
+    x = x[None]
+    return x if n == 1 else jax.shard_map(
+        lambda x: lax.all_gather(x, "tensor", axis=2, tiled=True),
+        in_specs=P(None, None, "tensor"), out_specs=P("tensor"), axis_names={"tensor"})(x)
+
+
+def _sum_of(parts: jax.Array) -> jax.Array:
+    if parts.shape[0] > 1:
+        parts = jax.shard_map(
+            lambda p: lax.psum_scatter(p, "tensor", scatter_dimension=2, tiled=True),
+            in_specs=P("tensor"), out_specs=P(None, None, "tensor"), axis_names={"tensor"})(parts)
+    return parts[0]
+
+
+def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.Array, ...]:
+    """The stream x [B, T, D] times each of the weights [D, F, ...]: into a block. All of them share
+    one all-gather of x, and one reduce-scatter of its gradient. `dtype` is the products', if not x's."""
+    n = _time_shards(x.shape[1])
+    copies = None
+
+    def times(w):
+        nonlocal copies
+        if n == 1 or w.shape[1] % n:
+            out = jnp.tensordot(x, w, 1, preferred_element_type=dtype)
+            return out if n == 1 else inner(out, None)
+        copies = _copies(x, n) if copies is None else copies
+        w = w.reshape(w.shape[0], n, -1, *w.shape[2:])
+        out = lax.dot_general(copies, w, (((3,), (0,)), ((0,), (1,))),          # [n, B, T, F / n, ...]
+                              preferred_element_type=dtype)
+        return jnp.moveaxis(checkpoint_name(out, "product"), 0, 2).reshape(*x.shape[:2], -1, *w.shape[3:])
+
+    return tuple(inner(times(w), 2) for w in weights)
+
+
+def row(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The sum of the products of activations [B, T, F, ...] with weights [F, ..., D]: out of a block
+    and into the stream [B, T, D]. All of them share one reduction."""
+    return _row(_time_shards(pairs[0][0].shape[1]), 0, pairs)
+
+
+def _row(n: int, parts: Any, pairs: Any) -> jax.Array:
+    """What n partial sums [n, B, T, D] and these products add up to."""
+    whole: Any = 0
+    for h, w in pairs:
+        if n == 1 or w.shape[0] % n:
+            whole += jnp.tensordot(h, w, w.ndim - 1)
+        else:
+            h = jnp.moveaxis(h.reshape(*h.shape[:2], n, -1, *h.shape[3:]), 2, 0)
+            w = w.reshape(n, -1, *w.shape[1:])
+            inside = tuple(range(1, w.ndim - 1))
+            parts += lax.dot_general(h, w, ((tuple(d + 2 for d in inside), inside), ((0,), (0,))))
+    if not isinstance(parts, int):
+        whole += checkpoint_name(_sum_of(parts), "product")
+    return stream(whole)
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of a table [V, D] that ids [B, T] ask for, as the stream [B, T, D]."""
+    n = _time_shards(ids.shape[1])
+    if n == 1 or table.shape[0] % n:
+        return stream(table[ids])
+    table = table.reshape(n, -1, table.shape[1])
+    here = ids - jnp.arange(n)[:, None, None] * table.shape[1]                  # [n, B, T]
+    found = jax.vmap(lambda rows, i: rows[i])(table, jnp.clip(here, 0, table.shape[1] - 1))
+    mine = (here >= 0) & (here < table.shape[1])
+    return stream(_sum_of(jnp.where(mine[..., None], found, 0)))
+
+
+def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
+            between: Callable, back: jax.Array, *beside: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Each token of the stream x [B, T, D] through the experts that it has chosen [B, T, K], into the
+    stream: the sum of what they make of it, by shares [B, T, K]. An expert is columns `into`, each
+    [E, D, F], then between(...), then rows `back` [E, F, D]. None is dropped: tokens are sorted by
+    expert and multiplied group by group. Under `expert` a token is sent to the devices that have one of
+    its experts, and each sends back its part of the sum. `beside` are pairs as `row` takes them, of what
+    all tokens visit: they are added, in the same reduction."""
+    (B, T, D), K, n = x.shape, chosen.shape[-1], _time_shards(x.shape[1])
+    n = n if back.shape[1] % n == 0 else 1
+    sizes, manual = _ambient()
+    e = sizes.get("expert", 1) if "expert" in manual else 1
+    own = back.shape[0]                             # experts of this device: all, or E / e
+    into = [jnp.moveaxis(w.reshape(own, D, n, -1), 2, 0) for w in into]         # [n, E, D, F / n]
+    back = jnp.moveaxis(back.reshape(own, n, -1, D), 1, 0)                      # [n, E, F / n, D]
+    chosen, shares = (inner(a, None).reshape(-1, K) for a in (chosen, shares))
+    rows = (_copies(x, n) if n > 1 else inner(x, None)[None]).reshape(n, B * T, D)
+
+    if e > 1:
+        # Room for every token in what goes to each device: none can be too many. What has no
+        # business there is zero.
+        asked = (chosen // own == jnp.arange(e)[:, None, None]).any(-1)         # [e, B T]
+        rows = _swap(jnp.where(asked[..., None], rows[:, None], 0)).reshape(n, -1, D)
+        chosen, shares = (lax.all_gather(a, "expert", tiled=True) for a in (chosen, shares))
+        chosen = chosen - lax.axis_index("expert") * own
+        mine = (chosen >= 0) & (chosen < own)
+        chosen = jnp.where(mine, chosen, own)       # another's: the last, in no group
+        if K > own:     # of its K choices at most as many are here as there are experts
+            first = jnp.argsort(chosen, -1)[:, :own]
+            chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
+    k = chosen.shape[1]
+    order = jnp.argsort(chosen.reshape(-1))         # stable: by expert, then as they came
+    counts = (chosen.reshape(-1) == jnp.arange(own)[:, None]).sum(-1, dtype=jnp.int32)
+
+    def product(x, w):                              # [n, R, D], [n, E, D, F] -> [n, R, F]
+        if n == 1:
+            return lax.ragged_dot(x[0], w[0], counts)[None]
+        return jax.vmap(lax.ragged_dot)(x, w, jnp.broadcast_to(counts, (n, own)))
+
+    hidden = between(*[checkpoint_name(product(rows[:, order // k], w), "product") for w in into])
+    out = product(hidden, back)[:, jnp.argsort(order)].reshape(n, -1, k, D)
+    out = (out * jnp.where(chosen < own, shares, 0)[..., None].astype(out.dtype)).sum(2)
+    if e > 1:
+        out = _swap(out.reshape(n, e, -1, D)).sum(1, dtype=jnp.float32).astype(x.dtype)
+    return _row(n, out.reshape(n, B, T, D), beside)
+
+
+def _swap(x: jax.Array) -> jax.Array:
+    """x [n, e, ...], split n ways over tensor: part j goes to the device j of expert, and its to us."""
+    return _keeping_tensor(lambda x: lax.all_to_all(x, "expert", 1, 1, tiled=True), P(
+        "tensor" if x.shape[0] > 1 else None))(x)
+
+
+def over_time(x: jax.Array) -> jax.Array:
+    """What each device of `seq` has summed over its part of the time, summed over all of it."""
+    sizes, manual = _ambient()
+    return lax.psum(x, "seq") if sizes.get("seq", 1) > 1 and "seq" in manual else x
 
 
 def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
@@ -1243,11 +1387,19 @@ def in_pieces(fn: Callable, count: int, weights: Any, *arrays: jax.Array) -> jax
     [B, T, ...], with one piece in memory at a time: the backward pass computes each again."""
     if count == 1:
         return fn(weights, *arrays)
-    cut = [jnp.moveaxis(a.reshape(a.shape[0], count, -1, *a.shape[2:]), 1, 0) for a in arrays]
+    cut = [jnp.moveaxis(_parts_of_time(a, count), 2, 0) for a in arrays]
+    cut = [a.reshape(count, a.shape[1], -1, *a.shape[4:]) for a in cut]
     wide, narrow = _widened(weights)
     again = jax.checkpoint(lambda wide, *piece: fn(narrow(wide), *piece), prevent_cse=False)
     zero = vary(jnp.zeros(()), arrays, weights)
     return lax.scan(lambda total, piece: (total + again(wide, *piece), None), zero, tuple(cut))[0]
+
+
+def _parts_of_time(x: jax.Array, count: int) -> jax.Array:
+    """x [B, T, ...] as [B, n, count, T / count / n, ...]: for `count` parts of the time, each of which
+    tensor splits n ways as it splits the whole. In a part time is not in order."""
+    n = _time_shards(x.shape[1] // count)
+    return x.reshape(x.shape[0], n, count, -1, *x.shape[2:])
 
 
 def _widened(tree: Any) -> tuple[Any, Callable]:
@@ -1264,7 +1416,7 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
     its e, if there are any. Gives the last x and all the outs, stacked.
 
     `weights` have the layers as their leading dimension. Under fsdp each layer's weights are
-    gathered here, where they are used, and again in the backward pass if they are not kept.
+    gathered here, where they are used, and again in the backward pass: no device keeps them.
     remat: none keeps what the backward pass needs; selective keeps the products with weights
     and recomputes the rest; full keeps the layer's input alone."""
     layer_specs = None if specs is None else jax.tree.map(
@@ -1274,31 +1426,54 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
         w, e = one
         return layer(gather(w, layer_specs), x, e)
 
-    if remat != "none":
-        policy = jax.checkpoint_policies
-        body = jax.checkpoint(body, prevent_cse=False, policy={
-            "selective": policy.dots_with_no_batch_dims_saveable,
-            "full": policy.nothing_saveable}[remat])
+    policy = jax.checkpoint_policies
+    kept = {"none": _not_weights,
+            "selective": policy.save_from_both_policies(policy.dots_with_no_batch_dims_saveable,
+                                                        policy.save_only_these_names("product")),
+            "full": policy.nothing_saveable}[remat]
+    if remat != "none" or layer_specs is not None and _ambient()[0].get("fsdp", 1) > 1:
+        body = jax.checkpoint(body, prevent_cse=False, policy=kept)
     return lax.scan(body, x, (weights, each))
+
+
+# What is as good as its operand.
+VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name", "pvary",
+         "sharding_constraint", "copy"}
+
+
+def _not_weights(operation: Any, *_: Any, **params: Any) -> bool:
+    """What is kept for a backward pass that is to have all but whole weights: neither what gathers or
+    picks them, nor their views."""
+    return operation.name not in VIEWS and not _gathers(operation.name, params)
+
+
+def _gathers(name: str, params: dict[str, Any]) -> bool:
+    inside = getattr(params.get("jaxpr"), "eqns", ())
+    return (name == "all_gather" and "fsdp" in params["axis_name"] or name == "dynamic_slice"
+            or any(_gathers(eqn.primitive.name, eqn.params) for eqn in inside))
 
 
 def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weights: Any,
             each: Any, rows: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
-            schedule: str = "gpipe", chunks: int = 1) -> tuple[jax.Array, jax.Array]:
+            schedule: str = "gpipe", chunks: int = 1) -> tuple:
     """A loss with a stack of layers in the middle, as a sum and a count:
 
-        x = enter(params, rows);  x, _ = layer(w, x, e, rows) for each;  leave(params, x, rows)
+        x = enter(params, rows);  x, more = layer(w, x, e, rows) for each;  leave(params, x, rows)
 
-    `rows` is all that belongs to the rows of a batch (a tree of [B, ...]). Under `pipe` they go
-    through in microbatches, each device has its layers, and `leave` is given a part of the time
-    of x and of rows on each device, so that it is computed once, by all of them together."""
+    `rows` is all that belongs to the rows of a batch (a tree of [B, ...]). `more` is None, or a pair of
+    what the layer adds to the sum and a tree of other sums, without gradients, that are wanted of all
+    layers together: they are then given third. Under `pipe` rows go through in microbatches, each device
+    has its layers, and `leave` is given a part of the time of x and of rows on each device, so that it
+    is computed once, by all of them together."""
     def run(x, weights, each, rows):
-        return stack(lambda w, x, e: layer(w, x, e, rows), weights, x, each, specs, remat)[0]
+        x, more = stack(lambda w, x, e: layer(w, x, e, rows), weights, x, each, specs, remat)
+        return x, jax.tree.map(lambda a: a.sum(0), more)
 
     _reached.get().add("through")
     sizes, manual = _ambient()
     if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
-        return leave(params, run(enter(params, rows), weights, each, rows), rows)
+        x, more = run(enter(params, rows), weights, each, rows)
+        return _with(leave(params, x, rows), more)
     if not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)):
         raise Refused(f"mesh axis pipe={sizes['pipe']}: the number of layers must divide by it, and "
                       f"shard.through must be given their specs")
@@ -1310,8 +1485,13 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
     if schedule == "1f1b":
         return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
                                          sizes["pipe"], M)
-    x = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks)
-    return leave(params, x, spread(rows))
+    x, more = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks)
+    return _with(leave(params, x, spread(rows)), more)
+
+
+def _with(pair: tuple, more: Any) -> tuple:
+    """A sum and a count, and what the layers add."""
+    return pair if more is None else (pair[0] + more[0], pair[1], more[1])
 
 
 def _cut(tree: Any, count: int) -> Any:
@@ -1355,7 +1535,7 @@ def _skipping(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
 
 
 def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, stages: int,
-              microbatches: int, chunks: int) -> jax.Array:
+              microbatches: int, chunks: int) -> tuple[jax.Array, Any]:
     """The rows of x in microbatches through the stages, chunk after chunk of layers.
 
         stage 0 | 0 1 0 1 2 3 2 3 . |      2 stages of 2 chunks, 4 microbatches: a number is a
@@ -1380,19 +1560,24 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
         x = jnp.where((me == 0) & (chunk == 0), _pick(xs, batch), x)
 
         # The chunk's weights are picked again in the backward pass, or each tick would keep them.
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies
-                           .save_anything_except_these_names("picked"))
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=_not_weights)
         def work(x):
-            now = checkpoint_name(narrow(_pick(wide, chunk)), "picked")
-            return run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch))
+            now = narrow(_pick(wide, chunk))
+            return alike(run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch)))
 
-        x = _skipping(busy, work, lambda x: x, x)
-        return _onward(x, S), x
+        x, more = _skipping(busy, work, lambda x: alike((x, _nothing_of(work, x)[1])), x)
+        return _onward(x, S), (x, more)
 
-    start = vary(jnp.zeros_like(xs[0]), xs, weights, me)
-    _, out = lax.scan(tick, start, jnp.arange(ticks(S, M, "interleaved", V)[0]))
-    return _shared_out(jnp.where(me == S - 1, out[np.array(last)], 0), 2).reshape(
-        x.shape[0], -1, *x.shape[2:])
+    alike = lambda tree: vary(tree, xs, rows, weights, me)      # noqa: E731
+    start = alike(jnp.zeros_like(xs[0]))
+    _, (out, more) = lax.scan(tick, start, jnp.arange(ticks(S, M, "interleaved", V)[0]))
+    out = jnp.where(me == S - 1, out[np.array(last)], 0).reshape(-1, *x.shape[1:])
+    return stream(_shared_out(out, S)), jax.tree.map(lambda a: a.sum(0), more)
+
+
+def _nothing_of(fn: Callable, *args: Any) -> Any:
+    """Zeros of the shapes that fn makes."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args))
 
 
 def _onward(x: Any, stages: int, step: int = 1) -> Any:
@@ -1401,14 +1586,21 @@ def _onward(x: Any, stages: int, step: int = 1) -> Any:
         a, "pipe", [(i, (i + step) % stages) for i in range(stages)]), x)
 
 
-def _shared_out(x: jax.Array, dim: int) -> jax.Array:
-    """What one stage has and the others hold zeros for: to each stage its part along dim."""
-    return lax.psum_scatter(x, "pipe", scatter_dimension=dim, tiled=True)
+def _shared_out(x: jax.Array, stages: int) -> jax.Array:
+    """x [B, T, D] that one stage has and the others hold zeros for: to each stage its part of the time."""
+    place = P(None, "tensor" if _time_shards(x.shape[1] // stages) > 1 else None)
+    return _keeping_tensor(lambda x: lax.psum_scatter(x, "pipe", scatter_dimension=1, tiled=True), place)(x)
+
+
+def _shared_again(x: jax.Array) -> jax.Array:
+    """The parts of all stages, together."""
+    place = P(None, "tensor" if _time_shards(x.shape[1]) > 1 else None)
+    return _keeping_tensor(lambda x: lax.all_gather(x, "pipe", axis=1, tiled=True), place)(x)
 
 
 def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, params: Any,
                               weights: Any, each: Any, rows: Any, stages: int, microbatches: int
-                              ) -> tuple[jax.Array, jax.Array]:
+                              ) -> tuple:
     """The same loss, with each microbatch's backward pass as soon as it can be:
 
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       x' is the backward pass of x, in the
@@ -1421,7 +1613,8 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
     M, S = microbatches, stages
     me, parts = lax.axis_index("pipe"), _cut(rows, M)
     mine = jax.tree.map(lambda e: _pick(e.reshape(S, -1, *e.shape[1:]), me), each)
-    forward = lambda w, x, i: run(x, w, mine, _pick(parts, i))          # noqa: E731
+    alike = lambda tree: vary(tree, params, rows, weights, me)          # noqa: E731
+    forward = lambda w, x, i: alike(run(x, w, mine, _pick(parts, i)))   # noqa: E731
     wide = lambda tree: jax.tree.map(                                   # noqa: E731
         lambda w: vary(jnp.zeros(w.shape, jnp.float32), w, me), tree)
     add = lambda total, more: jax.tree.map(                             # noqa: E731
@@ -1430,28 +1623,28 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
 
     def both(params, weights):
         def tick(state, t):
-            x, back, ahead, kept, (dp, dw), (s, c) = state
+            x, back, ahead, kept, (dp, dw), (s, c), total = state
             (f, b), out = _in_turns(t, me, S), t - (S - 1)
             # Forward.
             busy = (f >= 0) & (f < M)
             x = _skipping(busy & (me == 0), lambda x: vary(enter(params, _pick(parts, f)), x),
                        lambda x: x, x)
             kept = jnp.where(busy, lax.dynamic_update_index_in_dim(kept, x, f % (2 * S), 0), kept)
-            y = _skipping(busy, lambda x: forward(weights, x, f), lambda x: x, x)
+            y, more = _skipping(busy, lambda x: forward(weights, x, f), lambda x: (x, none), x)
             # The loss of what the last stage has just finished, by all stages.
-            part = _shared_out(jnp.where(me == S - 1, y, 0), 1)
+            part = stream(_shared_out(jnp.where(me == S - 1, y, 0), S))
             here = spread(_pick(parts, out))
             pair, pull = jax.vjp(lambda p, x: leave(p, x, here), params, part)
             dlast, dpart = pull(tuple(vary(jnp.full_like(v, k), v) for k, v in zip((1, 0), pair)))
             live = (out >= 0) & (out < M)
-            done = lax.all_gather(dpart, "pipe", axis=1, tiled=True)
+            done = _shared_again(dpart)
             # Backward, of a microbatch that the next stage has sent back.
             back = jnp.where(me == S - 1, ahead, back)
             turn = (b >= 0) & (b < M)
 
             def pull_back(back):
                 _, pull = jax.vjp(lambda w, x: forward(w, x, b), weights, _pick(kept, b % (2 * S)))
-                return pull(back)
+                return pull((back, none and (vary(jnp.ones_like(none[0]), none[0]), none[1])))
 
             nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)      # noqa: E731
             dws, dx = _skipping(turn, pull_back, lambda back: (nothing(weights), nothing(back)), back)
@@ -1460,19 +1653,20 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
                 lambda dx: nothing(params), dx)
             dp = add(add(dp, only(live, dlast)), dfirst)
             s, c = (a + jnp.where(live, v, 0) for a, v in zip((s, c), pair))
-            return (_onward(y, S), _onward(dx, S, -1), done, kept, (dp, add(dw, dws)), (s, c)), None
+            return (_onward(y, S), _onward(dx, S, -1), done, kept, (dp, add(dw, dws)), (s, c),
+                    add(total, more)), None
 
-        x = jax.eval_shape(enter, params, _pick(parts, 0))
-        x = vary(jnp.zeros(x.shape, x.dtype), params, rows, weights, me)
+        x = alike(_nothing_of(enter, params, _pick(parts, 0)))
+        none = alike(_nothing_of(forward, weights, x, 0)[1])
         zero = vary(jnp.zeros(()), params, rows, me)
-        state = (x, x, x, jnp.stack([x] * 2 * S), (wide(params), wide(weights)), (zero, zero))
-        (_, _, _, _, grads, pair), _ = lax.scan(tick, state, jnp.arange(ticks(S, M, "1f1b", 1)[0]))
-        return pair, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, (params, weights))
+        state = (x, x, x, jnp.stack([x] * 2 * S), (wide(params), wide(weights)), (zero, zero), none)
+        (_, _, _, _, grads, pair, more), _ = lax.scan(tick, state, jnp.arange(ticks(S, M, "1f1b", 1)[0]))
+        return _with(pair, more), jax.tree.map(lambda g, w: g.astype(w.dtype), grads, (params, weights))
 
     @jax.custom_vjp
     def loss(params, weights):          # when no gradient is asked for
-        x = _pipeline(run, weights, enter(params, rows), each, rows, S, M, 1)
-        return leave(params, x, spread(rows))
+        x, more = _pipeline(run, weights, enter(params, rows), each, rows, S, M, 1)
+        return _with(leave(params, x, spread(rows)), more)
 
     loss.defvjp(both, lambda grads, change: jax.tree.map(lambda g: g * change[0].astype(g.dtype), grads))
     return loss(params, weights)
@@ -1519,8 +1713,9 @@ def spread(tree: Any) -> Any:
     def part(a):
         if a.ndim < 2:
             return a
-        size = a.shape[1] // sizes["pipe"]
-        return lax.dynamic_slice_in_dim(a, lax.axis_index("pipe") * size, size, 1)
+        parts = _parts_of_time(a, sizes["pipe"])
+        return lax.dynamic_index_in_dim(parts, lax.axis_index("pipe"), 2, False).reshape(
+            a.shape[0], -1, *a.shape[2:])
     return jax.tree.map(part, tree)
 
 

@@ -9,7 +9,8 @@
 this file is only its first user:
 
     collate(examples) -> batch          a list of raw examples to a dict of arrays [B, ...]
-    loss(params, batch) -> sum, count   over the batch; divided once, when all is summed
+    loss(params, batch) -> sum, count   over the batch; divided once, when all is summed (a third,
+                                        a dict of other sums, is divided too, and logged)
     predict(params, batch) -> outputs   shown after each evaluation
 """
 
@@ -156,9 +157,9 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
-    decisions = shard.decide(lambda p, b: _pair(loss(p, b)),
-                             jax.eval_shape(lambda p: shard.cast(p, config.dtype), params), small,
-                             mesh=mesh)
+    narrow = jax.eval_shape(lambda p: shard.cast(p, config.dtype), params)
+    decisions = shard.decide(lambda p, b: _sums(loss(p, b))[:2], narrow, small, mesh=mesh)
+    sums = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, small)
     specs = jax.tree.map(lambda d: d.spec, decisions)
     rule = optimizer(config, jax.tree.map(lambda d: d.matrix, decisions))
 
@@ -184,35 +185,36 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
             now = jax.tree.map(lambda d: P() if d.stacked else d.spec, decisions)
         weights = shard.gather(weights, now)
         with shard.noting() as reached:
-            pair = loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch)
+            found = loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch)
         for axis, name, what in (("pipe", "through", "layers"), ("seq", "attend", "attention")):
             if axis in piped and name not in reached:
                 raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
                               f"shard.{name}, which is what splits {what} over it")
-        return _pair(pair)
+        return _sums(found)
 
     def gradients(params, batch):
-        """Sums of gradient, loss and count over the batch's micro-batches, in float32."""
+        """The gradient, and the sums that the loss gives, over all micro-batches, in float32."""
         weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
 
-        def with_pair(weights, part):
-            pair = shard.once(local_loss(weights, part), piped)
-            return pair[0], pair
+        def with_sums(weights, part):
+            found = shard.once(local_loss(weights, part), piped)
+            return found[0], found
 
-        grad = jax.value_and_grad(with_pair, has_aux=True)
+        grad = jax.value_and_grad(with_sums, has_aux=True)
 
         def micro(total, part):
-            (_, (s, c)), g = grad(weights, part)
-            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (g, s, c)), None
+            (_, found), g = grad(weights, part)
+            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (g, found)), None
 
-        zero = (jax.tree.map(lambda w: shard.vary(jnp.zeros(w.shape, jnp.float32), w, batch),
-                             weights), *[shard.vary(jnp.zeros(()), batch, also=piped)] * 2)
+        zeros = lambda x: jnp.zeros(x.shape, jnp.float32)      # noqa: E731
+        zero = (jax.tree.map(lambda w: shard.vary(zeros(w), w, batch), weights),
+                jax.tree.map(lambda x: shard.vary(zeros(x), batch, also=piped), sums))
         if config.accumulate == 1:
-            g, s, c = micro(zero, batch)[0]
+            g, found = micro(zero, batch)[0]
         else:
-            g, s, c = jax.lax.scan(micro, zero, jax.tree.map(
+            g, found = jax.lax.scan(micro, zero, jax.tree.map(
                 lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
-        return shard.reduce(g, specs, parts=parts), shard.reduce((s, c))
+        return shard.reduce(g, specs, parts=parts), shard.reduce(found)
 
     def split(fn, outs, divides=True):
         """`fn(params, batch)` with our collectives: each group of devices runs it on its rows, and
@@ -230,14 +232,16 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     def step(state, batch):
         params = state["params"]
-        grads, (total, asked) = split(gradients, (shard.manual(parts), (P(), P())))(params, batch)
+        whole = jax.tree.map(lambda _: P(), sums)
+        grads, (total, asked, more) = split(gradients, (shard.manual(parts), whole))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
         grads = jax.tree.map(lambda g: g / count, grads)
         rate = schedule(config, state["step"])
         updates, opt = rule.update(grads, state["opt"], params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         metrics = {"loss": total / count, "lr": rate,
-                   "grad_norm": optax.tree.norm(grads), "tokens": asked}
+                   "grad_norm": optax.tree.norm(grads), "tokens": asked,
+                   **{name: x / count for name, x in more.items()}}
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     def evaluate(params, batch):
@@ -245,7 +249,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
         def fn(params, batch):
             weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
-            pair = shard.vary(shard.once(local_loss(weights, batch), piped), batch)
+            pair = shard.vary(shard.once(local_loss(weights, batch)[:2], piped), batch)
             # Parts are added up; what each device computed for itself, they agree on.
             return shard.agree(shard.reduce(pair, only=shard.varying(batch) | piped))
 
@@ -261,12 +265,15 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         jax.jit(evaluate, out_shardings=whole, compiler_options=options))
 
 
-def _pair(result: Any) -> tuple[jax.Array, jax.Array]:
-    if not (isinstance(result, tuple) and len(result) == 2
-            and all(jnp.shape(x) == () for x in result)):
-        raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and "
-                        f"the count to divide by; it returned {result}")
-    return result[0].astype(jnp.float32), jnp.asarray(result[1], jnp.float32)
+def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """What a loss gives, complete and in float32."""
+    s, c, *more = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
+    more = more[0] if more and more[0] is not None else {}
+    if s is None or jnp.shape(s) or jnp.shape(c) or not isinstance(more, dict):
+        raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and the "
+                        "count to divide by, and perhaps a dict of other sums to be logged; it returned "
+                        f"{result}")
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, more))
 
 
 def resolve(config: Config, mesh: Any) -> Config:
@@ -278,12 +285,7 @@ def resolve(config: Config, mesh: Any) -> Config:
 
 def check(config: Config, mesh: Any) -> None:
     """Refuse what does not fit, with the numbers, before anything is compiled."""
-    sizes = dict(mesh.shape)
-    for axis, size in sizes.items():
-        if size > 1 and axis not in shard.BUILT:
-            raise Refused(f"mesh axis {axis}={size}: not built yet; the axes that work are "
-                          f"{', '.join(shard.BUILT)}")
-    groups = shard.rows(mesh)
+    sizes, groups = dict(mesh.shape), shard.rows(mesh)
     each = groups * config.accumulate
     if config.batch % each:
         near = shard.nearest_multiple(each, config.batch)
@@ -300,7 +302,10 @@ def check(config: Config, mesh: Any) -> None:
 
 def check_model(config: model.Config, mesh: Any) -> None:
     """The same for what the transformer cannot split."""
-    n, stages, ring = (dict(mesh.shape)[a] for a in ("tensor", "pipe", "seq"))
+    n, stages, ring, e = (dict(mesh.shape)[a] for a in ("tensor", "pipe", "seq", "expert"))
+    if config.experts % e:
+        raise Refused(f"mesh axis expert={e} does not divide --experts {config.experts}; the nearest "
+                      f"that does is expert={shard.nearest_divisor(config.experts, e)}")
     for name, value in (("heads", config.heads), ("d_ff", config.d_ff),
                         ("vocabulary (padded)", model.padded(config.vocab_size or 1))):
         if value % n:
@@ -319,44 +324,77 @@ def check_model(config: model.Config, mesh: Any) -> None:
 
 
 def formula(program: Program) -> list[shard.Collective]:
-    """What an update must send: shard.predict's for the weights and, of the transformer, what a
-    pipeline's stages and a ring's devices hand on."""
+    """What an update must send: shard.predict's for the weights and, of the transformer, what is sent
+    into and out of its blocks, from stage to stage, around the ring, and to experts and back."""
     c, sizes = program.config, dict(program.mesh.shape)
+    n, e, ring, S = (sizes[a] for a in ("tensor", "expert", "seq", "pipe"))
     item, rows = jnp.dtype(c.dtype).itemsize, c.batch // shard.rows(program.mesh) // c.accumulate
-    S, n, M = sizes["pipe"], sizes["seq"], math.gcd(c.microbatches, rows)
+    time, M = c.seq_len // ring, math.gcd(c.microbatches, rows) if S > 1 else 1
+    in_turns = S > 1 and c.schedule == "1f1b"
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
+    full, again = c.remat == "full", c.remat != "none"      # 1F1B goes forward once more, too
     found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
-                          c.accumulate, bool(c.zero), ticks,
-                          1 + (c.remat == "full" or S > 1 and c.schedule == "1f1b"))
+                          c.accumulate, bool(c.zero), ticks, 2 + in_turns)
     if c.step == "jit" or "tokens" not in program.batch:
         return found
-    # The rule counted a device's rows in full: each has a part of their time, and of the layers.
-    found = [r._replace(bytes=round(r.bytes / n * ticks / (M if S > 1 else 1) / S))
-             if r.axis == "tensor" else r for r in found]
-    time = c.seq_len // n
-    x, runs = rows * time * c.d_model * item, c.layers
+    spread = time % n == 0 and n > 1
+    if not spread:  # The rule counted a device's rows in full: each has a part of their time, and layers.
+        found = [r._replace(bytes=round(r.bytes / ring * ticks / M / S)) if r.axis == "tensor" else r
+                 for r in found]
+    table = {(r.kind, r.axis): [r.count, r.bytes] for r in found if not (spread and r.axis == "tensor")}
+
+    def add(kind, axis, count, size):
+        """So many, in each of which a device has so many bytes (what it has in the end, but of
+        reduce-scatter before it)."""
+        group = sizes[axis]
+        share = {"collective-permute": 1, "all-reduce": 2 * (group - 1) / group}.get(kind, (group - 1) / group)
+        if group > 1 and count and size:
+            old = table.setdefault((kind, axis), [0, 0])
+            table[kind, axis] = [old[0] + count, old[1] + count * size * share]
+
+    tokens = rows // M * time                               # of a microbatch
+    x = tokens * c.d_model * item                           # the stream
+    runs = c.accumulate * ticks * c.layers // (S * chunks)  # of a layer, forward
+    ends = c.accumulate * (ticks if in_turns else 1)        # of what comes before and after them
+    whole = x if in_turns else x * M
+    blocks = 2 - c.parallel
+    if spread:
+        # Into a block and out of it, forward and backward; the table of tokens and the head.
+        pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S) > 1
+        add("all-gather", "tensor", runs * blocks * (2 + again + in_turns), x)
+        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) + full * (blocks - 1)
+                                                + bool(c.experts and (c.parallel or c.shared_experts))), x)
+        for kind, heads in (("all-gather", 1 + pieces), ("reduce-scatter", 1)):
+            add(kind, "tensor", ends, whole)
+            add(kind, "tensor", ends * heads, whole // S)
+        # Softmax over the vocabulary; the gradients of what multiplies the stream.
+        add("all-reduce", "tensor", ends * (3 + 2 * pieces), whole // (S * c.d_model * item) * 4)
+        add("all-reduce", "tensor", runs * blocks, c.d_model * item)
+        add("all-reduce", "tensor", ends, c.d_model * item)
+        if c.experts:
+            add("all-gather", "tensor", runs * (1 + again + in_turns), tokens * c.experts * 4)
+            add("all-reduce", "tensor", runs, c.d_model * c.experts * 4)
+            add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * 4)
+    if c.experts:
+        # Every token's place to every device, and back; its choices and their shares.
+        add("all-to-all", "expert", runs * (4 + again + in_turns * (2 - full)), e * x)
+        add("all-gather", "expert", runs * 2 * (1 + again + in_turns), e * tokens * c.experts_per_token * 4)
+        add("reduce-scatter", "expert", runs, e * tokens * c.experts_per_token * 4)
+        add("all-reduce", "seq", runs * (1 + again + in_turns), rows // M * (c.experts + 1) * 4)
     if S > 1:
-        x, runs = x // M, ticks * c.layers // (S * chunks)
-        found.append(shard.Collective("collective-permute", "pipe", 2 * ticks * c.accumulate,
-                                      2 * ticks * x * c.accumulate))
         # What the last stage has made is shared out: a microbatch in each tick, or all at the end.
-        times, share = (ticks, x) if c.schedule == "1f1b" else (1, M * x)
+        add("collective-permute", "pipe", 2 * ticks * c.accumulate, x // (n if spread else 1))
         for kind in ("reduce-scatter", "all-gather"):
-            found.append(shard.Collective(kind, "pipe", times * c.accumulate,
-                                          times * share * (S - 1) // S * c.accumulate))
-    if n > 1:
-        b = rows // M if S > 1 else rows
-        heads = c.kv_heads // sizes["tensor"] if c.kv_heads % sizes["tensor"] == 0 else c.kv_heads
-        keys = 2 * b * time * heads * c.head_dim * item
-        known = b * time * 4 * (1 + ("segments" in program.batch))
-        # Keys and values go once around, and once more where a layer is computed again; with them
-        # what is known of them. Their gradients come back.
-        again = 2 if c.remat != "none" else 1
-        again += c.schedule == "1f1b" and S > 1
-        times = runs * (n - 1) * c.accumulate
-        found.append(shard.Collective("collective-permute", "seq", times * (4 * again + 2),
-                                      times * (again * (keys + known) + keys)))
-    return found
+            add(kind, "pipe", ends, whole // (n if time // S % n == 0 else 1))
+    # Keys and values go once around, and once more where a layer is computed again; with them what is
+    # known of them. Their gradients come back.
+    heads = c.kv_heads // (n if c.kv_heads % n == 0 else 1)
+    keys, known = tokens * heads * c.head_dim * item, tokens * 4
+    times = runs * (ring - 1)
+    add("collective-permute", "seq", 2 * times * (2 + again + in_turns), keys)
+    add("collective-permute", "seq", times * (1 + again + in_turns) * (1 + ("segments" in program.batch)), known)
+    return [shard.Collective(kind, axis, count, round(size)) for (kind, axis), (count, size)
+            in sorted(table.items())]
 
 
 def machine(sizes: dict[str, int]) -> Any:
@@ -370,7 +408,7 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
     batch = {**model.a_batch(config, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
     return (lambda key: model.init(config, key),
-            lambda params, batch, specs=None: model.loss(params, batch, config, specs), batch)
+            lambda params, batch, specs=None: model.loss(params, batch, config, specs, more=True), batch)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -476,13 +514,15 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             return
         number, metrics = pending
         pending = None
-        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
+                              else float(v), jax.device_get(metrics))
         now = time.perf_counter()
         took, clock = now - clock, now
         row = {"step": number, "loss": values["loss"], "lr": values["lr"],
                "grad_norm": values["grad_norm"], "tokens": int(values["tokens"]),
                "tokens_per_second": round(values["tokens"] / took, 1),
                "mfu": _mfu(flops, took, program.mesh)}
+        row |= {k: v for k, v in values.items() if k not in row}
         if run:
             run.write(row)
         say.step(row, took)
