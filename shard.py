@@ -1044,12 +1044,11 @@ def explain(decisions: Any, params: Any, mesh: Any) -> str:
 
 
 def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1,
-            zero: bool = False, ticks: int = 1, gathered: int = 1) -> list["Collective"]:
+            zero: bool = False, turns: float = 1, gathered: int = 1) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
-    gradient scattered in each of the micro-batches (those of layers in each of a pipeline's ticks,
-    gathered again for the backward pass where that computes them again), and the sum of the
-    gradients."""
+    gradient scattered in each of the micro-batches (those of layers in each of `turns` in a pipeline,
+    and gathered again for the backward pass), and the sum of the gradients."""
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     n, found = sizes["tensor"], {}
 
@@ -1069,7 +1068,7 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
         if "fsdp" in split:
             f, layers = sizes["fsdp"], leaf.shape[0] // sizes["pipe"] if d.stacked else 1
             size = local * itemsize * (f - 1) / f
-            again = parts * ticks if d.stacked else parts
+            again = parts * turns if d.stacked else parts
             gathers = again * gathered if d.stacked else 1  # what no layer owns, once for all parts
             add("all-gather", ["fsdp"], gathers * layers, gathers * size)
             add("reduce-scatter", ["fsdp"], again * layers, again * size)
@@ -1079,10 +1078,10 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             summed.remove("data")
             g = sizes["data"]
             for kind in ("reduce-scatter", "all-gather"):
-                add(kind, ["data"], 0, 4 * local * (g - 1) / g)
+                add(kind, ["data"], 1, 4 * local * (g - 1) / g)
         g = math.prod(sizes[a] for a in summed)
         add("all-reduce", summed, 0, 4 * local * 2 * (g - 1) / g)
-    return [Collective(kind, axis, n or 1, round(b)) for (kind, axis), (n, b) in sorted(found.items())]
+    return [Collective(kind, axis, round(n) or 1, round(b)) for (kind, axis), (n, b) in sorted(found.items())]
 
 
 def human(size: float) -> str:
@@ -1871,28 +1870,81 @@ def collectives(compiled: Any) -> list[Collective]:
     mesh = mesh_of(compiled.input_shardings)
     if mesh is None:
         return []
-    parts, entry = _computations(compiled.as_text())
     found: dict[tuple[str, str], list[float]] = {}
+    for line, times, part in _runs(compiled.as_text()):
+        # On TPU one that runs beside other work stands in every piece of it: counted where it starts.
+        if (m := _OPERATION.search(line)) and ("chain_id=" not in line
+                                               or any("AsyncCollectiveStart" in o for o in part)):
+            kind, axis, sent = _sent(m, line, mesh)
+            total = found.setdefault((kind, axis), [0, 0])
+            total[0], total[1] = total[0] + times, total[1] + times * sent
+    return [Collective(kind, axis, round(n), round(b)) for (kind, axis), (n, b)
+            in sorted(found.items())]
 
-    def visit(name: str, times: int) -> None:
+
+def arithmetic(compiled: Any) -> float:
+    """Operations of a compiled program's products and convolutions on one device, loops multiplied out
+    (the compiler's own count takes a loop's body once): 2 for each product of two numbers."""
+    total, shapes, of = 0.0, {}, None
+    for line, times, part in _runs(compiled.as_text()):
+        if part is not of:
+            shapes, of = {m[1]: [int(x) for x in m[2].split(",") if x] for o in part
+                          if (m := re.match(r" *(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", o))}, part
+        if not (m := re.match(r".* = \w+\[([\d,]*)\]\S* (dot|convolution)\((.*?)\)(.*)", line)):
+            continue
+        made = [int(x) for x in m[1].split(",") if x]
+        left, right = (shapes[name] for name in re.findall(r"%?([\w.\-]+)(?:,|$)", re.sub(
+            r"\w+\[[^\]]*\]\S* |/\*.*?\*/", "", m[3])))
+        if m[2] == "dot":
+            dims = re.search(r"lhs_contracting_dims={([\d,]*)}", m[4])[1]
+            total += times * 2 * math.prod(made) * math.prod(left[int(d)] for d in dims.split(",") if d)
+        else:
+            total += times * 2 * _taps(made, left, right, m[4])
+    return total
+
+
+def _taps(made: list[int], image: list[int], kernel: list[int], text: str) -> int:
+    """How many products a convolution makes: those with padding, or between the numbers of a dilated
+    side, are none. (TPU programs write batched products so.)"""
+    ins, weights, outs = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", text).groups()
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", "".join(re.findall(r"window={(.*?)}", text))))
+    total = made[outs.index("b")] * made[outs.index("f")] * kernel[weights.index("i")]
+    for k, label in enumerate(sorted(set(outs) - {"b", "f"})):
+        pick = lambda name, default: int(window.get(name, "x".join([default] * 9)).split("x")[k])  # noqa: E731
+        low = int(window.get("pad", "x".join(["0_0"] * 9)).split("x")[k].split("_")[0])
+        size, stride, wide, spread = (kernel[weights.index(label)], pick("stride", "1"),
+                                      pick("lhs_dilate", "1"), pick("rhs_dilate", "1"))
+        at = np.arange(made[outs.index(label)])[:, None] * stride + np.arange(size) * spread - low
+        total *= int(((at >= 0) & (at % wide == 0) & (at // wide < image[ins.index(label)])).sum())
+    return total
+
+
+def _runs(text: str) -> Any:
+    """Each line of a compiled program, how often it runs, and the lines of its computation."""
+    parts, entry = _computations(text)
+
+    def visit(name: str, times: int) -> Any:
         for line in parts.get(name, ()):
-            if m := _OPERATION.search(line):
-                kind, axis, sent = _sent(m, line, mesh)
-                total = found.setdefault((kind, axis), [0, 0])
-                total[0], total[1] = total[0] + times, total[1] + times * sent
+            yield line, times, parts[name]
             inside = times
             if " while(" in line:
-                trips = re.search(r'known_trip_count\D*(\d+)', line)
+                trips = (re.search(r'known_trip_count\D*(\d+)', line) or _bound(
+                    parts[re.search(r"condition=%?([\w.\-]+)", line)[1]]))
                 inside = times * int(trips[1]) if trips else times
             for group in re.findall(r"(?:body|condition|calls|branch_computations|"
                                     r"true_computation|false_computation|to_apply)="
                                     r"({[^}]*}|%?[\w.\-]+)", line):
                 for callee in re.findall(r"[\w.\-]+", group):
-                    visit(callee, inside)
+                    yield from visit(callee, inside)
 
-    visit(entry, 1)
-    return [Collective(kind, axis, round(n), round(b)) for (kind, axis), (n, b)
-            in sorted(found.items())]
+    return visit(entry, 1)
+
+
+def _bound(condition: list[str]) -> Any:
+    """Of a loop that counts from 0 until it is no longer less than a constant: the constant."""
+    if any("direction=LT" in line for line in condition):
+        return next((m for line in condition if (m := re.search(r" = s32\[\]\S* constant\((\d+)\)", line))), None)
+    return None
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

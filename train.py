@@ -334,7 +334,7 @@ def formula(program: Program) -> list[shard.Collective]:
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
     full, again = c.remat == "full", c.remat != "none"      # 1F1B goes forward once more, too
     found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
-                          c.accumulate, bool(c.zero), ticks, 2 + in_turns)
+                          c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns)
     if c.step == "jit" or "tokens" not in program.batch:
         return found
     spread = time % n == 0 and n > 1
@@ -360,15 +360,17 @@ def formula(program: Program) -> list[shard.Collective]:
     blocks = 2 - c.parallel
     if spread:
         # Into a block and out of it, forward and backward; the table of tokens and the head.
-        pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S) > 1
+        pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S)
+        again_ends = pieces > 1
         add("all-gather", "tensor", runs * blocks * (2 + again + in_turns), x)
         add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) + full * (blocks - 1)
                                                 + bool(c.experts and (c.parallel or c.shared_experts))), x)
-        for kind, heads in (("all-gather", 1 + pieces), ("reduce-scatter", 1)):
+        for kind, times in (("all-gather", 1 + again_ends), ("reduce-scatter", 1)):
             add(kind, "tensor", ends, whole)
-            add(kind, "tensor", ends * heads, whole // S)
+            add(kind, "tensor", ends * times * pieces, whole // S // pieces)
         # Softmax over the vocabulary; the gradients of what multiplies the stream.
-        add("all-reduce", "tensor", ends * (3 + 2 * pieces), whole // (S * c.d_model * item) * 4)
+        add("all-reduce", "tensor", ends * (3 + 2 * again_ends) * pieces,
+            whole // (S * c.d_model * item) // pieces * 4)
         add("all-reduce", "tensor", runs * blocks, c.d_model * item)
         add("all-reduce", "tensor", ends, c.d_model * item)
         if c.experts:
