@@ -1263,6 +1263,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     expert and multiplied group by group. Under `expert` a token is sent to the devices that have one of
     its experts, and each sends back its part of the sum. `beside` are pairs as `row` takes them, of what
     all tokens visit: they are added, in the same reduction."""
+    _reached.get().add("experts")
     (B, T, D), K, n = x.shape, chosen.shape[-1], _time_shards(x.shape[1])
     n = n if back.shape[1] % n == 0 else 1
     sizes, manual = _ambient()

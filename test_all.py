@@ -1119,6 +1119,18 @@ def on_one_device(what):
     return twenty_steps(everything(**dict(what)), "")[:2]
 
 
+ROWS = re.findall(r"^\| (one device|`(--.*?)`) \| ([\d.]+) \| ([\d.]+) \|$", (HERE / "README.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("flags, first, last", [pytest.param(*row[1:], id=row[0], marks=[] if i in (0, 5, 7) else pytest.mark.slow)
+                                                for i, row in enumerate(ROWS)])
+def test_the_readmes_table_of_loss_by_layout(flags, first, last):
+    given = train._read(train.Config, flags.split(), "")[0]
+    mesh = given.pop("mesh", "")
+    (losses,), *_ = twenty_steps(everything(layers=8, **given), mesh)
+    assert losses[0] == pytest.approx(float(first), rel=2e-6) and losses[-1] == pytest.approx(float(last), rel=5e-5)
+
+
 DRAWN = draws(44)
 
 
@@ -1190,15 +1202,19 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     assert temporaries("gpipe", 32) > 2 * many
 
 
-@pytest.mark.parametrize("mesh, seam", [("pipe=2", "shard.through"), ("seq=2", "shard.attend")])
+@pytest.mark.parametrize("mesh, seam", [("pipe=2", "shard.through"), ("seq=2", "shard.attend"), ("expert=2", "shard.experts")])
 def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, seam):
-    """Each stage would take its layers for all of them, each device its time for all of it."""
+    """Each stage would take its layers for all of them, each device its time for all of it, its experts
+    for all that there are."""
     def loss(params, batch, specs=None):
         x = params["embed"][batch["tokens"]]
+        layer = jax.tree.map(lambda w: w[0], params["layers"])
+        h = jnp.einsum("btd,edf->ebtf", x, layer["e_up"])
+        x += jnp.einsum("ebtf,efd->ebtd", h, layer["e_down"]).sum(0)
         x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.silu(x @ w), None), x, params["layers"]["w_up"][:, :, :32])
         return jnp.sum(x ** 2), jnp.sum(batch["weights"])
     with pytest.raises(shard.Refused, match=seam):
-        learn(make(steps=1), mesh, loss=loss)
+        learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
 
 
 def test_the_timeline_is_what_the_stages_do():
@@ -1243,6 +1259,73 @@ def test_documents_stay_apart_around_the_ring(mesh):
     assert value == pytest.approx(float(want_value), rel=2e-6)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+
+
+def one_by_one_through_all(w, h, c, tokens):
+    """The definition: every expert on every token, each by its share."""
+    probs = jax.nn.softmax(h @ w["router"])
+    chosen = jax.lax.stop_gradient((probs >= jnp.sort(probs, -1)[..., -c.experts_per_token, None]) * 1.0)
+    shares = probs * chosen / (probs * chosen).sum(-1, keepdims=True)
+    make = lambda g, u, d: (jax.nn.silu(h @ g) * (h @ u)) @ d
+    out = sum(shares[..., i, None] * make(w["e_gate"][i], w["e_up"][i], w["e_down"][i]) for i in range(c.experts))
+    added = 0
+    for row, p, z in zip(range(len(h)), probs, jax.nn.logsumexp(h @ w["router"], -1)):
+        n = tokens[row].sum()
+        f = (chosen[row] * tokens[row][:, None]).sum(0) / (c.experts_per_token * max(n, 1))
+        added += c.balance * c.experts * n * (f * (p * tokens[row][:, None]).sum(0) / max(n, 1)).sum() + c.router_z * (z ** 2 * tokens[row]).sum()
+    return out + make(w["w_gate"], w["w_up"], w["w_down"]), added
+
+
+def test_experts_equal_a_loop_over_all_of_them():
+    """And what they add to the loss, for each row, with a row of which nothing is asked; with gradients."""
+    c = make(experts=6, experts_per_token=3, shared_experts=2)
+    w = jax.tree.map(lambda x: 3 * x[0], model.init(c, jax.random.key(0))["layers"])
+    rng = np.random.default_rng(0)
+    h, tokens = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32), (rng.random((4, 16)) < [[0], [0.3], [0.7], [1]]).astype(np.float32)
+    way = jnp.asarray(rng.normal(size=h.shape), jnp.float32)
+
+    def ours(w, h):
+        gate, up = shard.columns(h, w["w_gate"], w["w_up"])
+        out, (added, more) = model._experts(w, h, c, 0, {"seeds": 1, "weights": tokens}, [(model._mlp(gate, up), w["w_down"])])
+        return jnp.sum(out * way) + added, (out, added, more)
+
+    def plain(w, h):
+        out, added = one_by_one_through_all(w, h, c, tokens)
+        return jnp.sum(out * way) + added, (out, added, None)
+
+    with jax.default_matmul_precision("highest"):
+        (_, (out, added, more)), grads = jax.value_and_grad(ours, (0, 1), has_aux=True)(w, h)
+        (_, (want, also, _)), wanted = jax.value_and_grad(plain, (0, 1), has_aux=True)(w, h)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert float(added) == pytest.approx(float(also), rel=1e-5) and float(more["router_loss"]) == float(added)
+    assert more["expert_load"][0].sum() == pytest.approx(tokens.sum()) and not more["expert_load"][1].any()
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()) + 1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["expert=4", slow("expert=2,tensor=2"), slow("pipe=2,expert=2")])
+def test_no_token_is_dropped_when_all_want_the_same_expert(mesh):
+    """A router of zeros: every token chooses the first two, which are on one device."""
+    c, real = make(experts=4, balance=0.0), model.init
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "init", lambda c, key: (lambda p: {**p, "layers": {**p["layers"], "router": 0 * p["layers"]["router"]}})(real(c, key)))
+        got, value = gradients_of(c, mesh, batch_of(c))
+        want, alone = gradients_of(c, "", batch_of(c))
+    assert value == pytest.approx(alone, rel=2e-6)
+    assert not want["layers"]["e_up"][:, 2:].any() and want["layers"]["e_up"][:, :2].any((0, 2, 3)).all()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 2e-7 * np.sqrt(b.size)
+
+
+def test_the_metrics_have_each_experts_load_and_any_other_sum():
+    rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
+    load = np.array(rows[0]["expert_load"])
+    assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4) and rows[0]["router_loss"] > 0
+    def loss(params, batch):
+        s, c = model.loss(params, batch, make())
+        return s, c, {"right": jnp.sum(batch["weights"])}
+    rows, _ = learn(make(steps=2, accumulate=2), "data=2", loss=loss)
+    assert rows[-1]["right"] == 1
 
 
 @pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
@@ -1709,14 +1792,14 @@ def refused(capsys, *words, main=train.main):
     (["layers=3"], "alone"), (["--heads", 5], "divide"), (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
     (["--heads", 4, "--kv_heads", 3], "kv_heads"), (["--mesh", "tensr=2"], "'tensor'"),
     (["--mesh", "tensor=0"], "at least 1"), (["--mesh", "tensor=2", "--shards", 4], "disagree"),
-    (["--mesh", "expert=2"], "not built yet"), (["--mesh", "pipe=8"], "--layers 8"),
+    (["--mesh", "expert=8", "--experts", 4], "expert=4"), (["--mesh", "pipe=8"], "--layers 8"),
     (["--mesh", "seq=8", "--seq_len", 60], "--seq_len 64"), (["--mesh", "tensor=8", "--microbatches", 3], "--microbatches 2"),
     (["--mesh", "pipe=2,tensor=4", "--seq_len", 63], "--seq_len 64"), (["--chunks", 2], "interleaved"), (["--zero", 2], "fsdp"),
     (["--schedule", "interleaved"], "--chunks"), (["--schedule", "1f1"], "'1f1b'"), (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
-    (["--experts", 8], "not built yet"), (["--optimizer", "sgd"], "not built yet"),
+    (["--experts", 2, "--experts_per_token", 3], "--experts 2"), (["--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "not built yet"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"), (["--seq_len", "1e3"], "whole number")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)

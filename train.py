@@ -175,7 +175,12 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     rows = shard.batch_spec(mesh)
     ours = shard.manual(specs)
     # On these axes devices differ, whether or not the batch does.
-    piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1 and config.step == "shard_map"}
+    manual = set(shard.MANUAL) if config.step == "shard_map" else set()
+    piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
+    held = {a for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
+    needs = [(axis, *what) for axis, what in (
+        ("pipe", ("through", "layers")), ("seq", ("attend", "attention")), ("expert", ("experts", "experts")))
+        if axis in piped | held]
 
     def local_loss(weights, batch):
         """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
@@ -186,8 +191,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         weights = shard.gather(weights, now)
         with shard.noting() as reached:
             found = loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch)
-        for axis, name, what in (("pipe", "through", "layers"), ("seq", "attend", "attention")):
-            if axis in piped and name not in reached:
+        for axis, name, what in needs:
+            if name not in reached:
                 raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
                               f"shard.{name}, which is what splits {what} over it")
         return _sums(found)
