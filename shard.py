@@ -1290,17 +1290,38 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     order = jnp.argsort(chosen.reshape(-1))         # stable: by expert, then as they came
     counts = (chosen.reshape(-1) == jnp.arange(own)[:, None]).sum(-1, dtype=jnp.int32)
 
-    def product(x, w):                              # [n, R, D], [n, E, D, F] -> [n, R, F]
-        if n == 1:
-            return lax.ragged_dot(x[0], w[0], counts)[None]
-        return jax.vmap(lax.ragged_dot)(x, w, jnp.broadcast_to(counts, (n, own)))
-
-    hidden = between(*[checkpoint_name(product(rows[:, order // k], w), "product") for w in into])
+    product = lambda x, w: checkpoint_name(_ragged(x, w, counts), "product")        # noqa: E731
+    hidden = between(*[product(rows[:, order // k], w) for w in into])
     out = product(hidden, back)[:, jnp.argsort(order)].reshape(n, -1, k, D)
     out = (out * jnp.where(chosen < own, shares, 0)[..., None].astype(out.dtype)).sum(2)
     if e > 1:
         out = _swap(out.reshape(n, e, -1, D)).sum(1, dtype=jnp.float32).astype(x.dtype)
     return _row(n, out.reshape(n, B, T, D), beside)
+
+
+def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    """For each of n the rows of x [n, R, D], in groups of so many, times the weights of their group
+    [n, E, D, F]. Split n ways over tensor: a map for each direction, as TPUs have no ragged product
+    with a batch dimension, and jax cannot turn a map around that keeps something for it."""
+    n, both = x.shape[0], lambda a: a.reshape(-1, *a.shape[2:])
+    if n == 1:
+        return lax.ragged_dot(x[0], w[0], counts)[None]
+    split = functools.partial(jax.shard_map, axis_names={"tensor"})
+
+    @jax.custom_vjp
+    def product(x, w, counts):
+        return split(lax.ragged_dot, in_specs=(P("tensor"), P("tensor"), P()), out_specs=P("tensor"))(x, w, counts)
+
+    def back(kept, change):
+        def turned(x, w, counts, change):
+            return jax.vjp(lambda x, w: lax.ragged_dot(x, w, counts), x, w)[1](change)
+
+        places = (P("tensor"), P("tensor"), P(), P("tensor"))
+        return *split(turned, in_specs=places, out_specs=places[:2])(*kept, change), None
+
+    product.defvjp(lambda *args: (product(*args), args), back)
+    x, w = vary(both(x), w), vary(both(w), x)
+    return product(x, w, vary(counts, x)).reshape(n, -1, w.shape[-1])
 
 
 def _swap(x: jax.Array) -> jax.Array:
@@ -1410,6 +1431,33 @@ def _widened(tree: Any) -> tuple[Any, Callable]:
             lambda wide: jax.tree.map(lambda w, dtype: w.astype(dtype), wide, types))
 
 
+# What is as good as its operand.
+VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name", "pvary",
+         "sharding_constraint", "copy"}
+
+
+def _not_weights(operation: Any, *_: Any, **params: Any) -> bool:
+    """What is kept for a backward pass that is to have all but whole weights: neither what gathers or
+    picks them, nor their views."""
+    return operation.name not in VIEWS and not _gathers(operation.name, params)
+
+
+def _gathers(name: str, params: dict[str, Any]) -> bool:
+    inside = getattr(params.get("jaxpr"), "eqns", ())
+    return (name == "all_gather" and "fsdp" in params["axis_name"] or name == "dynamic_slice"
+            or any(_gathers(eqn.primitive.name, eqn.params) for eqn in inside))
+
+
+# What a layer keeps for its backward pass, by `remat`.
+KEPT = {
+    "none": _not_weights,
+    "selective": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("product", "stream")),
+    "full": jax.checkpoint_policies.save_only_these_names("stream"),
+}
+
+
 def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = None,
           remat: str = "none") -> tuple[Any, Any]:
     """x through a stack of identical layers: `x, out = layer(w, x, e)` for the w of each layer and
@@ -1426,31 +1474,11 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
         w, e = one
         return layer(gather(w, layer_specs), x, e)
 
-    policy = jax.checkpoint_policies
-    kept = {"none": _not_weights,
-            "selective": policy.save_from_both_policies(policy.dots_with_no_batch_dims_saveable,
-                                                        policy.save_only_these_names("product")),
-            "full": policy.nothing_saveable}[remat]
     if remat != "none" or layer_specs is not None and _ambient()[0].get("fsdp", 1) > 1:
-        body = jax.checkpoint(body, prevent_cse=False, policy=kept)
-    return lax.scan(body, x, (weights, each))
-
-
-# What is as good as its operand.
-VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name", "pvary",
-         "sharding_constraint", "copy"}
-
-
-def _not_weights(operation: Any, *_: Any, **params: Any) -> bool:
-    """What is kept for a backward pass that is to have all but whole weights: neither what gathers or
-    picks them, nor their views."""
-    return operation.name not in VIEWS and not _gathers(operation.name, params)
-
-
-def _gathers(name: str, params: dict[str, Any]) -> bool:
-    inside = getattr(params.get("jaxpr"), "eqns", ())
-    return (name == "all_gather" and "fsdp" in params["axis_name"] or name == "dynamic_slice"
-            or any(_gathers(eqn.primitive.name, eqn.params) for eqn in inside))
+        body = jax.checkpoint(body, prevent_cse=False, policy=KEPT[remat])
+    # What comes into a layer has a name, for the pipeline to keep it.
+    return lax.scan(lambda x, one: body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), one),
+                    x, (weights, each))
 
 
 def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weights: Any,
@@ -1485,7 +1513,7 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
     if schedule == "1f1b":
         return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
                                          sizes["pipe"], M)
-    x, more = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks)
+    x, more = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks, remat)
     return _with(leave(params, x, spread(rows)), more)
 
 
@@ -1535,7 +1563,7 @@ def _skipping(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
 
 
 def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, stages: int,
-              microbatches: int, chunks: int) -> tuple[jax.Array, Any]:
+              microbatches: int, chunks: int, remat: str = "none") -> tuple[jax.Array, Any]:
     """The rows of x in microbatches through the stages, chunk after chunk of layers.
 
         stage 0 | 0 1 0 1 2 3 2 3 . |      2 stages of 2 chunks, 4 microbatches: a number is a
@@ -1559,13 +1587,17 @@ def _pipeline(run: Callable, weights: Any, x: jax.Array, each: Any, rows: Any, s
         busy = (batch >= 0) & (batch < M)
         x = jnp.where((me == 0) & (chunk == 0), _pick(xs, batch), x)
 
-        # The chunk's weights are picked again in the backward pass, or each tick would keep them.
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=_not_weights)
-        def work(x):
-            now = narrow(_pick(wide, chunk))
-            return alike(run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch)))
+        # The chunk's weights are picked again in the backward pass, or each tick would keep them. (What
+        # is kept of the layers inside is decided here, too: the outer policy wins.)
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=KEPT[remat])
+        def turn(x):
+            def work(x):
+                now = narrow(_pick(wide, chunk))
+                return alike(run(x, now, _pick(_pick(each, chunk), me), _pick(rows, batch)))
 
-        x, more = _skipping(busy, work, lambda x: alike((x, _nothing_of(work, x)[1])), x)
+            return _skipping(busy, work, lambda x: alike((x, _nothing_of(work, x)[1])), x)
+
+        x, more = turn(x)
         return _onward(x, S), (x, more)
 
     alike = lambda tree: vary(tree, xs, rows, weights, me)      # noqa: E731

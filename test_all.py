@@ -1202,6 +1202,19 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     assert temporaries("gpipe", 32) > 2 * many
 
 
+@pytest.mark.parametrize("schedule", [dict(schedule="gpipe"), slow(dict(schedule="interleaved", chunks=2))])
+def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
+    """What is decided inside is overruled outside, and a branch keeps all that it is given: this kept
+    the stage's weights of every tick, whatever was asked for."""
+    def temporaries(count, remat):
+        config = make(layers=8, batch=2 * count, microbatches=count, seq_len=32, d_model=64, remat=remat, **schedule)
+        return train.compiled(program_of(config, "pipe=4")).memory_analysis().temp_size_in_bytes
+    layers = 2 * 2 * 32 * 64 * 4                # what comes into a stage's layers, of one microbatch
+    more = (temporaries(32, "full") - temporaries(8, "full")) / 24
+    assert more < 4 * layers * schedule.get("chunks", 1)
+    assert temporaries(8, "full") < temporaries(8, "selective") / 1.5 < temporaries(8, "none") / 3
+
+
 @pytest.mark.parametrize("mesh, seam", [("pipe=2", "shard.through"), ("seq=2", "shard.attend"), ("expert=2", "shard.experts")])
 def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, seam):
     """Each stage would take its layers for all of them, each device its time for all of it, its experts
@@ -1495,6 +1508,25 @@ def test_collectives_are_counted_by_hand():
                          ("mesh['a'=1,'b'=2,'c'=2,'d'=2], device_ids=([2,2,2]T(2,1,0)) {'d','c'}", "data+fsdp")):
         n = 8 if axis.count("+") == 2 else 4 if "+" in axis else 2
         assert shard._axis_of(f"replica_groups={groups}, use_global_device_ids=true", mesh) == (axis, n)
+
+
+def test_arithmetic_is_counted_by_hand():
+    """Products in a loop, with batch dimensions; convolutions with padding, strides and dilation; and a
+    product of 16 batches as a TPU program writes it, a convolution of a dilated side."""
+    def body(x, w):
+        return jnp.tanh(x @ w), None
+    count = lambda fn, *args: shard.arithmetic(jax.jit(fn).lower(*args).compile())
+    assert count(lambda x, ws: jax.lax.scan(body, x, ws)[0], S(8, 32), S(5, 32, 32)) == 5 * 2 * 8 * 32 * 32
+    assert count(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), S(3, 4, 5), S(3, 5, 6)) == 2 * 3 * 4 * 5 * 6
+    def conv(stride, pad, dilated):
+        fn = lambda x, k: jax.lax.conv_general_dilated(x, k, (stride,), [(pad, pad)], lhs_dilation=(dilated,))
+        image = {i * dilated for i in range(10)}        # where there are numbers; the rest is nothing
+        places = range(0, 9 * dilated + 1 + 2 * pad - 2, stride)
+        taps = sum(o + k - pad in image for o in places for k in range(3))
+        assert count(fn, S(2, 4, 10), S(6, 4, 3)) == 2 * 2 * 6 * 4 * taps, (stride, pad, dilated)
+    conv(1, 0, 1), conv(2, 1, 1), conv(1, 2, 2)
+    text = ", window={size=16 stride=15 pad=0_0 lhs_dilate=16}, dim_labels=0bf_0io->0bf"
+    assert shard._taps([16, 8, 4], [16, 8, 32], [16, 32, 4], text) == 16 * 8 * 4 * 32
 
 
 def test_weights_are_made_in_their_places():
