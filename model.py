@@ -411,9 +411,10 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
-        if missing := {f.name for f in dataclasses.fields(Config)} - set(record):
-            raise Refused(f"{path} is damaged, or not a run's: it has no {min(missing)}")
-        return record
+        if "d_model" not in record:
+            raise Refused(f"{path} is damaged, or not a run's: it has no d_model")
+        # What came to be a choice since then was as it is when nothing is said.
+        return {**{f.name: f.default for f in dataclasses.fields(Config)}, **record}
     except OSError:
         raise Refused(f"--run {folder}: no run there ({path} cannot be read); give the --out of "
                       f"a train.py that has begun") from None

@@ -21,7 +21,6 @@ F feed-forward, V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import difflib
 import functools
@@ -299,16 +298,23 @@ def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
     entries: list[Any] = [None] * len(shape)
     if dim is not None:
         entries[dim] = "tensor"
+    why = [reason] if reason else []
     stacks = [d for d, names in roles.items() if "stacked" in names]
-    for axis, dims in (("pipe", stacks), ("expert", walk.expert_dims(leaf))):
+    for axis, dims, what in (("pipe", stacks, "layers"), ("expert", walk.expert_dims(leaf), "experts")):
         free = [d for d in dims if entries[d] is None]
         if free and shape[free[0]] % sizes[axis] == 0:
             entries[free[0]] = axis
+            why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
-            reason += f"; whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}"
+            why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
     _on_largest(entries, shape, "fsdp", sizes["fsdp"])
+    if sizes["fsdp"] > 1:
+        why.append("fsdp: its largest dimension left" if "fsdp" in entries else "whole over fsdp: "
+                   + (f"fewer than {FSDP_MINIMUM:,} elements" if math.prod(shape) < FSDP_MINIMUM
+                      else f"no other dimension divides by {sizes['fsdp']}"))
     matrix = any(names & MATRIX for names in roles.values())
-    return Decision(P(*entries), reason, matrix, bool(stacks), tuple(walk.paid.get(leaf, ())))
+    return Decision(P(*entries), "; ".join(why) or "whole: nothing to split it over", matrix, bool(stacks),
+                    tuple(walk.paid.get(leaf, ())))
 
 
 def _on_largest(entries: list[Any], shape: tuple[int, ...], axis: str, size: int) -> None:
@@ -792,7 +798,7 @@ class _Walk:
         """For each leaf the dimension to split over `tensor`, if any, and why."""
         self.settle()
         if self.shards == 1:
-            return [(None, "the tensor axis has size 1")] * len(self.leaves)
+            return [(None, "")] * len(self.leaves)
         cost: dict[int, dict[Any, tuple[int, float]]] = {}
         for thread, count, size, key in self.prices:
             cost.setdefault(self.find(thread), {})[key] = count, size
@@ -986,7 +992,7 @@ class _Walk:
                     return "whole: " + refused[self.at(leaf, d)]
         roles = set().union(*self.roles[leaf].values()) & MATRIX
         if not roles:
-            return "whole: meets a whole activation"
+            return "whole: it scales, or is added to, what is whole"
         return "whole: " + ("its rows are the same ones each time" if roles == {"placed"} else
                             "it meets weights alone" if roles == {"inner"} else
                             "it reads and writes what is whole between the layers")
@@ -1004,35 +1010,37 @@ def _inner(eqn: Any) -> Any:
     return None
 
 
-def explain(decisions: Any, params: Any, mesh: Any) -> str:
+def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False) -> str:
     """The table of what is split where, and why, for a person: of what `decide` gives, or (then
-    without reasons) infer_specs. Ends with what a device holds, and what of it is copies."""
+    without reasons) infer_specs. Ends with what a device holds (of moments, with `zero`, its part over
+    data), and what of it is copies."""
     paths, leaves, _ = flatten(params)
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
-    table, total = [("weight", "shape", "split", "per device", "why")], 0
-    copies: dict[str, dict[str, list[int]]] = {a: {} for a in ("tensor", "fsdp") if sizes[a] > 1}
+    table, total, moments = [("weight", "shape", "split", "per device", "why")], 0, 0
+    copies: dict[str, dict[str, list[int]]] = {a: {} for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=_is_spec)):
         if not hasattr(leaf, "shape"):
             continue
         d = Decision(d, "as given", True, False) if _is_spec(d) else d
-        here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
-            sizes[a] for a in _axes_in(d.spec))
+        size, split = math.prod(leaf.shape) * leaf.dtype.itemsize, _axes_in(d.spec)
+        here = size // math.prod(sizes[a] for a in split)
         total += here
-        for axis in copies.keys() - _axes_in(d.spec):
-            why = re.sub("^whole: ", "", d.reason) if axis == "tensor" else (
-                f"fewer than {FSDP_MINIMUM:,} elements" if math.prod(leaf.shape) < FSDP_MINIMUM
-                else f"no other dimension divides by {sizes['fsdp']}")
-            copies[axis].setdefault(why, []).append(here)
-        split = ["+".join(_names(e)) or "-" for e in d.spec]
-        split += ["-"] * (len(leaf.shape) - len(split))
-        table.append((path, str(list(leaf.shape)).replace(" ", ""), "[" + ",".join(split) + "]",
+        moments += 2 * size // math.prod(sizes[a] for a in _axes_in(
+            over_data(leaf, d.spec, mesh) if zero else d.spec))
+        for axis in copies.keys() - split:
+            why = next((w for w in d.reason.split("; ") if w.startswith(f"whole over {axis}")), {
+                "pipe": "no layer's own", "tensor": d.reason.split("; ")[0]}.get(axis, d.reason))
+            copies[axis].setdefault(re.sub("^whole(.*?): ", "", why), []).append(here)
+        shown = ["+".join(_names(e)) or "-" for e in d.spec]
+        shown += ["-"] * (len(leaf.shape) - len(shown))
+        table.append((path, str(list(leaf.shape)).replace(" ", ""), "[" + ",".join(shown) + "]",
                       human(here), d.reason))
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     lines = ["  ".join([*(c.rjust(w) if i == 3 else c.ljust(w)
                           for i, (c, w) in enumerate(zip(row, widths))), row[4]]).rstrip()
              for row in table]
     lines.append(f"a device holds {human(total)} of weights, {human(total)} of gradients and "
-                 f"{human(2 * total)} of AdamW's two moments: {human(4 * total)}")
+                 f"{human(moments)} of AdamW's two moments: {human(2 * total + moments)}")
     for axis, reasons in copies.items():
         held = sum(map(sum, reasons.values()))
         if held:
@@ -1130,17 +1138,17 @@ def _ambient() -> tuple[dict[str, int], set[str]]:
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
-_reached: contextvars.ContextVar = contextvars.ContextVar("reached", default=set())
+def seams(fn: Callable, *args: Any) -> set[str]:
+    """The names of the seams below that a function goes through: their results carry them."""
+    def names(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                yield eqn.params["name"]
+            for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                inside = getattr(inside, "jaxpr", inside)
+                yield from names(inside) if hasattr(inside, "eqns") else ()
 
-
-@contextlib.contextmanager
-def noting():
-    """The names of the seams below that a function calls while it is traced here."""
-    token = _reached.set(set())
-    try:
-        yield _reached.get()
-    finally:
-        _reached.reset(token)
+    return set(names(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def stream(x: jax.Array) -> jax.Array:
@@ -1205,42 +1213,42 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
     """The stream x [B, T, D] times each of the weights [D, F, ...]: into a block. All of them share
     one all-gather of x, and one reduce-scatter of its gradient. `dtype` is the products', if not x's."""
     n = _time_shards(x.shape[1])
-    copies = None
+    divides = [n > 1 and w.shape[1] % n == 0 for w in weights]
+    copies = _copies(x, n) if any(divides) else None
 
-    def times(w):
-        nonlocal copies
-        if n == 1 or w.shape[1] % n:
+    def times(w, split):
+        if not split:
             out = jnp.tensordot(x, w, 1, preferred_element_type=dtype)
-            return out if n == 1 else inner(out, None)
-        copies = _copies(x, n) if copies is None else copies
+            return inner(out, None if n > 1 else 2)
         w = w.reshape(w.shape[0], n, -1, *w.shape[2:])
         out = lax.dot_general(copies, w, (((3,), (0,)), ((0,), (1,))),          # [n, B, T, F / n, ...]
                               preferred_element_type=dtype)
-        return jnp.moveaxis(checkpoint_name(out, "product"), 0, 2).reshape(*x.shape[:2], -1, *w.shape[3:])
+        out = jnp.moveaxis(checkpoint_name(out, "product"), 0, 2)
+        return inner(out.reshape(*x.shape[:2], -1, *w.shape[3:]), 2)
 
-    return tuple(inner(times(w), 2) for w in weights)
+    return tuple(map(times, weights, divides))
 
 
 def row(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The sum of the products of activations [B, T, F, ...] with weights [F, ..., D]: out of a block
     and into the stream [B, T, D]. All of them share one reduction."""
-    return _row(_time_shards(pairs[0][0].shape[1]), 0, pairs)
+    return _row(_time_shards(pairs[0][0].shape[1]), None, pairs)
 
 
-def _row(n: int, parts: Any, pairs: Any) -> jax.Array:
-    """What n partial sums [n, B, T, D] and these products add up to."""
-    whole: Any = 0
+def _row(n: int, parts: jax.Array | None, pairs: Any) -> jax.Array:
+    """What n partial sums [n, B, T, D], if there are any, and these products add up to."""
+    parts, whole = [] if parts is None else [parts], []
     for h, w in pairs:
         if n == 1 or w.shape[0] % n:
-            whole += jnp.tensordot(h, w, w.ndim - 1)
+            whole.append(jnp.tensordot(h, w, w.ndim - 1))
         else:
             h = jnp.moveaxis(h.reshape(*h.shape[:2], n, -1, *h.shape[3:]), 2, 0)
             w = w.reshape(n, -1, *w.shape[1:])
             inside = tuple(range(1, w.ndim - 1))
-            parts += lax.dot_general(h, w, ((tuple(d + 2 for d in inside), inside), ((0,), (0,))))
-    if not isinstance(parts, int):
-        whole += checkpoint_name(_sum_of(parts), "product")
-    return stream(whole)
+            parts.append(lax.dot_general(h, w, ((tuple(d + 2 for d in inside), inside), ((0,), (0,)))))
+    if parts:
+        whole.append(checkpoint_name(_sum_of(sum(parts)), "product"))
+    return stream(sum(whole))
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -1263,40 +1271,48 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     expert and multiplied group by group. Under `expert` a token is sent to the devices that have one of
     its experts, and each sends back its part of the sum. `beside` are pairs as `row` takes them, of what
     all tokens visit: they are added, in the same reduction."""
-    _reached.get().add("experts")
     (B, T, D), K, n = x.shape, chosen.shape[-1], _time_shards(x.shape[1])
     n = n if back.shape[1] % n == 0 else 1
     sizes, manual = _ambient()
-    e = sizes.get("expert", 1) if "expert" in manual else 1
-    own = back.shape[0]                             # experts of this device: all, or E / e
+    e, own = sizes.get("expert", 1) if "expert" in manual else 1, back.shape[0]
     into = [jnp.moveaxis(w.reshape(own, D, n, -1), 2, 0) for w in into]         # [n, E, D, F / n]
     back = jnp.moveaxis(back.reshape(own, n, -1, D), 1, 0)                      # [n, E, F / n, D]
     chosen, shares = (inner(a, None).reshape(-1, K) for a in (chosen, shares))
     rows = (_copies(x, n) if n > 1 else inner(x, None)[None]).reshape(n, B * T, D)
-
     if e > 1:
-        # Room for every token in what goes to each device: none can be too many. What has no
-        # business there is zero.
-        asked = (chosen // own == jnp.arange(e)[:, None, None]).any(-1)         # [e, B T]
-        rows = _swap(jnp.where(asked[..., None], rows[:, None], 0)).reshape(n, -1, D)
-        chosen, shares = (lax.all_gather(a, "expert", tiled=True) for a in (chosen, shares))
-        chosen = chosen - lax.axis_index("expert") * own
-        mine = (chosen >= 0) & (chosen < own)
-        chosen = jnp.where(mine, chosen, own)       # another's: the last, in no group
-        if K > own:     # of its K choices at most as many are here as there are experts
-            first = jnp.argsort(chosen, -1)[:, :own]
-            chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
-    k = chosen.shape[1]
-    order = jnp.argsort(chosen.reshape(-1))         # stable: by expert, then as they came
-    counts = (chosen.reshape(-1) == jnp.arange(own)[:, None]).sum(-1, dtype=jnp.int32)
+        rows, chosen, shares = _to_experts(rows, chosen, shares, e, own)
 
+    # Sorted by expert, stably. Those of others' experts come last: they are in no group, and what a
+    # product makes of them is not said (zeros on CPU, whatever was there on TPU).
+    k = chosen.shape[1]
+    order = jnp.argsort(chosen.reshape(-1))
+    counts = (chosen.reshape(-1) == jnp.arange(own)[:, None]).sum(-1, dtype=jnp.int32)
+    ours = lambda x: jnp.where((jnp.arange(len(order)) < counts.sum())[:, None], x, 0)     # noqa: E731
     product = lambda x, w: checkpoint_name(_ragged(x, w, counts), "product")        # noqa: E731
-    hidden = between(*[product(rows[:, order // k], w) for w in into])
-    out = product(hidden, back)[:, jnp.argsort(order)].reshape(n, -1, k, D)
-    out = (out * jnp.where(chosen < own, shares, 0)[..., None].astype(out.dtype)).sum(2)
+    sorted_rows = ours(rows[:, order // k])
+    out = ours(product(between(*[product(sorted_rows, w) for w in into]), back))
+    out = out[:, jnp.argsort(order)].reshape(n, -1, k, D)
+    out = (out * shares[..., None].astype(out.dtype)).sum(2)
     if e > 1:
         out = _swap(out.reshape(n, e, -1, D)).sum(1, dtype=jnp.float32).astype(x.dtype)
-    return _row(n, out.reshape(n, B, T, D), beside)
+    return _row(n, checkpoint_name(out, "experts").reshape(n, B, T, D), beside)
+
+
+def _to_experts(rows: jax.Array, chosen: jax.Array, shares: jax.Array, e: int, own: int) -> tuple:
+    """What all devices of `expert` send to the experts here, as many as `own`: rows [n, e R, D], each
+    row's choices among them (numbered from 0; `own` is another's), and their shares.
+
+    There is room for every row in what goes to each device, so that none can be too many; what has no
+    business there is zero."""
+    asked = (chosen // own == jnp.arange(e)[:, None, None]).any(-1)             # [e, R]
+    rows = _swap(jnp.where(asked[..., None], rows[:, None], 0)).reshape(rows.shape[0], -1, rows.shape[2])
+    chosen, shares = (lax.all_gather(a, "expert", tiled=True) for a in (chosen, shares))
+    chosen = chosen - lax.axis_index("expert") * own
+    chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+    if chosen.shape[1] > own:       # at most as many of a row's choices are here as there are experts
+        first = jnp.argsort(chosen, -1)[:, :own]
+        chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
+    return rows, chosen, shares
 
 
 def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
@@ -1342,12 +1358,11 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
     [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
     (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring."""
-    _reached.get().add("attend")
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
         return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
-    return inner(attention(q, k, v, seen(asking, asked))[0], 2)
+    return inner(checkpoint_name(attention(q, k, v, seen(asking, asked))[0], "attend"), 2)
 
 
 def zigzag(time: int, devices: int) -> np.ndarray:
@@ -1492,17 +1507,18 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
     what the layer adds to the sum and a tree of other sums, without gradients, that are wanted of all
     layers together: they are then given third. Under `pipe` rows go through in microbatches, each device
     has its layers, and `leave` is given a part of the time of x and of rows on each device, so that it
-    is computed once, by all of them together."""
+    is computed once, by all of them together: its sum and count are of that part. What a loss adds to
+    them outside is added on each device; a penalty on weights, say, by its share of the count."""
     def run(x, weights, each, rows):
         x, more = stack(lambda w, x, e: layer(w, x, e, rows), weights, x, each, specs, remat)
         return x, jax.tree.map(lambda a: a.sum(0), more)
 
-    _reached.get().add("through")
     sizes, manual = _ambient()
     if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
         x, more = run(enter(params, rows), weights, each, rows)
-        return _with(leave(params, x, rows), more)
-    if not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)):
+        s, *others = _with(leave(params, x, rows), more)
+        return checkpoint_name(s, "through"), *others
+    if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)):
         raise Refused(f"mesh axis pipe={sizes['pipe']}: the number of layers must divide by it, and "
                       f"shard.through must be given their specs")
     layers = sizes["pipe"] * jax.tree.leaves(weights)[0].shape[0]
@@ -1514,7 +1530,7 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
         return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
                                          sizes["pipe"], M)
     x, more = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks, remat)
-    return _with(leave(params, x, spread(rows)), more)
+    return _with(vary(leave(params, x, spread(rows)), x), more)
 
 
 def _with(pair: tuple, more: Any) -> tuple:
@@ -1698,7 +1714,7 @@ def _one_forward_one_backward(enter: Callable, run: Callable, leave: Callable, p
     @jax.custom_vjp
     def loss(params, weights):          # when no gradient is asked for
         x, more = _pipeline(run, weights, enter(params, rows), each, rows, S, M, 1)
-        return _with(leave(params, x, spread(rows)), more)
+        return _with(vary(leave(params, x, spread(rows)), x), more)
 
     loss.defvjp(both, lambda grads, change: jax.tree.map(lambda g: g * change[0].astype(g.dtype), grads))
     return loss(params, weights)
@@ -1715,8 +1731,9 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     fits = max(1, 84 // (wide + 1))
     lines = [f"stage {s:<2} |" + "|".join(w.center(wide) for w in row[:fits]) + "|" + "..." * (count > fits)
              for s, row in enumerate(rows)]
-    back = "; x' is the backward pass of x" if schedule == "1f1b" else ""
-    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} microbatches of {V} chunk{'s'[:V > 1]} a "
+    back = ("; x' is the backward pass of x (a tick is a forward and a backward; in the others, one of the "
+            "two)" if schedule == "1f1b" else "")
+    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} microbatch{'es'[:2 * (M > 1)]} of {V} chunk{'s'[:V > 1]} a "
                       f"stage, {1 - M * V / count:.0%} of them idle{back}"])
 
 
@@ -1843,13 +1860,10 @@ def over_data(params: Any, specs: Any, mesh: Any) -> Any:
     return jax.tree.map(more, params, specs)
 
 
-# What of a batch is [B, T].
-TIMED = ("tokens", "targets", "weights", "segments", "positions", "places")
-
-
 def along_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
-    """A batch as `seq` splits it, and how: the time of what has as much of it as the tokens, in
-    zigzag order, with the places that the tokens had. Its devices have it whole: nothing is sent."""
+    """A batch as `seq` splits it, and how: the time of what has as much of it as the tokens (but for a
+    source, which is another sequence), in zigzag order, with the places that the tokens had. Its devices
+    have it whole: nothing is sent."""
     n = dict(mesh.shape)["seq"]
     if n == 1:
         return batch, {k: P(None) for k in batch}
@@ -1862,8 +1876,9 @@ def along_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
                       f"late one for each device")
     place = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch, order = {"positions": place, **batch, "places": place}, zigzag(T, n)
-    return ({k: x[:, order] if k in TIMED else x for k, x in batch.items()},
-            {k: P(None, "seq") if k in TIMED else P(None) for k in batch})
+    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and not k.startswith("source")}
+    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
+            {k: P(None, "seq") if k in timed else P(None) for k in batch})
 
 
 def agree(tree: Any) -> Any:
@@ -1899,7 +1914,8 @@ _WIDTH = {"pred": 8, "c64": 64, "c128": 128, "token": 0}
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis."""
+    """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis. Branches
+    count as if they were taken each time: a pipeline's idle ticks are in it."""
     mesh = mesh_of(compiled.input_shardings)
     if mesh is None:
         return []
@@ -1917,7 +1933,8 @@ def collectives(compiled: Any) -> list[Collective]:
 
 def arithmetic(compiled: Any) -> float:
     """Operations of a compiled program's products and convolutions on one device, loops multiplied out
-    (the compiler's own count takes a loop's body once): 2 for each product of two numbers."""
+    (the compiler's own count takes a loop's body once): 2 for each product of two numbers. Branches count
+    as if they were taken each time; calls of kernels (ragged products on TPU) do not count."""
     total, shapes, of = 0.0, {}, None
     for line, times, part in _runs(compiled.as_text()):
         if part is not of:
@@ -2075,7 +2092,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train.check_model(config, mesh)
     found = decide(lambda p, b: model.loss(p, b, config), params, model.a_batch(config, 1),
                    mesh=mesh)
-    print(explain(found, params, mesh))
+    print(explain(found, params, mesh, bool(config.zero)))
 
 
 if __name__ == "__main__":

@@ -971,7 +971,12 @@ def test_the_table_tells_what_a_device_holds_and_why():
     held = 4 * (50257 * 64 + 64 + 2 * 64 * 256 // 4)
     assert f"a device holds {shard.human(held)} of weights, {shard.human(held)} of gradients and {shard.human(2 * held)}" in text
     assert f"of the weights {shard.human(4 * (50257 * 64 + 64))} (99.75%) are the same on all 4 devices of tensor" in text
-    assert "12.9 MB in 1: 50257 does not divide by 4" in text and "256 B in 1: meets a whole activation" in text
+    assert "12.9 MB in 1: 50257 does not divide by 4" in text and "256 B in 1: it scales, or is added to, what is whole" in text
+    text = shard.explain(*(lambda m: (shard.decide(fn, params, I(4, 16), mesh=m), params, m, True))(mesh_of("data=2,fsdp=2")))
+    held = 4 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 2)
+    moments = 8 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 4)      # data can split those of the MLP alone
+    assert f"{shard.human(held)} of weights" in text and f"{shard.human(moments)} of AdamW's" in text
+    assert "fsdp: its largest dimension left" in text and "256 B in 1: fewer than 4,096 elements" in text
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -1228,6 +1233,84 @@ def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, seam):
         return jnp.sum(x ** 2), jnp.sum(batch["weights"])
     with pytest.raises(shard.Refused, match=seam):
         learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
+
+
+def through_of_its_own(params, batch, specs=None, count=lambda rows: rows["targets"].size, each=True):
+    """A loss that calls shard.through and nothing else of this project's."""
+    def leave(params, x, rows):
+        logp = jax.nn.log_softmax(x @ params["head"])
+        return -jnp.take_along_axis(logp, rows["targets"][..., None], -1).sum(), count(rows)
+
+    return shard.through(lambda p, rows: p["embed"][rows["tokens"]], lambda w, x, e, rows: (x + jnp.tanh(x @ w["wq"][:, 0] @ w["wo"][0]), None),
+                         leave, {k: params[k] for k in ("embed", "head")}, params["layers"], None, batch, specs and specs["layers"])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_count_of_the_part_that_leave_is_given_is_a_part(schedule):
+    def loss(params, batch, specs=None):
+        with pytest.MonkeyPatch.context() as patch:
+            real = shard.through
+            patch.setattr(shard, "through", lambda *args: real(*args[:8], "none", 2, schedule))
+            return through_of_its_own(params, batch, specs)
+    rows = [learn(make(layers=4, steps=2), mesh, loss=loss)[0] for mesh in ("", "pipe=2")]
+    for a, b in zip(*rows, strict=True):
+        assert a["tokens"] == b["tokens"] == 128 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+
+
+@pytest.mark.parametrize("mesh, loss, says", [
+    ("seq=2", lambda p, b: (model.loss(p, b, make())[0], b["targets"].size), "sum of its weights"),
+    ("pipe=2", lambda p, b: through_of_its_own(p, b), "specs"),
+    ("data=2", lambda p, b: (*model.loss(p, b, make()), {"tokens": jnp.ones(())}), "'tokens' is taken")])
+def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
+    """A constant count of one device's part of the time; layers of which every stage takes all; a sum
+    logged in the place of another."""
+    with pytest.raises(shard.Refused, match=says):
+        learn(make(steps=1), mesh, loss=loss)
+
+
+def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
+    """What a function calls shows in its computation, not in whether Python runs; what of a batch has the
+    tokens' time is split with it, whatever its name."""
+    config = make(steps=3)
+    collate = lambda e: (lambda b: {**b, "mask": (b["tokens"] % 2 == 0).astype(np.float32)})(data.collate(e, 16))
+    loss = jax.jit(lambda p, b: model.loss(p, {**b, "weights": b["weights"] * b["mask"]}, config))
+    first, *rest = [learn(config, mesh, loss=loss, collate=collate)[0] for mesh in ("", "seq=2", "seq=2")]
+    for rows in rest:
+        assert [r["tokens"] for r in rows] == [r["tokens"] for r in first] and rows[0]["tokens"] < 128
+        assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in first], rel=5e-5)
+
+
+def test_rows_in_no_group_of_a_ragged_product_may_hold_anything(monkeypatch):
+    """They are zero on a CPU; a TPU's kernel leaves there what was there. Forward and backward."""
+    real = jax.lax.ragged_dot
+
+    def anything(x, w, counts):
+        dirty = lambda y, counts: jnp.where((jnp.arange(len(y)) < counts.sum())[:, None], y, jnp.nan)
+        @jax.custom_vjp
+        def product(x, w, counts):
+            return dirty(real(x, w, counts), counts)
+        def back(kept, change):
+            x, w, counts = kept
+            dx, dw = jax.vjp(lambda x, w: real(x, w, counts), x, w)[1](jnp.where(jnp.isnan(change), 0, change))
+            return dirty(dx, counts), dw, None
+        product.defvjp(lambda *args: (product(*args), args), back)
+        return product(x, w, counts)
+
+    c = make(experts=4, steps=3)
+    want = learn(c)[0]
+    monkeypatch.setattr(jax.lax, "ragged_dot", anything)
+    for mesh in ("expert=2", "expert=4"):
+        assert [r["loss"] for r in learn(c, mesh)[0]] == pytest.approx([r["loss"] for r in want], rel=5e-5)
+
+
+def test_the_formula_of_another_model_is_the_rules():
+    """Not the transformer's, of which the configuration would speak."""
+    def init(key):
+        return {"embed": jnp.ones((64, 32)), "up": jnp.ones((32, 128)), "down": jnp.ones((128, 32))}
+    def loss(p, b):
+        return jnp.sum((jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]) ** 2), jnp.sum(b["weights"])
+    program = train.build(make(), mesh_of("tensor=2"), init, loss, model.a_batch(make(), 8))
+    assert {c.kind for c in train.formula(program)} == {"all-reduce"}
 
 
 def test_the_timeline_is_what_the_stages_do():

@@ -178,9 +178,12 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     manual = set(shard.MANUAL) if config.step == "shard_map" else set()
     piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
     held = {a for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
-    needs = [(axis, *what) for axis, what in (
-        ("pipe", ("through", "layers")), ("seq", ("attend", "attention")), ("expert", ("experts", "experts")))
-        if axis in piped | held]
+    through = shard.seams(lambda p, b: _sums(loss(p, b))[:2], narrow, small)
+    for axis, seam, what in (("pipe", "through", "layers"), ("seq", "attend", "attention"),
+                             ("expert", "experts", "experts")):
+        if axis in piped | held and seam not in through:
+            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
+                          f"shard.{seam}, which is what splits {what} over it")
 
     def local_loss(weights, batch):
         """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
@@ -189,13 +192,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         if takes_specs:
             now = jax.tree.map(lambda d: P() if d.stacked else d.spec, decisions)
         weights = shard.gather(weights, now)
-        with shard.noting() as reached:
-            found = loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch)
-        for axis, name, what in needs:
-            if name not in reached:
-                raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
-                              f"shard.{name}, which is what splits {what} over it")
-        return _sums(found)
+        s, c, more = _sums(loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch))
+        if "seq" in piped and "seq" in shard.varying(s) - shard.varying(c):
+            raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: this loss divides by a constant, and each "
+                          f"device has a part of the time; let it count in the batch, as the sum of its weights")
+        return s, c, more
 
     def gradients(params, batch):
         """The gradient, and the sums that the loss gives, over all micro-batches, in float32."""
@@ -278,7 +279,14 @@ def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and the "
                         "count to divide by, and perhaps a dict of other sums to be logged; it returned "
                         f"{result}")
+    if taken := LOGGED & more.keys():
+        raise Refused(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: the step's own "
+                      f"are {', '.join(sorted(LOGGED))}")
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, more))
+
+
+# What a step's line in metrics.jsonl has.
+LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"}
 
 
 def resolve(config: Config, mesh: Any) -> Config:
@@ -340,7 +348,7 @@ def formula(program: Program) -> list[shard.Collective]:
     full, again = c.remat == "full", c.remat != "none"      # 1F1B goes forward once more, too
     found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
                           c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns)
-    if c.step == "jit" or "tokens" not in program.batch:
+    if c.step == "jit" or not _is_ours(program):
         return found
     spread = time % n == 0 and n > 1
     if not spread:  # The rule counted a device's rows in full: each has a part of their time, and layers.
@@ -402,6 +410,14 @@ def formula(program: Program) -> list[shard.Collective]:
     add("collective-permute", "seq", times * (1 + again + in_turns) * (1 + ("segments" in program.batch)), known)
     return [shard.Collective(kind, axis, count, round(size)) for (kind, axis), (count, size)
             in sorted(table.items())]
+
+
+def _is_ours(program: Program) -> bool:
+    """Whether what is trained is the transformer that the configuration describes."""
+    shapes = lambda tree: jax.tree.map(lambda w: w.shape, tree)      # noqa: E731
+    params = jax.eval_shape(lambda: model.init(dataclasses.replace(
+        program.config, vocab_size=program.config.vocab_size or 1), jax.random.key(0)))
+    return shapes(params) == shapes(program.state["params"])
 
 
 def machine(sizes: dict[str, int]) -> Any:
@@ -790,7 +806,7 @@ class _Say:
         self.line(text)
         params = program.state["params"]
         self.line(f"weights  {model.count(params):,} parameters")
-        self.line(shard.explain(program.decisions, params, mesh))
+        self.line(shard.explain(program.decisions, params, mesh, bool(config.zero)))
         if dict(mesh.shape)["pipe"] > 1 and config.step == "shard_map":
             self.line(shard.timeline(dict(mesh.shape)["pipe"], config.microbatches, config.schedule,
                                      config.chunks))
@@ -1000,6 +1016,12 @@ def run(main: Callable) -> None:
     except Refused as e:
         print("error: " + " ".join(str(e).split()), file=sys.stderr)
         sys.exit(2)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        print("error: out of memory: " + str(e).splitlines()[0] + "; a larger --mesh, --remat full or more "
+              "--accumulate need less (python shard.py shows what the weights take)", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint, if there is one",
               file=sys.stderr)
