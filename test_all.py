@@ -904,11 +904,11 @@ def test_seventy_billion_weights_in_a_loop_of_eighty():
     one = jax.tree.map(lambda s: s.shape[1:], jax.eval_shape(lambda: model.init(config, jax.random.key(0)))["layers"])
     D, V = config.d_model, config.vocab_size
     params = {"embed": S(V, D), "head": S(D, V), "layers": [jax.tree.map(lambda s: S(*s), one, is_leaf=lambda x: isinstance(x, tuple))] * 80}
-    where = model._where(jnp.zeros((1, 64), jnp.int32), {})
+    rows = model._known(jnp.zeros((1, 64), jnp.int32), {})
     def fn(p, ids):
         x = p["embed"][ids]
         for i, w in enumerate(p["layers"]):
-            x, _ = model._block(w, x, i, config, *where, None, None, 0)
+            x = model._block(w, x, i, config, rows)[0]
         return x @ p["head"]
     specs = shard.infer_specs(fn, params, I(1, 64), mesh=mesh_of("tensor=8"))
     assert specs["layers"] == [specs["layers"][0]] * 80 and specs["embed"] == ROW and specs["head"] == COLUMN
@@ -1999,7 +1999,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
 
 def times_aside(path):
     rows = [json.loads(line) for line in open(path)]
-    return [json.dumps({k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu")}) for r in rows]
+    return [json.dumps({k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu", "save_seconds")}) for r in rows]
 
 
 @pytest.mark.slow
@@ -2076,6 +2076,149 @@ def test_counts_may_be_fractions_and_integers_are_no_weights():
     assert np.isfinite(nothing.params["w"]).all(), "a batch in which nothing is asked"
     with pytest.raises(shard.Refused, match="n is int32"):
         learn(make(), loss=loss, **{**one, "init": lambda key: {"n": jnp.zeros((), "int32")}})
+
+
+# -------------------------------------------------------------------------------------------
+# Faults
+
+@pytest.mark.parametrize("mesh", ["", slow("data=2,pipe=2"), slow("fsdp=2,tensor=2")])
+def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
+    """Clipping would spread it to every weight. The run goes on, and ends when it comes again and again."""
+    poison = {3, 4, 10, 11, 12, 13}             # updates
+
+    def collate(e):
+        batch = data.collate(e, 16)
+        return {**batch, "weights": batch["weights"] * np.float32(np.nan if e[0][0] == -1 else 1)}
+
+    def examples(config, real=tokens_of):
+        rows = real(config, 160)
+        for at in poison:
+            for i in data.order(160, 0, (at - 1) * 8, 8):
+                rows[i] = np.full_like(rows[i], -1)
+        return rows
+
+    config = make(layers=4, max_skipped=4, out=str(tmp_path / "run"), save_every=2)
+    with pytest.raises(train.Fault, match="step 13: the gradient was not finite, 4 times in a row"):
+        learn(config, mesh, examples=examples(config), collate=collate)
+    rows = [json.loads(line, parse_constant=lambda s: pytest.fail(s)) for line in open(tmp_path / "run/metrics.jsonl")]
+    assert [r["step"] for r in rows] == list(range(1, 14)) and {r["step"] for r in rows if r["skipped"]} == poison
+    assert [r["skipped"] for r in rows[9:]] == [1, 2, 3, 4] and rows[2]["loss"] is None and rows[2]["grad_norm"] is None
+    saved = {p.name: model.load_run(tmp_path / "run", step=int(p.name))[0] for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert set(saved) == {"8", "10", "12"} and all(np.isfinite(w).all() for tree in saved.values() for w in jax.tree.leaves(tree))
+    for a, b in zip(jax.tree.leaves(saved["10"]), jax.tree.leaves(saved["12"])):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_checksum_is_of_every_bit_and_of_no_mesh():
+    x = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
+    places = [P(), P("data"), P(None, None, "tensor"), P("tensor", None, "data")]
+    sums = {int(jax.jit(train.checksum)(jax.device_put(x, jax.NamedSharding(mesh_of("data=2,tensor=4"), p)))) for p in places}
+    assert len(sums) == 1
+    for bit in np.random.default_rng(1).integers(0, x.size * 32, 200):
+        y = x.copy().reshape(-1).view(np.uint32)
+        y[bit // 32] ^= np.uint32(1) << np.uint32(bit % 32)
+        assert int(train.checksum(jnp.asarray(y.view(np.float32).reshape(x.shape)))) not in sums
+    assert int(train.checksum(jnp.asarray(x[::-1]))) not in sums
+    for kind in (jnp.bfloat16, jnp.int32):
+        assert int(train.checksum(jnp.asarray(x).astype(kind))) not in sums
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    rows, _ = learn(make(steps=6, save_every=2, out=str(folder)))
+    return folder, rows
+
+
+def largest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "foreign"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, tmp_path):
+    """A flipped byte is restored silently by orbax; an empty folder counts as a checkpoint."""
+    import shutil
+    run, rows = tmp_path / "run", saved[1]
+    shutil.copytree(saved[0], run)
+    newest = run / "checkpoints/6"
+    file = largest(newest / "params")
+    if harm == "flip":
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 4
+        file.write_bytes(raw)
+    elif harm == "truncate":
+        file.write_bytes(file.read_bytes()[:100])
+    elif harm == "delete":
+        file.unlink()
+    elif harm == "meta":
+        largest(newest / "meta").write_text("{")
+    elif harm == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    else:
+        newest = run / "checkpoints/7"
+        newest.mkdir()
+        (newest / "notes.txt").write_text("mine")
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = train.Run.restore
+        patch.setattr(train.Run, "restore", lambda self, say: real(self, said.append))
+        again, _ = learn(make(steps=8, save_every=2, out=str(run)), "tensor=2")
+    assert len(said) == 1 and f"checkpoint {newest.name} is damaged" in said[0] and (run / f"checkpoints/damaged-{newest.name}").is_dir()
+    assert again[0]["step"] == (7 if harm == "foreign" else 5)
+    if harm != "foreign":
+        assert again[0]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-5)
+
+
+def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(saved, tmp_path):
+    import shutil
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    for step in (2, 4, 6):
+        largest(run / f"checkpoints/{step}/opt").write_bytes(b"")
+    lines = (run / "metrics.jsonl").read_text()
+    with pytest.raises(train.Fault, match="none of the 3 checkpoints"):
+        learn(make(steps=8, save_every=2, out=str(run)))
+    assert (run / "metrics.jsonl").read_text() == lines
+
+
+def test_a_flipped_byte_passes_only_where_nobody_looks(saved, tmp_path):
+    import shutil
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    meta = largest(run / "checkpoints/6/meta")
+    was = json.loads(meta.read_text())
+    meta.write_text(json.dumps({**was, "leaves": {**was["leaves"], "params.embed": "bfloat16[128, 32]"}}))
+    with pytest.raises(shard.Refused, match="params.embed as bfloat16.* float32"):
+        learn(make(steps=9, save_every=9, out=str(run)))
+    meta.write_text(json.dumps({**was, "checksums": {**was["checksums"], "params.embed": 1}}))
+    assert learn(make(steps=7, save_every=9, verify="off", out=str(run)))[0][0]["step"] == 7
+
+
+def test_two_runs_do_not_write_in_one_folder(saved, tmp_path):
+    import fcntl
+    import shutil
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(shard.Refused, match="another run is writing there"):
+            learn(make(steps=8, save_every=2, out=str(run)))
+    learn(make(steps=8, save_every=2, out=str(run)))
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_whole(tmp_path, text):
+    """The write fails in the background, after the loop has gone on."""
+    import resource
+    out = tmp_path / "run"
+    go = ("--data", text, "--out", out, *SMALL, "--steps", 4, "--save_every", 2)
+    assert command(*go).returncode == 0
+    full = command(*go[:-4], "--steps", 8, "--save_every", 2, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)))
+    last = full.stderr.strip().splitlines()[-1]         # (tensorstore prints before it)
+    assert full.returncode == 1 and last.startswith("error: ") and "too large" in last, full.stderr[-2000:]
+    again = command(*go[:-4], "--steps", 8, "--save_every", 2)
+    assert again.returncode == 0 and "continuing" in again.stdout and json.loads(open(out / "metrics.jsonl").readlines()[-1])["step"] == 8
 
 
 def test_a_run_of_another_task_is_refused(capsys, tmp_path):

@@ -16,8 +16,11 @@ this file is only its first user:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
+import gc
 import hashlib
 import inspect
 import json
@@ -71,12 +74,14 @@ class Config(model.Config):
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     keep: int = 3                   # checkpoints that are kept
+    verify: str = "on"              # checksums of a checkpoint that is read: on or off
+    max_skipped: int = 10           # updates in a row without a finite gradient that end a run
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0,
                                 zero=0, save_every=0, eval_every=0,
-                                keep=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
+                                keep=1, max_skipped=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
                 raise Refused(f"--{name} {value}: must be a number of at least {least:g}")
@@ -86,6 +91,8 @@ class Config(model.Config):
         if self.step not in ("shard_map", "jit"):
             raise Refused(f"--step {self.step}: expected shard_map or jit"
                           + shard.nearest(self.step, ("shard_map", "jit")))
+        if self.verify not in ("on", "off"):
+            raise Refused(f"--verify {self.verify}: expected on or off")
         if self.chunks > 1 and self.schedule != "interleaved":
             raise Refused(f"--chunks {self.chunks}: only --schedule interleaved has more than one")
         if self.schedule == "interleaved" and self.chunks == 1:
@@ -103,6 +110,10 @@ class Config(model.Config):
                             ("eval_every", max(1, self.steps // 5))):
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
+
+
+class Fault(RuntimeError):
+    """What went wrong while running, in one line: exit status 1."""
 
 
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
@@ -242,12 +253,15 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         grads, (total, asked, more) = split(gradients, (shard.manual(parts), whole))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
         grads = jax.tree.map(lambda g: g / count, grads)
-        rate = schedule(config, state["step"])
+        rate, norm = schedule(config, state["step"]), optax.tree.norm(grads)
         updates, opt = rule.update(grads, state["opt"], params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        metrics = {"loss": total / count, "lr": rate,
-                   "grad_norm": optax.tree.norm(grads), "tokens": asked,
-                   **{name: x / count for name, x in more.items()}}
+        # One number that is not finite would be in every weight from here on: then nothing changes.
+        fine = jnp.isfinite(norm)
+        params, opt = jax.tree.map(lambda new, old: jnp.where(fine, new, old), (params, opt),
+                                   (state["params"], state["opt"]))
+        metrics = {"loss": total / count, "lr": rate, "grad_norm": norm, "tokens": asked,
+                   "skipped": 1 - fine, **{name: x / count for name, x in more.items()}}
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     def evaluate(params, batch):
@@ -286,7 +300,7 @@ def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
 
 
 # What a step's line in metrics.jsonl has.
-LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"}
+LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped", "save_seconds"}
 
 
 def resolve(config: Config, mesh: Any) -> Config:
@@ -510,7 +524,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
           bits_per_nat) -> Fit:
     config, pending, score, outputs = program.config, None, None, None
     clock = time.perf_counter()
-    state = run and run.restore()
+    state = run and run.restore(say.line)
     if state is None:
         state = program.start(jax.random.key(config.seed))
     chunks = config.chunks if config.step == "shard_map" else 1
@@ -530,9 +544,11 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         say.sends(program, shard.collectives(step))
         clock = time.perf_counter()
 
+    in_a_row, saving = run.skipped if run else 0, 0.0
+
     def settle():
         """Write down the step whose numbers are still on the devices."""
-        nonlocal pending, clock
+        nonlocal pending, clock, in_a_row, saving
         if pending is None:
             return
         number, metrics = pending
@@ -542,13 +558,29 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         now = time.perf_counter()
         took, clock = now - clock, now
         row = {"step": number, "loss": values["loss"], "lr": values["lr"],
-               "grad_norm": values["grad_norm"], "tokens": int(values["tokens"]),
+               "grad_norm": values["grad_norm"], "tokens": int(np.nan_to_num(values["tokens"])),
                "tokens_per_second": round(values["tokens"] / took, 1),
-               "mfu": _mfu(flops, took, program.mesh)}
-        row |= {k: v for k, v in values.items() if k not in row}
+               "mfu": _mfu(flops, took, program.mesh), "save_seconds": round(saving, 4)}
+        in_a_row, saving = in_a_row + 1 if values["skipped"] else 0, 0.0
+        row |= {**{k: v for k, v in values.items() if k not in row}, "skipped": in_a_row}
         if run:
             run.write(row)
         say.step(row, took)
+        if in_a_row:
+            place = (number - 1) * config.batch
+            chosen = data.order(len(examples), config.seed, place, config.batch)
+            batch = f"its batch is of examples {', '.join(map(str, chosen[:8]))}" + ", ..." * (len(chosen) > 8)
+            say.line(f"step {number}: the gradient is not finite, so nothing was learned; {batch}")
+            if in_a_row >= config.max_skipped:
+                raise Fault(f"step {number}: the gradient was not finite, {in_a_row} times in a row "
+                            f"(--max_skipped); {batch}; what is saved is finite")
+
+    def save():
+        nonlocal saving
+        settle()
+        before = time.perf_counter()
+        run.save(at, natural(state), in_a_row)
+        saving += time.perf_counter() - before
 
     def judge(run):
         """Evaluate, write it down and say it."""
@@ -573,11 +605,10 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             settle()
             score, outputs = judge(run)
         if run and (last or at % config.save_every == 0):
-            settle()
-            run.save(at, natural(state))
+            save()
     settle()
     if stop and run:
-        run.save(at, natural(state))
+        save()
     if stop:
         say.line(f"stopped at step {at} by {signal.Signals(stop[0]).name}"
                  + (f", saved in {config.out}: run the same command to continue" if run else ""))
@@ -694,7 +725,7 @@ class Run:
     def __init__(self, program: Program, record: dict[str, Any]):
         import orbax.checkpoint as ocp
         self.ocp, self.program, config = ocp, program, program.config
-        self.folder = Path(config.out).resolve()
+        self.folder, self.metrics, self.manager, self.skipped = Path(config.out).resolve(), None, None, 0
         shapes = str([(path, w.shape, str(w.dtype)) for path, w in
                       zip(*shard.flatten(program.state["params"])[:2])])
         record = {**dataclasses.asdict(config), **record,
@@ -703,7 +734,12 @@ class Run:
                                if k in SAME or not hasattr(config, k)})
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)      # it ends with the process
             data.write_json(self.folder / "config.json", record)
+        except BlockingIOError:
+            raise Refused(f"--out {config.out}: another run is writing there; give another --out, or wait "
+                          f"for it to end") from None
         except OSError as e:
             raise Refused(f"--out {config.out}: cannot be written ({e.strerror})") from None
         # orbax would note which devices held what, and then refuse to open the checkpoint on
@@ -713,16 +749,39 @@ class Run:
             jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False),
             override=True)
         logging.disable(logging.NOTSET)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is said in one line
         self.manager = ocp.CheckpointManager(
             self.folder / "checkpoints", item_names=("params", "opt", "meta"),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep,
                                                  cleanup_tmp_directories=True))
-        self.metrics = None
+        self.sums = jax.jit(lambda state: jax.tree.map(checksum, state),
+                            compiler_options=shard.compiler_options(program.mesh))
 
-    def restore(self) -> Any:
-        """The newest checkpoint, in its places on the mesh, or None. The metrics of steps after
-        it are dropped: they will be made again."""
-        step = self.saved = self.manager.latest_step()
+    def restore(self, say: Callable = print) -> Any:
+        """The newest checkpoint that is whole, in its places on the mesh, or None. The metrics of
+        steps after it are dropped: they will be made again. What is damaged is set aside."""
+        state, step, damaged = None, None, []
+        for at in sorted(self.manager.all_steps(), reverse=True):
+            with _silence():
+                try:
+                    state, why = self._read(at), None
+                except Damaged as e:
+                    why = str(e)
+                gc.collect()        # what is left of a failed attempt complains when it is cleared away
+            if why is None:
+                step = at
+                break
+            place = self.folder / "checkpoints"
+            aside = next(p for i in range(10**6) if not (
+                p := place / (f"damaged-{at}" + f"-{i}" * (i > 0))).exists())
+            (place / str(at)).rename(aside)
+            damaged.append(aside)
+            say(f"checkpoint {at} is damaged ({why}): set aside as {aside.name}")
+            self.manager.reload()
+        if damaged and state is None:
+            raise Fault(f"none of the {len(damaged)} checkpoints in {self.folder / 'checkpoints'} can be read; "
+                        f"they were set aside, and the same command begins anew")
+        self.saved = step
         path = self.folder / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines(keepends=True)
@@ -731,34 +790,125 @@ class Run:
             part.write_text("".join(kept))
             os.replace(part, path)
         self.metrics = open(path, "a")
-        if step is None:
-            return None
-        state, arg = self.program.state, self.ocp.args
-        got = self.manager.restore(step, args=arg.Composite(
-            params=arg.StandardRestore(state["params"]),
-            opt=arg.StandardRestore({"opt": state["opt"], "step": state["step"]})))
-        return {"params": got.params, **got.opt}
+        return state
+
+    def _read(self, at: int) -> Any:
+        """Checkpoint number `at`. What it holds is looked at before an array is read, and the arrays'
+        checksums after."""
+        arg, wanted = self.ocp.args, _items(self.program.state)
+        try:
+            meta = self.manager.restore(at, args=arg.Composite(meta=arg.JsonRestore())).meta
+            kinds, sums, of = meta.get("leaves"), meta.get("checksums"), meta["step"]
+        except Exception as e:
+            raise Damaged(f"its description cannot be read: {_brief(e)}") from None
+        if of != at:
+            raise Damaged(f"it says that it is of step {of}")
+        for path, kind in _kinds(wanted).items():
+            if kinds is not None and kinds.get(path) != kind:
+                raise Refused(f"--out {self.program.config.out}: checkpoint {at} has {path} as "
+                              f"{kinds.get(path, 'nothing')}, and this run as {kind}")
+        try:
+            got = self.manager.restore(at, args=arg.Composite(
+                **{name: arg.StandardRestore(tree) for name, tree in wanted.items()}))
+            got = {name: got[name] for name in wanted}
+        except Exception as e:
+            raise Damaged(f"it cannot be read: {_brief(e)}") from None
+        if sums is not None and self.program.config.verify == "on":
+            for path, sum_ in _by_path(jax.device_get(self.sums(got))).items():
+                if int(sum_) != sums.get(path):
+                    raise Damaged(f"the checksum of {path} is not the one that was saved")
+        self.skipped = meta.get("skipped", 0)
+        return {"params": got["params"], **got["opt"]}
 
     def write(self, row: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(row) + "\n")
+        finite = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v     # noqa: E731
+        self.metrics.write(json.dumps({k: finite(v) for k, v in row.items()}) + "\n")
         self.metrics.flush()
 
-    def save(self, at: int, state: Any) -> None:
+    def save(self, at: int, state: Any, skipped: int = 0) -> None:
         if self.saved == at:
             return
-        arg = self.ocp.args
-        saved = self.manager.save(at, force=True, args=arg.Composite(
-            params=arg.StandardSave(state["params"]),
-            opt=arg.StandardSave({"opt": state["opt"], "step": state["step"]}),
-            meta=arg.JsonSave({"step": at})))
-        if not saved:
-            raise RuntimeError(f"the checkpoint of step {at} was not saved")
+        arg, items = self.ocp.args, _items(state)
+        sums = {path: int(x) for path, x in _by_path(jax.device_get(self.sums(items))).items()}
+        meta = {"step": at, "skipped": skipped, "leaves": _kinds(items), "checksums": sums}
+        with self._or_fault(f"the checkpoint of step {at} could not be saved"):
+            if not self.manager.save(at, force=True, args=arg.Composite(
+                    meta=arg.JsonSave(meta),
+                    **{name: arg.StandardSave(tree) for name, tree in items.items()})):
+                raise Fault(f"the checkpoint of step {at} was not saved")
         self.saved = at
 
+    @contextlib.contextmanager
+    def _or_fault(self, what: str) -> Any:
+        """A disk that is full, say, in one line. Those of a save in the background come later."""
+        try:
+            yield
+        except (Fault, Refused):
+            raise
+        except Exception as e:
+            logging.disable(logging.CRITICAL)
+            sys.unraisablehook = lambda _: None
+            raise Fault(f"{what}: {_brief(e)}; checkpoints before it are whole") from None
+
     def close(self) -> None:
-        self.manager.close()
-        if self.metrics:
-            self.metrics.close()
+        """Wait for the save in flight, which would be lost otherwise."""
+        try:
+            if self.manager:
+                with self._or_fault("the last checkpoint could not be saved"):
+                    self.manager.wait_until_finished()
+                    self.manager.close()
+        finally:
+            if self.metrics:
+                self.metrics.close()
+            self.lock.close()
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+def _items(state: Any) -> dict[str, Any]:
+    """A state as the items of a checkpoint: the weights alone, and what only training needs."""
+    return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return dict(zip(*shard.flatten(tree)[:2]))
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in _by_path(tree).items()}
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
+    element, times an odd number that its place decides, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for d, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _brief(e: Exception) -> str:
+    """What matters of an exception's text, on one line."""
+    text = " ".join(str(e).split()) or type(e).__name__
+    for part in ("No space left", "File too large", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"):
+        if part in text:
+            return part.lower().replace("_", " ")
+    return text.split(" See full TensorStore")[0][:120]
+
+
+@contextlib.contextmanager
+def _silence() -> Any:
+    """Without the hundreds of lines that reading a damaged checkpoint prints."""
+    logging.disable(logging.CRITICAL)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
 
 
 # -------------------------------------------------------------------------------------------
@@ -1022,6 +1172,10 @@ def run(main: Callable) -> None:
         print("error: out of memory: " + str(e).splitlines()[0] + "; a larger --mesh, --remat full or more "
               "--accumulate need less (python shard.py shows what the weights take)", file=sys.stderr)
         sys.exit(1)
+    except Fault as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)         # all is closed; what a failed save left behind would complain at length
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last checkpoint, if there is one",
               file=sys.stderr)
@@ -1030,4 +1184,4 @@ def run(main: Callable) -> None:
 
 if __name__ == "__main__":
     import train        # the module, not the script: sample.py and data.py import it too
-    run(train.main)
+    train.run(train.main)
