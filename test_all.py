@@ -1979,7 +1979,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
-    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu"}
+    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped", "save_seconds"}
     assert set(rows[-1]) == {"step", "eval_loss", "bits_per_byte"} and rows[0]["tokens"] == 4 * 32
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3", "4"], "keeps three"
     config = json.loads((out / "config.json").read_text())
