@@ -238,11 +238,11 @@ def _mlp(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _experts(w: Params, h: jax.Array, c: Config, layer: Any, rows: Params, back: list
              ) -> tuple[jax.Array, tuple[jax.Array, Params] | None]:
-    """h [B, T, D] through each token's best experts, by the router's shares; `back` is added. In training also what is
-    added to the loss: for each row, the product of the share of tokens that an expert has and the share
-    that it was given in probability, summed over experts (as many as experts, if all were equal), and the
-    router's squared log-sum-exp. Both are sums over rows and tokens, each with its weight: no mesh or
-    micro-batch changes them."""
+    """h [B, T, D] through each token's best experts, by the router's shares; what the pairs `back` make
+    is added. In training also what is added to the loss: for each row, the product of the share of tokens
+    that an expert has and the share that it was given in probability, summed over experts, times their
+    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and tokens,
+    each with its weight: no mesh or micro-batch changes them."""
     E, K = c.experts, c.experts_per_token
     logits = shard.inner(jnp.einsum("btd,de->bte", h.astype(jnp.float32),
                                     w["router"].astype(jnp.float32)), None)

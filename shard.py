@@ -1154,16 +1154,12 @@ def seams(fn: Callable, *args: Any) -> set[str]:
 def stream(x: jax.Array) -> jax.Array:
     """The residual stream [B, T, D]: over tensor its time is split, where that divides, so that what
     is done to it between the products is done once (sequence parallelism); else it is whole."""
-    return _place(x, 1 if _time_shards(x.shape[1]) > 1 else None)
+    return inner(x, 1 if _time_shards(x.shape[1]) > 1 else None)
 
 
 def inner(x: jax.Array, dim: int | None) -> jax.Array:
     """An activation inside a block, split over tensor along `dim` (heads, hidden, vocabulary), or whole
     on each of its devices."""
-    return _place(x, dim)
-
-
-def _place(x: jax.Array, dim: int | None) -> jax.Array:
     # The compiler, left alone, sometimes gathers weights where activations should move, so the
     # places are stated, once each.
     sizes, manual = _ambient()

@@ -189,10 +189,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     manual = set(shard.MANUAL) if config.step == "shard_map" else set()
     piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
     held = {a for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
-    through = shard.seams(lambda p, b: _sums(loss(p, b))[:2], narrow, small)
-    for axis, seam, what in (("pipe", "through", "layers"), ("seq", "attend", "attention"),
-                             ("expert", "experts", "experts")):
-        if axis in piped | held and seam not in through:
+    needs = [need for need in (("pipe", "through", "layers"), ("seq", "attend", "attention"),
+                               ("expert", "experts", "experts")) if need[0] in piped | held]
+    passes = shard.seams(lambda p, b: _sums(loss(p, b))[:2], narrow, small) if needs else set()
+    for axis, seam, what in needs:
+        if seam not in passes:
             raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
                           f"shard.{seam}, which is what splits {what} over it")
 
@@ -567,8 +568,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             run.write(row)
         say.step(row, took)
         if in_a_row:
-            place = (number - 1) * config.batch
-            chosen = data.order(len(examples), config.seed, place, config.batch)
+            chosen = _chosen(config, examples, number - 1, 0, config.batch)
             batch = f"its batch is of examples {', '.join(map(str, chosen[:8]))}" + ", ..." * (len(chosen) > 8)
             say.line(f"step {number}: the gradient is not finite, so nothing was learned; {batch}")
             if in_a_row >= config.max_skipped:
@@ -632,16 +632,19 @@ def _place(program: Program, make: Callable[[int, int], dict], count: int, split
             for k, v in make(first, last).items()}
 
 
+def _chosen(config: Config, examples: Sequence, at: int, first: int, last: int) -> np.ndarray:
+    """The numbers of the examples in rows first to last of update number `at` (from 0)."""
+    return data.order(len(examples), config.seed, at * config.batch + first, last - first)
+
+
 def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> Any:
     """Update number `at`'s batch: a pure function of the seed and the number."""
     config = program.config
 
     def make(first, last):
-        place = at * config.batch + first
-        chosen = data.order(len(examples), config.seed, place, last - first)
-        batch = _arrays(collate, [examples[int(i)] for i in chosen])
+        batch = _arrays(collate, [examples[int(i)] for i in _chosen(config, examples, at, first, last)])
         # A seed for each row: randomness belongs to the example, wherever it is computed.
-        spot = np.arange(place, place + last - first, dtype=np.uint64)
+        spot = np.arange(first, last, dtype=np.uint64) + np.uint64(at * config.batch)
         spot = spot * np.uint64(2**32) + np.uint64(config.seed)
         batch["seeds"] = data.mix(spot).astype(np.uint32)
         return batch
@@ -725,7 +728,7 @@ class Run:
     def __init__(self, program: Program, record: dict[str, Any]):
         import orbax.checkpoint as ocp
         self.ocp, self.program, config = ocp, program, program.config
-        self.folder, self.metrics, self.manager, self.skipped = Path(config.out).resolve(), None, None, 0
+        self.folder, self.metrics, self.skipped = Path(config.out).resolve(), None, 0
         shapes = str([(path, w.shape, str(w.dtype)) for path, w in
                       zip(*shard.flatten(program.state["params"])[:2])])
         record = {**dataclasses.asdict(config), **record,
@@ -853,10 +856,9 @@ class Run:
     def close(self) -> None:
         """Wait for the save in flight, which would be lost otherwise."""
         try:
-            if self.manager:
-                with self._or_fault("the last checkpoint could not be saved"):
-                    self.manager.wait_until_finished()
-                    self.manager.close()
+            with self._or_fault("the last checkpoint could not be saved"):
+                self.manager.wait_until_finished()
+                self.manager.close()
         finally:
             if self.metrics:
                 self.metrics.close()
