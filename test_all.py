@@ -1,8 +1,8 @@
 """Every test. The reference is always something independent: one device for many, optax for the
 update, the formula without a cache for generation, a run that was never stopped for one that was.
 
-    pytest test_all.py               the quick ones
-    pytest test_all.py -m slow       the rest: real processes, real signals
+    pytest test_all.py -n auto               the quick ones, a process on each core
+    pytest test_all.py -n auto -m slow       the rest: real processes, real signals
 """
 
 import contextlib
@@ -35,6 +35,8 @@ HERE = Path(__file__).parent
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()           # now, before a test makes another number of them
+# The machine code is of the worst kind, and made in two thirds of the time. Programs are the same.
+jax.config.update("jax_disable_most_optimizations", True)
 
 TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", steps=20, batch=8,
             dtype="float32", warmup=3, d_ff=64)
@@ -1465,15 +1467,22 @@ def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
         assert a["step"] == b["step"] >= 4 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
 
 
+@contextlib.contextmanager
+def in_float64():
+    """Our code with twice the digits."""
+    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "cast", lambda tree, dtype: tree)
+        patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
+        yield patch
+
+
 @pytest.mark.parametrize("mesh, changes", [
     ("", {}), ("fsdp=2,expert=2,tensor=2", dict(experts=4, shared_experts=1, dropout=0.1)), slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)),
     slow("data=2,pipe=2,expert=2", dict(experts=4, schedule="1f1b", microbatches=2)), slow("tensor=4", dict(parallel=True, tied=True, remat="full")),
     slow("seq=2,expert=2,tensor=2", dict(experts=4))])
 def test_gradients_equal_finite_differences(mesh, changes):
     """In float64, leaf by leaf: the derivative of the loss that a step prints, on the mesh."""
-    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "cast", lambda tree, dtype: tree)
-        patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
+    with in_float64() as patch:
         patch.setattr(train, "optimizer", lambda config, matrices: optax.identity())
         patch.setattr(train, "schedule", lambda config, step: jnp.float64(1.0))
         config = make(d_model=16, d_ff=32, **changes)
@@ -1641,8 +1650,10 @@ def test_weights_are_made_in_their_places():
 # -------------------------------------------------------------------------------------------
 # The update
 
+@in_float64()
 def test_adamw_schedule_and_clipping_equal_optax():
-    """And the rate in the metrics is the one that was applied."""
+    """And the rate in the metrics is the one that was applied. In float64: where a gradient is
+    rounding alone, Adam, which divides by its size, makes a step of it."""
     config = make(clip=0.5, steps=12, warmup=4)
     rows, result = learn(config)
     rate = optax.warmup_cosine_decay_schedule(config.lr / 4, config.lr, 3, 11, config.lr / 50)
@@ -1665,9 +1676,8 @@ def test_adamw_schedule_and_clipping_equal_optax():
         params, state = update(params, state, data.collate([examples[i] for i in chosen], 16))
         assert rows[at]["lr"] == pytest.approx(float(rate(at)), rel=1e-6)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(result.params)):
-        # Adam divides by the root of the second moment: where a gradient is rounding alone, so
-        # is the step; its size is bounded by the rate, 1e-2 here.
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * max(1, 100 * config.lr))
+        assert a.dtype == b.dtype == np.float64
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
     assert rows[-1]["lr"] == pytest.approx(config.lr / 50)
     assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
 
