@@ -191,7 +191,10 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
             for i, (name, path) in enumerate(group):
                 np.array([tokenizer.separator], dtype).tofile(f)
                 for part in _parts(path):
-                    np.asarray(tokenizer.encode(part)).astype(dtype).tofile(f)
+                    ids = np.asarray(tokenizer.encode(part))
+                    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                        raise Refused(f"{path}: its tokenizer made an id outside 0 to {tokenizer.vocab_size - 1}")
+                    ids.astype(dtype).tofile(f)
                 if sys.stderr.isatty() and i % 20 == 0:
                     print(f"\r{split}: {i + 1}/{len(group)} files", end="\x1b[K", file=sys.stderr)
     if by_end:
@@ -201,13 +204,13 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
         os.truncate(out / "train.bin", keep)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
+    if vocab_size:
+        record["tokenizer_sha256"] = _sha256(out / "tokenizer.model")
     for split in SPLITS:
-        tokens, digest, count = _map(out / f"{split}.bin", dtype), hashlib.sha256(), 0
-        for i in range(0, len(tokens), 2**20):
-            digest.update(tokens[i:i + 2**20].tobytes())
-            count += int(lengths[tokens[i:i + 2**20]].sum())
+        tokens = _map(out / f"{split}.bin", dtype)
+        count = sum(int(lengths[tokens[i:i + 2**20]].sum()) for i in range(0, len(tokens), 2**20))
         record[split] = {"tokens": len(tokens), "bytes": count, "documents": len(groups[split]),
-                         "sha256": digest.hexdigest()}
+                         "sha256": _sha256(out / f"{split}.bin")}
     write_json(out / "data.json", record)
     return Corpus(out)
 
@@ -237,6 +240,18 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
+def _sha256(path: Path) -> str:
+    """Of a file of up to 256 MiB all is looked at; of a larger one its size and as many MiB, evenly spread."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    if size > 2**28:
+        digest.update(str(size).encode())
+    with open(path, "rb") as f:
+        for i in range(min(256, -(-size // 2**20))):
+            f.seek(i * 2**20 if size <= 2**28 else i * (size - 2**20) // 255)
+            digest.update(f.read(2**20))
+    return digest.hexdigest()
+
+
 def _map(path: Path, dtype: Any) -> np.ndarray:
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
@@ -256,12 +271,14 @@ class Corpus:
                 if len(tokens) != self.record[split]["tokens"]:
                     raise Refused(f"{self.folder / split}.bin has {len(tokens)} tokens; data.json "
                                   f"says {self.record[split]['tokens']}")
+                if self.record[split]["sha256"] != _sha256(self.folder / f"{split}.bin"):
+                    raise Refused(f"{self.folder / split}.bin is not what data.json says it is: it was changed, or is "
+                                  f"damaged; make the folder again")
                 setattr(self, split, tokens)
             self.fingerprint = self.record["train"]["sha256"]
-            kind = self.record["tokenizer"]
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
             raise Refused(f"{self.folder} is not a folder made by data.py ({e})") from None
-        self.tokenizer = tokenizer_of(self.folder, kind)
+        self.tokenizer = tokenizer_of(self.folder, self.record)
 
     def __repr__(self) -> str:
         r = self.record
@@ -269,19 +286,28 @@ class Corpus:
                 f"{r['held_out']['tokens']:,} held out, {r['tokenizer']} of {r['vocab_size']}")
 
 
-def tokenizer_of(folder: Path, kind: str) -> Bytes | Pieces:
-    """The tokenizer of a prepared folder or a run."""
-    return Bytes() if kind == "bytes" else Pieces(folder / "tokenizer.model")
+def tokenizer_of(folder: Path, record: dict[str, Any]) -> Bytes | Pieces:
+    """The tokenizer of a prepared folder or a run, of which `record` says what it must be."""
+    if record["tokenizer"] == "bytes":
+        return Bytes()
+    path = folder / "tokenizer.model"
+    if path.exists() and record.get("tokenizer_sha256", "") not in ("", _sha256(path)):
+        raise Refused(f"{path} is not the tokenizer that the text was encoded with: it was changed, or is damaged")
+    return Pieces(path)
 
 
 @contextlib.contextmanager
-def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
+def opened(paths: Sequence[str], run: Path, ready: bool = False) -> Iterator[Corpus]:
     """The corpus behind --data: a folder made by data.py as it is, or text, encoded as bytes into
     the run's own folder when the run begins. Only if what is done with it here passes is it kept,
-    so that a run that is refused leaves nothing behind; a run that goes on keeps what it has."""
+    so that a run that is refused leaves nothing behind; a run that goes on keeps what it has. `ready`:
+    another process has made it already."""
     made, part = run / "data", run / "data.part"
     given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
-    if given or ((run / "config.json").exists() and (made / "data.json").exists()):
+    if ready and not given and not (made / "data.json").exists():
+        raise Refused(f"--out {run}: this process does not see what process 0 wrote there; give a folder that every "
+                      f"process sees")
+    if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
         corpus = Corpus(paths[0] if given else made)
         yield corpus
     else:
@@ -298,7 +324,7 @@ def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
             if new:
                 with contextlib.suppress(OSError):
                     run.rmdir()                 # goes only if it is empty
-    if given and corpus.tokenizer.kind != "bytes":
+    if given and not ready and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.model")
@@ -312,8 +338,8 @@ def opened(paths: Sequence[str], run: Path) -> Iterator[Corpus]:
 class Windows:
     """A row of tokens as examples of T + 1: T to read, T to say. The last may be shorter."""
 
-    def __init__(self, tokens: np.ndarray, length: int, count: int | None = None):
-        self.tokens, self.length = tokens, length
+    def __init__(self, tokens: np.ndarray, length: int, count: int | None = None, vocab_size: int = 2**31):
+        self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
         self.total = max(len(tokens) - 1, 0) // length or (1 if len(tokens) > 1 else 0)
         # With a count, that many, evenly spread: the same ones each time.
         self.count = self.total if count is None else min(count, self.total)
@@ -325,7 +351,13 @@ class Windows:
         if not 0 <= i < self.count:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
-        return np.asarray(self.tokens[start:start + self.length + 1], np.int32)
+        found = np.asarray(self.tokens[start:start + self.length + 1], np.int64)
+        # A device would take another id for one that does not exist, and say nothing.
+        if (bad := (found < 0) | (found >= self.vocab_size)).any():
+            at = start + int(bad.argmax())
+            raise Refused(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id {self.tokens[at]} at position "
+                          f"{at}; the vocabulary has {self.vocab_size}")
+        return found.astype(np.int32)
 
 
 def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -425,12 +426,12 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
     """The weights of a run's newest (or given) step, without its optimizer, straight into their
-    places on the mesh; without a mesh, on one device."""
-    import orbax.checkpoint as ocp
+    places on the mesh; without a mesh, on one device. One that is damaged is passed over, and it is said."""
+    import train
     record = read_run(folder)
     config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
     where = Path(folder).resolve() / "checkpoints"
-    steps = sorted(int(p.name) for p in where.glob("*") if p.name.isdecimal())
+    steps = sorted((int(p.name) for p in where.glob("*") if p.name.isdecimal()), reverse=True)
     if not steps or (step is not None and step not in steps):
         raise Refused(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
                       f"{', '.join(map(str, steps))}" if steps else "yet"))
@@ -440,10 +441,12 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
                               mesh=mesh)
     places = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
                           shapes, shard.shardings(specs, mesh))
-    with ocp.StandardCheckpointer() as reader:
-        params = reader.restore(where / str(step if step is not None else steps[-1]) / "params",
-                                places)
-    return params, config
+    for at in steps if step is None else [step]:
+        try:
+            return train.read_checkpoint(where / str(at), {"params": places}, f"--run {folder}")[0]["params"], config
+        except train.Damaged as e:
+            print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
+    raise train.Fault(f"--run {folder}: no checkpoint " + f"of step {step} " * (step is not None) + "can be read")
 
 
 def load_hf(folder: str | Path) -> tuple[Params, Config]:

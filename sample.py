@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = train.machine({"tensor": config.shards})
     params, c = model.load_run(config.run, mesh)
     train.check_model(c, mesh)
-    tokenizer = data.tokenizer_of(Path(config.run), record["tokenizer"])
+    tokenizer = data.tokenizer_of(Path(config.run), record)
     try:
         prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.prompt))]
     except UnicodeEncodeError as e:

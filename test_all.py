@@ -12,7 +12,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,12 +62,12 @@ def tokens_of(config, count=64, seed=0):
     return [row.astype(np.int32) for row in ids]
 
 
-def learn(config, mesh="", **given):
-    """The rows of metrics.jsonl of a run in this process, without a folder."""
-    rows = []
+def learn(config, mesh="", said=None, **given):
+    """The rows of metrics.jsonl of a run in this process, without a folder. What is said goes to `said`."""
+    rows, said = [], [] if said is None else said
 
     class Keep(train._Say):
-        def line(self, text): pass
+        def line(self, text): said.append(text)
         def header(self, program): pass
         def step(self, row, took): rows.append(row)
         def evaluation(self, row, text): rows.append(row)
@@ -114,6 +116,43 @@ def command(*words, file="train.py", env=None, **more):
     return subprocess.run([sys.executable, str(HERE / file), *map(str, words)], text=True,
                           capture_output=True, timeout=600, cwd=more.pop("cwd", HERE),
                           env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
+
+
+def started(*words, file="train.py", cwd=HERE):
+    """The same, and not waited for."""
+    return subprocess.Popen([sys.executable, str(HERE / file), *map(str, words)], text=True, cwd=cwd,
+                            env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def until_step(at, out, *runs):
+    """Wait until a run has written that many steps, or a process has ended."""
+    while all(run.poll() is None for run in runs):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
+                break
+        time.sleep(0.02)
+
+
+def hosts(count, *words, own=lambda i: (), cwd=lambda i: HERE, port=None, **more):
+    """The same command in several processes; `own` is what only one of them is given, `cwd` where it runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = port or free.getsockname()[1]
+    return [started(*words, *own(i), "--coordinator", f"127.0.0.1:{port}", "--processes", count, "--process_id", i, cwd=cwd(i), **more)
+            for i in range(count)]
+
+
+def ends(runs, within=240):
+    """What each process gave back and said, when all have ended by themselves."""
+    begin, results = time.monotonic(), []
+    try:
+        for run in runs:
+            out, error = run.communicate(timeout=max(1, within - (time.monotonic() - begin)))
+            results.append((run.returncode, out, error))
+    finally:
+        for run in runs:
+            run.kill()
+    return results
 
 
 def slow(*values):
@@ -1810,6 +1849,77 @@ def test_prepared_tokens_are_the_files(tmp_path, text):
         data.Corpus(tmp_path / "d")
 
 
+def test_data_that_was_changed_is_refused(tmp_path, text):
+    """On disk since it was made, in place too; of another type; or with another tokenizer."""
+    folder = tmp_path / "d"
+    data.prepare([str(text)], folder, 400)
+    record = json.loads((folder / "data.json").read_text())
+
+    def says(file, change):
+        was = (folder / file).read_bytes()
+        (folder / file).write_bytes(change(was))
+        with pytest.raises(shard.Refused) as e:
+            data.Corpus(folder)
+        (folder / file).write_bytes(was)
+        return str(e.value)
+
+    flip = lambda raw: raw[:500] + bytes([raw[500] ^ 1]) + raw[501:]    # noqa: E731
+    assert "not what data.json says" in says("train.bin", flip)
+    assert "not what data.json says" in says("held_out.bin", flip)
+    assert "not a whole number" in says("train.bin", lambda raw: raw[:-1])
+    assert "data.json" in says("train.bin", lambda raw: raw + raw[:20]) and "data.json" in says("train.bin", lambda raw: b"")
+    assert re.search("tokens; data.json says|whole number of uint32", says("data.json", lambda raw: raw.replace(b"uint16", b"uint32")))
+    assert "was changed, or is damaged" in says("tokenizer.model", flip)
+    for raw in (b"", b"{", b"[]", b"null"):
+        assert "not a folder made by data.py" in says("data.json", lambda _, raw=raw: raw)
+    (folder / "train.bin").rename(folder / "other")
+    with pytest.raises(shard.Refused, match="train.bin"):
+        data.Corpus(folder)
+    (folder / "other").rename(folder / "train.bin")
+    assert data.Corpus(folder).record == record
+
+
+def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text):
+    """On a device it would be another one, in silence."""
+    folder, out = tmp_path / "d", tmp_path / "run"
+    data.prepare([str(text)], folder)
+    tokens = np.memmap(folder / "train.bin", np.uint16, "r+")
+    tokens[100:-100:40] = 300
+    tokens.flush()
+    record = json.loads((folder / "data.json").read_text())
+    record["train"]["sha256"] = data._sha256(folder / "train.bin")
+    (folder / "data.json").write_text(json.dumps(record))
+    done = command(*SMALL, "--data", folder, "--out", out, "--steps", 5)
+    assert done.returncode == 2 and re.search(r"error: .*train.bin: id 300 at position \d+; the vocabulary has 257", done.stderr), done.stderr
+    with pytest.raises(shard.Refused, match="id -1 at position 3"):
+        data.Windows(np.array([0, 1, 2, -1, 4]), 4)[0]
+
+
+def test_any_bytes_are_text(tmp_path):
+    """Of which nothing is left out: empty files, what is no UTF-8, one very long line; and ids need room."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    for name, raw in dict(a=b"", b=b"\xff\xfe\xc3(", c=b"x" * 300_000, d=(words := " ".join(a + b for a in WORDS for b in WORDS))).items():
+        (folder / name).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+    corpus = data.prepare([str(folder)], tmp_path / "bytes")
+    assert len(corpus.train) + len(corpus.held_out) == 4 + 4 + 300_000 + len(words)
+    pieces = data.prepare([str(folder)], tmp_path / "pieces", 300)
+    assert "\ufffd" in pieces.tokenizer.decode(pieces.train) and len(pieces.train) > 100
+    for count, kind in ((2**16, "uint16"), (2**16 + 1, "uint32")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(data.Bytes, "vocab_size", count)
+            patch.setattr(data.Bytes, "lengths", lambda self: np.ones(2**17))
+            assert data.prepare([str(folder)], tmp_path / kind).record["dtype"] == kind
+
+
+def test_a_few_examples_go_round_for_ever():
+    config = make(steps=9, batch=4)
+    few = tokens_of(config, count=3)
+    rows, _ = learn(config, examples=few)
+    assert len(rows) == 9 and np.isfinite([r["loss"] for r in rows]).all()
+    assert [r["loss"] for r in rows] == [r["loss"] for r in learn(config, examples=few)[0]]
+
+
 def test_one_file_still_has_a_held_out_end(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
     corpus = data.prepare([str(tmp_path / "a.txt")], tmp_path / "d")
@@ -2036,15 +2146,9 @@ def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
     assert command(*words, "--out", tmp_path / "whole").returncode == 0
     out = tmp_path / "stopped"
     for number, at in ((signal.SIGTERM, 15), (signal.SIGINT, 95), (signal.SIGKILL, 150), (None, 0)):
-        run = subprocess.Popen([sys.executable, str(HERE / "train.py"), *map(str, words), "--out", str(out)],
-                               env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True, cwd=HERE,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while number and run.poll() is None:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
-                    break
-            time.sleep(0.02)
+        run = started(*words, "--out", out)
         if number:
+            until_step(at, out, run)
             run.send_signal(number)
         text_out, error = run.communicate(timeout=300)
         assert run.returncode == (-9 if number == signal.SIGKILL else 0), error
@@ -2161,7 +2265,6 @@ def largest(folder):
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "foreign"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, tmp_path):
     """A flipped byte is restored silently by orbax; an empty folder counts as a checkpoint."""
-    import shutil
     run, rows = tmp_path / "run", saved[1]
     shutil.copytree(saved[0], run)
     newest = run / "checkpoints/6"
@@ -2195,7 +2298,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
 
 
 def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(saved, tmp_path):
-    import shutil
     run = tmp_path / "run"
     shutil.copytree(saved[0], run)
     for step in (2, 4, 6):
@@ -2207,7 +2309,6 @@ def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itse
 
 
 def test_a_flipped_byte_passes_only_where_nobody_looks(saved, tmp_path):
-    import shutil
     run = tmp_path / "run"
     shutil.copytree(saved[0], run)
     meta = largest(run / "checkpoints/6/meta")
@@ -2221,7 +2322,6 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(saved, tmp_path):
 
 def test_two_runs_do_not_write_in_one_folder(saved, tmp_path):
     import fcntl
-    import shutil
     run = tmp_path / "run"
     shutil.copytree(saved[0], run)
     with open(run / "lock", "w") as lock:
@@ -2243,6 +2343,281 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_whole(tmp_path, tex
     assert full.returncode == 1 and last.startswith("error: ") and "too large" in last, full.stderr[-2000:]
     again = command(*go[:-4], "--steps", 8, "--save_every", 2)
     assert again.returncode == 0 and "continuing" in again.stdout and json.loads(open(out / "metrics.jsonl").readlines()[-1])["step"] == 8
+
+
+def test_a_save_is_there_whatever_comes_after_it(tmp_path):
+    made = []
+
+    def collate(examples):
+        made.append(1)
+        if len(made) == 5:          # the first is asked for its shape; two steps, a save, one more step
+            raise KeyError("ours")
+        return data.collate(examples, 16)
+
+    with pytest.raises(KeyError, match="ours"):
+        learn(make(save_every=2, out=str(tmp_path / "run")), collate=collate)
+    said = []
+    assert learn(make(steps=4, save_every=2, out=str(tmp_path / "run")), said=said)[0][0]["step"] == 3
+    assert f"continuing {tmp_path / 'run'} at step 2" in said
+
+
+def test_a_loss_that_jumps_is_said():
+    said, made = [], []
+
+    def collate(examples):
+        made.append(1)
+        batch = data.collate(examples, 16)
+        return {**batch, "targets": np.full_like(batch["targets"], 60)} if len(made) == 52 else batch
+
+    learn(make(steps=60), said=said, collate=collate)
+    assert [line for line in said if "far above" in line] == [line for line in said if line.startswith("step 51: the loss")] != []
+
+
+def test_what_reads_a_run_looks_at_what_it_reads(saved, tmp_path, capsys):
+    """sample.py and load_run: what is damaged is passed over, and it is said."""
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    want, _ = model.load_run(run, step=4)
+    for step, (status, words) in {6: (0, "checkpoint 6 is damaged"), 4: (0, "checkpoint 4 is damaged"), 2: (1, "can be read")}.items():
+        file = largest(run / f"checkpoints/{step}/params")
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 4
+        file.write_bytes(raw)
+        with contextlib.nullcontext() if not status else pytest.raises(train.Fault, match=words):
+            got, _ = model.load_run(run)
+            assert words in capsys.readouterr().err
+        if step == 6:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def killed_at_random(seed, kills, out, *start):
+    """Run a command to its end, which kill -9 and SIGTERM prevent so many times, at any moment: while it starts,
+    compiles, steps, saves or restores. start() gives its processes."""
+    rng, length = np.random.default_rng(seed), 4.0
+    for kill in range(kills):
+        runs, begin = start(), time.monotonic()
+        wait = rng.uniform(0, 1.2 * length)
+        while time.monotonic() - begin < wait and all(run.poll() is None for run in runs):
+            time.sleep(0.01)
+        if any(run.poll() is not None for run in runs):
+            length = time.monotonic() - begin
+        runs[rng.integers(len(runs))].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        for status, _, error in ends(runs):
+            assert "Traceback" not in error, error
+    for status, _, error in ends(start()):
+        assert status == 0, error
+    return times_aside(out / "metrics.jsonl")
+
+
+KILLED = (*SMALL, "--steps", 60, "--save_every", 7, "--eval_every", 25, "--dropout", 0.1)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path, text):
+    words = (*KILLED, "--mesh", "data=2,tensor=2", "--data", text)
+    assert command(*words, "--out", tmp_path / "whole").returncode == 0
+    rows = killed_at_random(0, int(os.environ.get("KILLS", 5)), tmp_path / "run", lambda: [started(*words, "--out", tmp_path / "run")])
+    assert rows == times_aside(tmp_path / "whole/metrics.jsonl")
+
+
+@pytest.mark.parametrize("item", ["params", "opt", "meta", ""])
+def test_any_byte_that_is_flipped_is_found_or_changes_nothing(saved, tmp_path, item):
+    """In any file of the newest checkpoint: the one before is used, or the state is the one that was saved. (More
+    of them, and of the kills above: FLIPS=500 KILLS=20 pytest test_all.py -m "slow or not slow" -k "flipped or kills".)"""
+    run, rng = tmp_path / "run", np.random.default_rng(len(item))
+    shutil.copytree(saved[0], run)
+    newest, found = run / "checkpoints/6", 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_loop", lambda program, run, *_: jax.device_get(run.restore(lambda _: None)))
+        read = lambda: learn(make(steps=8, save_every=2, out=str(run)))[1]     # noqa: E731
+        want, before = read(), int(read()["step"])
+        files = sorted(p for p in (newest / item).rglob("*") if p.is_file() and p.stat().st_size)
+        for _ in range(int(os.environ.get("FLIPS", 12)) // 4):
+            path = files[rng.integers(len(files))]
+            was = path.read_bytes()
+            raw = bytearray(was)
+            raw[rng.integers(len(raw))] ^= 1 << rng.integers(8)
+            path.write_bytes(raw)
+            try:
+                got = read()
+            except shard.Refused:       # it says that it holds other arrays
+                got = None
+            aside = newest.with_name("damaged-6")
+            assert aside.is_dir() == (got is not None and int(got["step"]) == 4), path
+            if aside.is_dir():
+                aside.rename(newest)
+            elif got is not None:
+                jax.tree.map(np.testing.assert_array_equal, got, want)
+            found += got is None or int(got["step"]) == 4
+            path.write_bytes(was)
+    print(f"{item or 'anywhere'}: {found} of the flips were found, the others changed nothing")
+    assert before == 6
+
+
+# -------------------------------------------------------------------------------------------
+# Many hosts: real processes, and gloo between them
+
+TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
+
+# A command of our own: train.py, in which one process does something when it is to make its 12th batch.
+AWRY = """
+import os, signal, sys, time
+sys.path.insert(0, os.getcwd())
+import train, data, jax
+collate, made = data.collate, []
+def other(examples, length):
+    made.append(1)
+    if len(made) == 12 and jax.process_index() == 1:
+        {}
+    return collate(examples, length)
+data.collate = other
+train.run(train.main)
+"""
+
+
+def awry(folder, what):
+    file = folder / "awry.py"
+    file.write_text(AWRY.format(what))
+    return file
+
+
+# After its restore: every array as it is on the devices of all processes, to a file.
+STATE = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import numpy as np
+import train, shard, jax
+from jax.experimental import multihost_utils
+restore = train.Run.restore
+def other(self, say):
+    state = restore(self, say)
+    paths, leaves, _ = shard.flatten(state)
+    leaves = multihost_utils.process_allgather(leaves, tiled=True)
+    if jax.process_index() == 0:
+        np.savez(self.folder / "state.npz", **dict(zip(paths, leaves)))
+    return state
+train.Run.restore = other
+train.run(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_one_run_on_any_number_of_processes(tmp_path, text):
+    """Two processes with two devices each; SIGTERM to one ends both after the same step. Four processes go on with
+    one device each, and one with four: from the same bits, with the same losses."""
+    words = (*TWO, "--steps", 80, "--save_every", 30, "--dropout", 0.1, "--data", text)
+    assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--out", tmp_path / "whole")))
+    whole = [json.loads(line) for line in open(tmp_path / "whole/metrics.jsonl")]
+    alone = command(*words, "--out", tmp_path / "alone")
+    assert alone.returncode == 0 and " in 2 processes" not in alone.stdout
+    for a, b in zip(whole, map(json.loads, open(tmp_path / "alone/metrics.jsonl")), strict=True):
+        assert a.get("loss", a.get("eval_loss")) == pytest.approx(b.get("loss", b.get("eval_loss")), rel=1e-5)
+
+    file = awry(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    (a, said, _), (b, nothing, _) = ends(hosts(2, *words, "--out", tmp_path / "run", file=file))
+    assert a == b == 0 and "stopped at step" in said and " in 2 processes" in said
+    assert not [line for line in nothing.splitlines() if "[Gloo]" not in line], nothing
+    step = json.loads(open(tmp_path / "run/metrics.jsonl").readlines()[-1])["step"]
+    assert 11 <= step < 80 and (tmp_path / f"run/checkpoints/{step}").is_dir()
+
+    file, states = tmp_path / "state.py", []
+    file.write_text(STATE)
+    for count in 4, 1:
+        out = tmp_path / f"by-{count}"
+        shutil.copytree(tmp_path / "run", out)
+        go = (*words, "--out", out)
+        for status, _, error in ends(hosts(count, *go, file=file) if count > 1 else [started(*go, file=file)]):
+            assert status == 0, error
+        states.append(dict(np.load(out / "state.npz")))
+        for got, want in zip(map(json.loads, open(out / "metrics.jsonl")), whole, strict=True):
+            assert got["step"] == want["step"]
+            assert got.get("loss", 0) == pytest.approx(want.get("loss", 0), rel=1e-5)
+    for path, leaf in states[0].items():
+        np.testing.assert_array_equal(leaf, states[1][path], path)
+    import orbax.checkpoint as ocp
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
+    for path, leaf in zip(*shard.flatten(params)[:2]):
+        np.testing.assert_array_equal(leaf, states[0]["params." + path])
+
+
+@pytest.mark.slow
+def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
+    words = (*KILLED, "--mesh", "data=2,tensor=2", "--data", text)
+    assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--out", tmp_path / "whole")))
+    rows = killed_at_random(1, int(os.environ.get("KILLS", 3)), tmp_path / "run", lambda: hosts(2, *words, "--out", tmp_path / "run"))
+    assert rows == times_aside(tmp_path / "whole/metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what, says", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "another process has ended"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "another process has ended, or cannot be reached"),
+    ("raise KeyError('broken')", "another process has ended"),
+    ("raise shard.Refused('a bad row')", "another process has ended"),
+    ("time.sleep(600)", "a step took more than")])
+def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
+    """In 15 seconds, and a stalled one 15 after the limit, which follows from the steps before."""
+    file = awry(tmp_path, what.replace("shard.", "train.shard."))
+    words = (*TWO, "--steps", 500, "--save_every", 5, "--data", text, "--out", tmp_path / "run", "--patience", 10)
+    runs = hosts(2, *words, file=file)
+    until_step(9, tmp_path / "run", *runs)
+    begin = time.monotonic()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        runs[0].wait(timeout=60)
+    took, stalled = time.monotonic() - begin, "sleep" in what
+    if "SIGSTOP" in what:
+        runs[1].kill()
+    (first, _, error), (second, _, broken) = ends(runs, 15)
+    assert first not in (0, None) and second != 0 and took < (60 if stalled else 15), (took, error)
+    assert says in error and "the same command in each goes on from the last checkpoint" in error
+    assert ("_loop" in error) == stalled            # a stack only where it is known where
+    assert "KeyError" not in what or "KeyError: 'broken'" in broken
+    assert "Refused" not in what or (second == 2 and broken.splitlines()[-1] == "error: a bad row")
+    assert ends(hosts(2, *words[:-6], "--out", tmp_path / "run", "--steps", 14, "--data", text))[0][0] == 0 if stalled else True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, says", [
+    ("port", "is in use"), ("missing", "waiting for 2 processes at"), ("lr", "process 1 has lr 0.25 and process 0 has 0.5"),
+    ("data", "process 1 has fingerprint"), ("out", "does not see what process 0 wr")])
+def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
+    own, more, words = (lambda i: ()), {}, [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
+    with socket.socket() as taken:
+        if case == "port":
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            more["port"] = taken.getsockname()[1]
+        elif case == "lr":
+            own = lambda i: ("--lr", 0.5 / (i + 1))     # noqa: E731
+        elif case == "out":
+            own = lambda i: ("--out", tmp_path / f"run{i}")     # noqa: E731
+        elif case == "data":
+            for i in range(2):
+                data.prepare([str(text / f"{j}.txt") for j in range(3 + i)], tmp_path / f"{i}/made")
+            own, more["cwd"] = lambda i: ("--data", "made"), lambda i: tmp_path / f"{i}"
+        runs = hosts(2, *words, *(() if case == "data" else ("--data", text)), own=own, **more)
+        if case == "missing":
+            runs.pop().kill()
+        results = ends(runs, 60)
+    assert all(status in (1, 2) for status, *_ in results), results
+    assert any(line.startswith("error: ") and says in line for _, _, error in results for line in error.splitlines()), results
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text):
+    """By jax, from SLURM's variables, if --distributed asks for it: a laptop's run never looks."""
+    def one(i):
+        env = {"SLURM_JOB_ID": str(20000 + os.getpid() % 20000), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_PROCID": str(i),
+               "SLURM_LOCALID": str(i), "SLURM_STEP_NUM_NODES": "1"}
+        with pytest.MonkeyPatch.context() as patch:
+            for k, v in env.items():
+                patch.setenv(k, v)
+            return started(*SMALL, "--mesh", "data=2", "--steps", 4, "--data", text, "--out", tmp_path / "run", "--distributed")
+    results = ends([one(0), one(1)])
+    assert [status for status, *_ in results] == [0, 0], results
+    assert " in 2 processes" in results[0][1]
 
 
 def test_a_run_of_another_task_is_refused(capsys, tmp_path):

@@ -16,10 +16,15 @@ this file is only its first user:
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import dataclasses
 import difflib
+import errno
+import faulthandler
 import fcntl
+import functools
 import gc
 import hashlib
 import inspect
@@ -29,12 +34,15 @@ import math
 import os
 import re
 import resource
+import secrets
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -42,6 +50,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import data
@@ -76,12 +85,18 @@ class Config(model.Config):
     keep: int = 3                   # checkpoints that are kept
     verify: str = "on"              # checksums of a checkpoint that is read: on or off
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
+    coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
+    processes: int = 0              # how many processes there are, each with the same command
+    process_id: int = -1            # which of them this is, from 0
+    distributed: bool = False       # many hosts by SLURM, Open MPI, Kubernetes or on a TPU pod
+    patience: int = 120             # seconds that other processes may be late, beyond the usual
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0,
                                 zero=0, save_every=0, eval_every=0,
-                                keep=1, max_skipped=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
+                                keep=1, max_skipped=1, processes=0, process_id=-1,
+                                patience=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
                 raise Refused(f"--{name} {value}: must be a number of at least {least:g}")
@@ -105,11 +120,25 @@ class Config(model.Config):
                 raise Refused(f"--{name} {getattr(self, name)}: not built yet; only {only} is "
                               f"accepted")
         shard.mesh_sizes(self.mesh, self.shards)
+        self._check_hosts()
         for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
                             ("save_every", max(1, self.steps // 5)),
                             ("eval_every", max(1, self.steps // 5))):
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
+
+    def _check_hosts(self) -> None:
+        given = bool(self.coordinator), self.processes > 0, self.process_id >= 0
+        if any(given) and not all(given):
+            raise Refused("several processes need all of --coordinator HOST:PORT, --processes N and --process_id "
+                          "I (from 0), or --distributed alone where SLURM, Open MPI or a TPU pod knows them")
+        if all(given) and self.distributed:
+            raise Refused("--distributed finds out by itself what --coordinator says: give one of them")
+        if self.coordinator and not re.fullmatch(r"\S+:\d{1,5}", self.coordinator):
+            raise Refused(f"--coordinator {self.coordinator}: expected HOST:PORT, where process 0 listens")
+        if all(given) and self.process_id >= self.processes:
+            raise Refused(f"--process_id {self.process_id}: with --processes {self.processes} they are 0 to "
+                          f"{self.processes - 1}")
 
 
 class Fault(RuntimeError):
@@ -121,6 +150,10 @@ class Fault(RuntimeError):
 SAME = tuple(f.name for f in dataclasses.fields(model.Config)
              if f.name not in ("remat", "microbatches", "schedule", "chunks")) + (
     "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+
+
+# What says only where a process is, and is no part of the run.
+HOSTS = ("coordinator", "processes", "process_id", "distributed", "patience")
 
 
 # -------------------------------------------------------------------------------------------
@@ -435,9 +468,14 @@ def _is_ours(program: Program) -> bool:
     return shapes(params) == shapes(program.state["params"])
 
 
-def machine(sizes: dict[str, int]) -> Any:
-    """The mesh on this machine's accelerators; with none, on as many CPU devices as it needs."""
-    shard.simulate(math.prod(sizes.values()))
+def machine(sizes: dict[str, int], config: Config | None = None) -> Any:
+    """The mesh on the accelerators of this machine, or of all that the configuration names; with none,
+    on as many CPU devices as it needs."""
+    several = max(1, config.processes if config else 1)
+    if not (config and config.distributed) and math.prod(sizes.values()) % several == 0:
+        shard.simulate(math.prod(sizes.values()) // several)
+    if config:
+        join(config)
     return shard.make_mesh(**sizes)
 
 
@@ -464,6 +502,118 @@ def compiled(program: Program) -> jax.stages.Compiled:
 
 
 # -------------------------------------------------------------------------------------------
+# Many hosts: a process on each, all of them in the same line of the same program
+
+def join(config: Config) -> None:
+    """Meet the other processes, if there are any. Before anything touches a device."""
+    if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
+        return
+    given: dict[str, Any] = {}
+    if config.coordinator:
+        given = dict(coordinator_address=config.coordinator, num_processes=config.processes,
+                     process_id=config.process_id)
+        if config.process_id == 0:
+            given |= _listens(config.coordinator)
+    who = f"{config.processes} processes at {config.coordinator}" if config.coordinator else "the other processes"
+    _watch.begin(config.patience)
+    _watch.expect(f"waiting for {who}", config.patience)
+    try:
+        # jax itself would wait longer, and then abort without a word of what to do.
+        jax.distributed.initialize(**given, initialization_timeout=config.patience + 60,
+                                   heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
+    except ValueError as e:
+        raise Refused(f"--distributed: nothing here says which processes there are ({_brief(e)}); give "
+                      f"--coordinator, --processes and --process_id") from None
+    _watch.expect("beginning")
+
+
+def _listens(coordinator: str) -> dict[str, str]:
+    """Where process 0 listens: on the address that is named and no other, if it is this machine's. On a
+    port that is taken jax would crash."""
+    host, port = coordinator.rsplit(":", 1)
+    for where in (host, None):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                where, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            return {"coordinator_bind_address": coordinator} if where else {}
+        except (OSError, OverflowError) as e:
+            if getattr(e, "errno", None) == errno.EADDRINUSE:
+                raise Refused(f"--coordinator {coordinator}: port {port} is in use on this machine; give "
+                              f"another") from None
+    return {}
+
+
+def everyone(value: Any) -> list[Any]:
+    """What each process says here: anything that JSON can hold."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(text)]))[:, 0]
+    texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - len(text))))
+    return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes)]
+
+
+def agreed(facts: dict[str, Any]) -> None:
+    """Refuse to train beside processes for which any of this is otherwise: nothing else would notice."""
+    first, *others = everyone(facts)
+    for i, other in enumerate(others, 1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise Refused(f"process {i} has {name} {other.get(name)!r} and process 0 has "
+                              f"{first.get(name)!r}: every process must be given the same")
+
+
+AGAIN = "when all have ended, the same command in each goes on from the last checkpoint"
+
+
+class _Watch:
+    """With several processes no wait is endless: who waits too long says so, and ends. What is too long
+    follows from how long the same has taken so far."""
+    FIRST = 360.0           # seconds that what was never measured is taken to last
+
+    def __init__(self):
+        self.patience, self.usual, self.what, self.since, self.limit = 0, {}, "", 0.0, math.inf
+
+    def begin(self, patience: int) -> None:
+        self.patience = patience
+        threading.Thread(target=self._look, daemon=True).start()
+        # jax aborts a process when another's heartbeat is missed. Not before this is said.
+        said = (f"error: another process has ended, or cannot be reached: {AGAIN}\n").encode()
+        self.said = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: os.write(2, said) and None)
+        ctypes.CDLL(None).signal(signal.SIGABRT, self.said)
+
+    def expect(self, what: str, limit: float | None = None) -> None:
+        """From here on this is waited for, and what was before has come."""
+        if not self.patience:
+            return
+        now = time.monotonic()
+        if self.what:
+            self.usual[self.what] = max(self.usual.get(self.what, 0.0), now - self.since)
+        if limit is None:
+            limit = self.patience + 10 * self.usual.get(what, self.FIRST) if what else math.inf
+        self.what, self.since, self.limit = what, now, limit
+        faulthandler.cancel_dump_traceback_later()
+        if what:            # should even the thread not get its turn
+            faulthandler.dump_traceback_later(limit + 10, exit=True)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(0.5)
+            what, since, limit = self.what, self.since, self.limit
+            if time.monotonic() - since > limit and since == self.since:
+                print(f"error: {what} took more than {limit:.0f} s: this process is stuck, or another for which it "
+                      f"waits; {AGAIN}. Here is where:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback()
+                os._exit(1)
+
+
+_watch = _Watch()
+
+
+# -------------------------------------------------------------------------------------------
 # The loop
 
 class Fit(NamedTuple):
@@ -486,21 +636,16 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
     with the configuration and must be the same when the run continues."""
     stop: list[int] = []
-    undo, run = _on_signals(stop), None
-    try:
-        mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards))
+    mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards), config)
+    with _on_signals(stop):
         program = build(config, mesh, init, loss, _shapes(config, collate, examples))
-        run = Run(program, record or {}) if config.out else None
-        say = _Say(program.config)
-        say.header(program)
-        with jax.set_mesh(mesh):
+        record = _record(program, record or {})
+        agreed(record)
+        with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
+            say = _Say(program.config)
+            say.header(program)
             return _loop(program, run, say, stop, collate, predict, examples, held_out, show,
                          flops, bits_per_nat)
-    finally:
-        if run:
-            run.close()         # waits for the save in flight, which would be lost otherwise
-        for number, handler in undo:
-            signal.signal(number, handler)
 
 
 def _shapes(config: Config, collate: Callable, examples: Sequence) -> dict[str, Any]:
@@ -525,6 +670,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
           bits_per_nat) -> Fit:
     config, pending, score, outputs = program.config, None, None, None
     clock = time.perf_counter()
+    _watch.expect("beginning")
     state = run and run.restore(say.line)
     if state is None:
         state = program.start(jax.random.key(config.seed))
@@ -537,6 +683,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
     if at >= config.steps:
         say.line(f"{config.out} has its {at} steps; --steps with a higher number goes on")
     else:
+        _watch.expect("compiling")
         step = compiled(program)
         took, memory = time.perf_counter() - clock, step.memory_analysis()
         say.line(f"ready in {took:.1f} s; compiled step: "
@@ -545,7 +692,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         say.sends(program, shard.collectives(step))
         clock = time.perf_counter()
 
-    in_a_row, saving = run.skipped if run else 0, 0.0
+    in_a_row, saving, recent = run.skipped if run else 0, 0.0, collections.deque(maxlen=128)
 
     def settle():
         """Write down the step whose numbers are still on the devices."""
@@ -554,6 +701,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             return
         number, metrics = pending
         pending = None
+        _watch.expect("a step")
         values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
                               else float(v), jax.device_get(metrics))
         now = time.perf_counter()
@@ -567,6 +715,11 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         if run:
             run.write(row)
         say.step(row, took)
+        if len(recent) >= 32 and row["loss"] > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
+            say.line(f"step {number}: the loss, {row['loss']:.4f}, is far above that of the last {len(recent)} steps, "
+                     f"{statistics.fmean(recent):.4f}")
+        if math.isfinite(row["loss"]):
+            recent.append(row["loss"])
         if in_a_row:
             chosen = _chosen(config, examples, number - 1, 0, config.batch)
             batch = f"its batch is of examples {', '.join(map(str, chosen[:8]))}" + ", ..." * (len(chosen) > 8)
@@ -578,13 +731,16 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
     def save():
         nonlocal saving
         settle()
+        _watch.expect("a save")
         before = time.perf_counter()
         run.save(at, natural(state), in_a_row)
         saving += time.perf_counter() - before
+        _watch.expect("a step")
 
     def judge(run):
         """Evaluate, write it down and say it."""
         nonlocal clock
+        _watch.expect("an evaluation")
         score, outputs = _evaluate(program, state["params"], natural, collate, predict, held_out)
         row = {"step": at, "eval_loss": score,
                "bits_per_byte": None if bits_per_nat is None else score * bits_per_nat}
@@ -592,6 +748,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             run.write(row)
         say.evaluation(row, show(outputs) if show and predict else None)
         clock = time.perf_counter()
+        _watch.expect("a step")
         return score, outputs
 
     while at < config.steps and not stop:
@@ -606,6 +763,9 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             score, outputs = judge(run)
         if run and (last or at % config.save_every == 0):
             save()
+        # The signal that one process was sent is for all, after the same step.
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(at):
+            stop.append(signal.SIGTERM)
     settle()
     if stop and run:
         save()
@@ -672,29 +832,50 @@ def _evaluate(program: Program, params: Any, natural: Callable, collate: Callabl
     sums = np.sum([[float(s), float(c)] for s, c in pairs], axis=0)
     outputs = None
     if predict is not None:
-        outputs = jax.device_get(
-            jax.jit(predict)(natural(params), placed(0, min(groups, len(held_out)))))
+        outputs = jax.device_get(jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))(
+            natural(params), placed(0, min(groups, len(held_out)))))
     return float(sums[0] / (sums[1] or 1)), outputs
 
 
-def _on_signals(stop: list[int]) -> list[tuple[int, Any]]:
-    """The first Ctrl-C or SIGTERM asks the loop to finish its step; a second one is not ours."""
+@contextlib.contextmanager
+def _on_signals(stop: list[int]) -> Any:
+    """The first Ctrl-C or SIGTERM asks the loop to finish its step; a second one is not ours. Of several
+    processes jax takes SIGTERM, and tells the others."""
     if threading.current_thread() is not threading.main_thread():
-        return []
+        yield
+        return
 
-    def ask(number, frame):
-        stop.append(number)
+    def undo():
         for n, handler in before:
             signal.signal(n, handler)
 
-    before = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+    def ask(number, frame):
+        undo()
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            stop.append(number)
+
+    several = jax.process_count() > 1
+    before = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)[:2 - several]]
     for n, _ in before:
         signal.signal(n, ask)
-    return before
+    try:
+        yield
+    finally:
+        undo()
 
 
 # -------------------------------------------------------------------------------------------
 # What a run leaves on disk
+
+def _record(program: Program, record: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of a run: what it is, not on which hosts."""
+    shapes = str([(path, w.shape, str(w.dtype)) for path, w in
+                  zip(*shard.flatten(program.state["params"])[:2])])
+    config = {k: v for k, v in dataclasses.asdict(program.config).items() if k not in HOSTS}
+    return {**config, **record, "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
+
 
 def check_run(out: str, now: dict[str, Any], needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run that was another one, before anything is touched."""
@@ -723,28 +904,24 @@ def _step_of(line: str) -> float:
 
 
 class Run:
-    """The folder of a run: config.json, metrics.jsonl, checkpoints/STEP."""
+    """The folder of a run: config.json, metrics.jsonl, checkpoints/STEP. Of several processes the first
+    writes, but for the arrays, of which each writes its own part."""
 
     def __init__(self, program: Program, record: dict[str, Any]):
         import orbax.checkpoint as ocp
         self.ocp, self.program, config = ocp, program, program.config
         self.folder, self.metrics, self.skipped = Path(config.out).resolve(), None, 0
-        shapes = str([(path, w.shape, str(w.dtype)) for path, w in
-                      zip(*shard.flatten(program.state["params"])[:2])])
-        record = {**dataclasses.asdict(config), **record,
-                  "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
+        self.first, self.lock, self.saved = jax.process_index() == 0, None, None
         check_run(config.out, {k: v for k, v in record.items()
                                if k in SAME or not hasattr(config, k)})
-        try:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "lock", "w")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)      # it ends with the process
-            data.write_json(self.folder / "config.json", record)
-        except BlockingIOError:
-            raise Refused(f"--out {config.out}: another run is writing there; give another --out, or wait "
-                          f"for it to end") from None
-        except OSError as e:
-            raise Refused(f"--out {config.out}: cannot be written ({e.strerror})") from None
+        word = secrets.token_hex(8)
+        if self.first:
+            self._take(word, record)
+        word = everyone(word)[0]
+        blind = [i for i, sees in enumerate(everyone(self._sees(word))) if not sees]
+        if blind:
+            raise Refused(f"--out {config.out}: process {blind[0]} does not see what process 0 writes there; give a "
+                          f"folder that every process sees")
         # orbax would note which devices held what, and then refuse to open the checkpoint on
         # other ones unless told where to put it. Without the note it opens anywhere.
         logging.disable(logging.WARNING)        # it warns that it does as it is told
@@ -757,34 +934,72 @@ class Run:
             self.folder / "checkpoints", item_names=("params", "opt", "meta"),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep,
                                                  cleanup_tmp_directories=True))
-        self.sums = jax.jit(lambda state: jax.tree.map(checksum, state),
-                            compiler_options=shard.compiler_options(program.mesh))
+
+    def _take(self, word: str, record: dict[str, Any]) -> None:
+        """The folder is this run's while it lasts."""
+        out = self.program.config.out
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "a")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)      # it ends with the process
+            self.lock.truncate(0)
+            self.lock.write(word)
+            self.lock.flush()
+            os.fsync(self.lock.fileno())
+            data.write_json(self.folder / "config.json", record)
+        except BlockingIOError:
+            raise Refused(f"--out {out}: another run is writing there; give another --out, or wait for it to "
+                          f"end") from None
+        except OSError as e:
+            raise Refused(f"--out {out}: cannot be written ({e.strerror})") from None
+
+    def _sees(self, word: str) -> bool:
+        """Whether the folder is the one in which process 0 wrote this."""
+        for _ in range(20):         # another machine's files may take a moment
+            with contextlib.suppress(OSError):
+                if (self.folder / "lock").read_text() == word:
+                    return True
+            time.sleep(0.25)
+        return False
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Wait for the save in flight, which would be lost otherwise; but not where one process of several
+        failed, for the others would never come."""
+        if kind is None or jax.process_count() == 1:
+            self.close()
 
     def restore(self, say: Callable = print) -> Any:
         """The newest checkpoint that is whole, in its places on the mesh, or None. The metrics of
         steps after it are dropped: they will be made again. What is damaged is set aside."""
         state, step, damaged = None, None, []
-        for at in sorted(self.manager.all_steps(), reverse=True):
-            with _silence():
-                try:
-                    state, why = self._read(at), None
-                except Damaged as e:
-                    why = str(e)
-                gc.collect()        # what is left of a failed attempt complains when it is cleared away
+        for at in everyone(sorted(self.manager.all_steps(), reverse=True))[0]:
+            try:
+                state, why = self._read(at), None
+            except Damaged as e:
+                why = str(e)
+            why = next(filter(None, everyone(why)), None)
             if why is None:
                 step = at
                 break
             place = self.folder / "checkpoints"
             aside = next(p for i in range(10**6) if not (
                 p := place / (f"damaged-{at}" + f"-{i}" * (i > 0))).exists())
-            (place / str(at)).rename(aside)
+            everyone("the name is free")
+            if self.first:
+                (place / str(at)).rename(aside)
             damaged.append(aside)
             say(f"checkpoint {at} is damaged ({why}): set aside as {aside.name}")
+            everyone("it is aside")
             self.manager.reload()
         if damaged and state is None:
             raise Fault(f"none of the {len(damaged)} checkpoints in {self.folder / 'checkpoints'} can be read; "
                         f"they were set aside, and the same command begins anew")
         self.saved = step
+        if not self.first:
+            return state
         path = self.folder / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines(keepends=True)
@@ -796,34 +1011,14 @@ class Run:
         return state
 
     def _read(self, at: int) -> Any:
-        """Checkpoint number `at`. What it holds is looked at before an array is read, and the arrays'
-        checksums after."""
-        arg, wanted = self.ocp.args, _items(self.program.state)
-        try:
-            meta = self.manager.restore(at, args=arg.Composite(meta=arg.JsonRestore())).meta
-            kinds, sums, of = meta.get("leaves"), meta.get("checksums"), meta["step"]
-        except Exception as e:
-            raise Damaged(f"its description cannot be read: {_brief(e)}") from None
-        if of != at:
-            raise Damaged(f"it says that it is of step {of}")
-        for path, kind in _kinds(wanted).items():
-            if kinds is not None and kinds.get(path) != kind:
-                raise Refused(f"--out {self.program.config.out}: checkpoint {at} has {path} as "
-                              f"{kinds.get(path, 'nothing')}, and this run as {kind}")
-        try:
-            got = self.manager.restore(at, args=arg.Composite(
-                **{name: arg.StandardRestore(tree) for name, tree in wanted.items()}))
-            got = {name: got[name] for name in wanted}
-        except Exception as e:
-            raise Damaged(f"it cannot be read: {_brief(e)}") from None
-        if sums is not None and self.program.config.verify == "on":
-            for path, sum_ in _by_path(jax.device_get(self.sums(got))).items():
-                if int(sum_) != sums.get(path):
-                    raise Damaged(f"the checksum of {path} is not the one that was saved")
+        got, meta = read_checkpoint(self.folder / "checkpoints" / str(at), _items(self.program.state),
+                                    f"--out {self.program.config.out}", self.program.config.verify == "on")
         self.skipped = meta.get("skipped", 0)
         return {"params": got["params"], **got["opt"]}
 
     def write(self, row: dict[str, Any]) -> None:
+        if not self.first:
+            return
         finite = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v     # noqa: E731
         self.metrics.write(json.dumps({k: finite(v) for k, v in row.items()}) + "\n")
         self.metrics.flush()
@@ -832,8 +1027,7 @@ class Run:
         if self.saved == at:
             return
         arg, items = self.ocp.args, _items(state)
-        sums = {path: int(x) for path, x in _by_path(jax.device_get(self.sums(items))).items()}
-        meta = {"step": at, "skipped": skipped, "leaves": _kinds(items), "checksums": sums}
+        meta = {"step": at, "skipped": skipped, "leaves": _kinds(items), "checksums": checksums(items)}
         with self._or_fault(f"the checkpoint of step {at} could not be saved"):
             if not self.manager.save(at, force=True, args=arg.Composite(
                     meta=arg.JsonSave(meta),
@@ -862,7 +1056,8 @@ class Run:
         finally:
             if self.metrics:
                 self.metrics.close()
-            self.lock.close()
+            if self.lock:
+                self.lock.close()
 
 
 class Damaged(Exception):
@@ -892,6 +1087,51 @@ def checksum(x: jax.Array) -> jax.Array:
     return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
 
+@functools.lru_cache(maxsize=None)
+def _summing(mesh: Any) -> Callable:
+    return jax.jit(lambda tree: jax.tree.map(checksum, tree), out_shardings=NamedSharding(mesh, P()),
+                   compiler_options=shard.compiler_options(mesh))
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """Of each array on a mesh, by its path."""
+    found = jax.device_get(_summing(shard.mesh_of(tree))(tree))
+    return {path: int(x) for path, x in _by_path(found).items()}
+
+
+def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
+                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a checkpoint the items that are wanted, in their places, and its description. What it holds is looked
+    at before an array is read, and the arrays' checksums after. Raises Damaged. Each process reads its part
+    and waits for no other: one of them alone may find that it cannot."""
+    import orbax.checkpoint as ocp
+    try:
+        meta = json.loads((folder / "meta" / "metadata").read_text())
+        kinds, sums, of = meta.get("leaves"), meta.get("checksums"), meta["step"]
+    except Exception as e:
+        raise Damaged(f"its description cannot be read: {_brief(e)}") from None
+    if str(of) != folder.name:
+        raise Damaged(f"it says that it is of step {of}")
+    for path, kind in _kinds(wanted).items():
+        if kinds is not None and kinds.get(path) != kind:
+            raise Refused(f"{whose}: checkpoint {of} has {path} as {kinds.get(path, 'nothing')}, and this run as "
+                          f"{kind}")
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
+                                               barrier_sync_key_prefix=str(me))
+    with _silence():
+        try:
+            with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
+                got = {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}
+        except Exception as e:
+            raise Damaged(f"it cannot be read: {_brief(e)}") from None
+    if sums is not None and verify:
+        for path, sum_ in checksums(got).items():
+            if sum_ != sums.get(path):
+                raise Damaged(f"the checksum of {path} is not the one that was saved")
+    return got, meta
+
+
 def _brief(e: Exception) -> str:
     """What matters of an exception's text, on one line."""
     text = " ".join(str(e).split()) or type(e).__name__
@@ -909,6 +1149,7 @@ def _silence() -> Any:
     try:
         yield
     finally:
+        gc.collect()            # what is left of a failed attempt complains when it is cleared away
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
 
@@ -945,10 +1186,12 @@ class _Say:
         device, n = mesh.devices.flat[0], mesh.size
         what = (f"{n} simulated CPU device{'s'[:n > 1]}, no accelerator was found"
                 if device.platform == "cpu" else f"{n} x {device.device_kind}")
+        if jax.process_count() > 1:
+            what += f" in {jax.process_count()} processes"
         self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         fields = {k: v for k, v in dataclasses.asdict(config).items()
-                  if k not in ("mesh", "shards", "dtype", "step")}
+                  if k not in ("mesh", "shards", "dtype", "step", *HOSTS)}
         text = "config  "
         for k, v in fields.items():
             word = f" {k}={' '.join(v) or '-' if isinstance(v, tuple) else v if v != '' else '-'}"
@@ -1115,7 +1358,8 @@ HELD_OUT_TOKENS = 2**17
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(argv)
-    mesh = machine(shard.mesh_sizes(config.mesh, config.shards))
+    mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
+    first = jax.process_index() == 0
     check_model(config, mesh)
     check(config, mesh)
     if not config.out:
@@ -1124,7 +1368,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_run(config.out, {name: getattr(config, name) for name in SAME}, ("tokenizer",))
     config = resolve(config, mesh)
     T, out = config.seq_len, Path(config.out)
-    with data.opened(config.data, out) as corpus:
+    if not first:
+        everyone("the data is there")
+    with data.opened(config.data, out, ready=not first) as corpus:
         tokenizer = corpus.tokenizer
         if not config.vocab_size:
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
@@ -1134,8 +1380,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(corpus.train) <= T:
             raise Refused(f"--seq_len {T}: the data has only {len(corpus.train)} tokens to learn "
                           f"from; give more data or a --seq_len below {len(corpus.train)}")
-    print(f"data     {corpus}", flush=True)
-    held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T))
+    if first:
+        everyone("the data is there")
+        print(f"data     {corpus}", flush=True)
+    ids = tokenizer.vocab_size
+    held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     said = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
     size = int(tokenizer.lengths()[said].sum())
     jax.config.update("jax_compilation_cache_dir", os.environ.get(
@@ -1150,11 +1399,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return jnp.concatenate([tokens, new], 1)
 
     fit(config, init, lambda examples: data.collate(examples, T), loss, predict,
-        data.Windows(corpus.train, T), held_out, mesh=mesh,
+        data.Windows(corpus.train, T, vocab_size=ids), held_out, mesh=mesh,
         show=lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
         flops=model.flops(config, config.batch * T),
         bits_per_nat=len(said) / size / math.log(2) if size else None,
-        record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind})
+        record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind,
+                "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")})
 
 
 def _cache() -> Path:
@@ -1162,26 +1412,40 @@ def _cache() -> Path:
 
 
 def run(main: Callable) -> None:
-    """A command line: what is refused is one line and status 2; a bug stays a traceback."""
+    """A command line: what is refused is one line and status 2, what goes wrong one and status 1; a bug stays
+    a traceback. A process of several ends at once, so that the others notice."""
+    status, text, at_once = 1, "", False
     try:
         main()
+        _watch.expect("")
+        return
     except Refused as e:
-        print("error: " + " ".join(str(e).split()), file=sys.stderr)
-        sys.exit(2)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        print("error: out of memory: " + str(e).splitlines()[0] + "; a larger --mesh, --remat full or more "
-              "--accumulate need less (python shard.py shows what the weights take)", file=sys.stderr)
-        sys.exit(1)
+        status, text = 2, " ".join(str(e).split())
     except Fault as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)         # all is closed; what a failed save left behind would complain at length
+        text, at_once = str(e), True        # what a failed save left behind would complain at length
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint, if there is one",
-              file=sys.stderr)
-        sys.exit(130)
+        status, text = 130, "interrupted: the same command goes on from the last checkpoint, if there is one"
+    except Exception as e:
+        several = jax.distributed.is_initialized()
+        if several and _LOST.search(str(e)):
+            text = f"another process has ended, and says why if it could ({_brief(e)}); {AGAIN}"
+        elif isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
+            text = ("out of memory: " + str(e).splitlines()[0] + "; a larger --mesh, --remat full or more "
+                    "--accumulate need less (python shard.py shows what the weights take)")
+        elif several:
+            traceback.print_exc()
+        else:
+            raise
+    if text:
+        print("error: " * (status != 130) + text, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    (os._exit if at_once or jax.distributed.is_initialized() else sys.exit)(status)
+
+
+# What an error says when it is another process that is gone.
+_LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nccl|heartbeat|coordination service|"
+                   "unavailable|deadline.exceeded|barrier", re.I)
 
 
 if __name__ == "__main__":
