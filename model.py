@@ -359,8 +359,8 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
             said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
             return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
 
-        x = _norm(x, params["norm"])
-        return (shard.in_pieces(nats, pieces(c, *x.shape[:2]), params, x, rows["targets"],
+        x, name = _norm(x, params["norm"]), "embed" if c.tied else "head"
+        return (shard.in_pieces(nats, pieces(c, *x.shape[:2]), {name: params[name]}, x, rows["targets"],
                                 rows["weights"]), jnp.sum(rows["weights"]))
 
     others = {k: w for k, w in params.items() if k != "layers"}

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -127,6 +128,44 @@ def simulate(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
 
 
+def topology(name: str) -> list[Any]:
+    """The devices of hardware that is not here: programs can be compiled for them, and not run."""
+    from jax.experimental import topologies
+    kind, _, size = name.partition(":")
+    gpu = kind == "h100"
+    jax.config.update("jax_platforms", "cpu")       # nothing here is to be taken, or looked for
+    for module, wheels in (("jax_plugins.xla_cuda12", f"--no-deps jax-cuda12-pjrt=={jax.__version__} jax-cuda12-plugin=="
+                            f"{jax.__version__} nvidia-cuda-nvcc-cu12"), ("libtpu", "libtpu")):
+        try:
+            here = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            here = None
+        if not here and gpu == module.startswith("jax"):
+            raise Refused(f"--topology {name}: its compiler is not here: pip install {wheels}")
+    # Several compilations beside each other, on a machine that is no TPU.
+    for key, value in dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
+                           TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1").items():
+        os.environ.setdefault(key, value)
+    try:
+        return (topologies.get_topology_desc(platform="cuda", topology_name=size, topology=size, target_config=H100)
+                if gpu else topologies.get_topology_desc(platform="tpu", topology_name=name)).devices
+    except Exception as e:      # of the compiler's own kinds
+        raise Refused(f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like v4:2x2x2, "
+                      f"v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 (slices x hosts x GPUs)") from None
+
+
+# What a compiler needs to know of a GPU that is not here, in XLA's words.
+H100 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
+l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation"
+device_address_bits: 64 pcie_bandwidth: 34359738368 name: "NVIDIA H100 80GB HBM3" driver_version: "12.9.0"
+runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.8.0" }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3" """
+
+
 def live(spec: P, mesh: Any) -> P:
     """The spec without the axes of size 1. The one place where they are dropped: the compiler
     fails on them, or sends whole gradients to nobody."""
@@ -209,6 +248,7 @@ class Decision:
     reason: str
     matrix: bool        # met another value in a product or was indexed; else a scale or a bias
     stacked: bool       # its dimension `pipe` counts layers
+    sides: tuple = ((), ())     # its dimensions that are contracted with an activation, and the others of the product
     reductions: tuple = ()      # (count, bytes) of each that its thread costs, told by one leaf
 
 
@@ -313,8 +353,12 @@ def _decide_leaf(walk: "_Walk", leaf: int, choice: tuple[int | None, str],
                    + (f"fewer than {FSDP_MINIMUM:,} elements" if math.prod(shape) < FSDP_MINIMUM
                       else f"no other dimension divides by {sizes['fsdp']}"))
     matrix = any(names & MATRIX for names in roles.values())
+    sides = [tuple(d for d, names in sorted(roles.items()) if side in names and not names & {"stacked", "batch"})
+             for side in ("contracted", "free")]
+    if any("indexed" in names for names in roles.values()) or set(sides[0]) & set(sides[1]):
+        sides = (), ()
     return Decision(P(*entries), "; ".join(why) or "whole: nothing to split it over", matrix, bool(stacks),
-                    tuple(walk.paid.get(leaf, ())))
+                    tuple(sides), tuple(walk.paid.get(leaf, ())))
 
 
 def _on_largest(entries: list[Any], shape: tuple[int, ...], axis: str, size: int) -> None:
@@ -1154,7 +1198,7 @@ def seams(fn: Callable, *args: Any) -> set[str]:
 def stream(x: jax.Array) -> jax.Array:
     """The residual stream [B, T, D]: over tensor its time is split, where that divides, so that what
     is done to it between the products is done once (sequence parallelism); else it is whole."""
-    return inner(x, 1 if _time_shards(x.shape[1]) > 1 else None)
+    return checkpoint_name(inner(x, 1 if _time_shards(x.shape[1]) > 1 else None), "stream")
 
 
 def inner(x: jax.Array, dim: int | None) -> jax.Array:
@@ -1416,15 +1460,41 @@ def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: C
 
 def in_pieces(fn: Callable, count: int, weights: Any, *arrays: jax.Array) -> jax.Array:
     """The sum of the scalar fn(weights, *arrays) over `count` pieces of the time of arrays
-    [B, T, ...], with one piece in memory at a time: the backward pass computes each again."""
+    [B, T, ...], with one piece in memory at a time. Where it is differentiated, a piece's gradients are made
+    with the piece, in the forward pass: they only wait to be scaled, and nothing is computed again."""
     if count == 1:
         return fn(weights, *arrays)
+    # All vary where any does before anything is summed here, where autodiff does not see it.
+    weights, arrays = vary((weights, arrays), weights, arrays)
     cut = [jnp.moveaxis(_parts_of_time(a, count), 2, 0) for a in arrays]
     cut = [a.reshape(count, a.shape[1], -1, *a.shape[4:]) for a in cut]
-    wide, narrow = _widened(weights)
-    again = jax.checkpoint(lambda wide, *piece: fn(narrow(wide), *piece), prevent_cse=False)
-    zero = vary(jnp.zeros(()), arrays, weights)
-    return lax.scan(lambda total, piece: (total + again(wide, *piece), None), zero, tuple(cut))[0]
+    zeros = lambda x: vary(jnp.zeros(x.shape, jnp.float32), weights, arrays)      # noqa: E731
+    types = jax.tree.map(lambda w: w.dtype, weights)
+
+    @jax.custom_vjp
+    def total(weights, cut):
+        return lax.scan(lambda s, piece: (s + fn(weights, *piece), None), zeros(jnp.zeros(())), cut)[0]
+
+    def forward(weights, cut):
+        def one(carry, piece):
+            s, grads = carry
+            floats = {i: a for i, a in enumerate(piece) if jnp.issubdtype(a.dtype, jnp.floating)}
+            found, back = jax.vjp(lambda w, floats: fn(w, *(floats.get(i, a) for i, a in enumerate(piece))),
+                                  weights, floats)
+            grad, change = back(jnp.ones_like(found))
+            return (s + found, jax.tree.map(lambda g, x: g + x.astype(g.dtype), grads, grad)), change
+
+        (s, grads), changes = lax.scan(one, (zeros(jnp.zeros(())), jax.tree.map(zeros, weights)), cut)
+        return s, (grads, changes)
+
+    def backward(kept, by):
+        grads, changes = kept
+        return (jax.tree.map(lambda g, dtype: (g * by).astype(dtype), grads, types),
+                [(changes[i] * by).astype(changes[i].dtype) if i in changes else
+                 np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(cut)])
+
+    total.defvjp(forward, backward)
+    return total(weights, cut)
 
 
 def _parts_of_time(x: jax.Array, count: int) -> jax.Array:
@@ -2079,6 +2149,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     import model
     import train
     config = train.parse(argv)
+    if config.topology:
+        return train.foretell(config)
     sizes = {a: 1 for a in AXES} | mesh_sizes(config.mesh, config.shards)
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes),
                                      axis_types=(AxisType.Auto,) * len(AXES))

@@ -2390,7 +2390,7 @@ def test_what_reads_a_run_looks_at_what_it_reads(saved, tmp_path, capsys):
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def killed_at_random(seed, kills, out, *start):
+def killed_at_random(seed, kills, out, start):
     """Run a command to its end, which kill -9 and SIGTERM prevent so many times, at any moment: while it starts,
     compiles, steps, saves or restores. start() gives its processes."""
     rng, length = np.random.default_rng(seed), 4.0

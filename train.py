@@ -74,7 +74,7 @@ class Config(model.Config):
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
     weight_decay: float = 0.1       # of matrices; scales and biases have none
     clip: float = 1.0               # largest norm of all gradients together
-    optimizer: str = "adamw"        # adamw
+    optimizer: str = "adamw"        # or muon, for the matrices of the layers
     seed: int = 0                   # of the weights, the order of the data and dropout
     shards: int = 0                 # size of the tensor axis
     mesh: str = ""                  # axis=size,...; data takes the devices that are left
@@ -85,6 +85,9 @@ class Config(model.Config):
     keep: int = 3                   # checkpoints that are kept
     verify: str = "on"              # checksums of a checkpoint that is read: on or off
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
+    topology: str = ""              # compile for hardware that is not here (v5e:4x4, h100:1x2x8), and say what comes of it
+    bench: bool = False             # how fast it trains here; keeps nothing on disk
+    profile: int = 0                # of so many steps a trace for Perfetto, in out/profile
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
     processes: int = 0              # how many processes there are, each with the same command
     process_id: int = -1            # which of them this is, from 0
@@ -96,7 +99,7 @@ class Config(model.Config):
         for name, least in dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0,
                                 zero=0, save_every=0, eval_every=0,
                                 keep=1, max_skipped=1, processes=0, process_id=-1,
-                                patience=1, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
+                                patience=1, profile=0, lr=0, weight_decay=0, clip=1e-30, seed=0).items():
             value = getattr(self, name)
             if not (value >= least and math.isfinite(value)):
                 raise Refused(f"--{name} {value}: must be a number of at least {least:g}")
@@ -115,10 +118,9 @@ class Config(model.Config):
         if self.zero not in (0, 1):
             raise Refused(f"--zero {self.zero}: expected 0, or 1 (optimizer state split over data); "
                           f"for weights and gradients too, --mesh fsdp=N")
-        for name, only in (("optimizer", "adamw"),):
-            if getattr(self, name) != only:
-                raise Refused(f"--{name} {getattr(self, name)}: not built yet; only {only} is "
-                              f"accepted")
+        if self.optimizer not in ("adamw", "muon"):
+            raise Refused(f"--optimizer {self.optimizer}: expected adamw or muon"
+                          + shard.nearest(self.optimizer, ("adamw", "muon")))
         shard.mesh_sizes(self.mesh, self.shards)
         self._check_hosts()
         for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
@@ -154,6 +156,8 @@ SAME = tuple(f.name for f in dataclasses.fields(model.Config)
 
 # What says only where a process is, and is no part of the run.
 HOSTS = ("coordinator", "processes", "process_id", "distributed", "patience")
+# What is asked of one start of it.
+ASKED = ("topology", "bench", "profile")
 
 
 # -------------------------------------------------------------------------------------------
@@ -179,9 +183,18 @@ def schedule(config: Config, step: jax.Array) -> jax.Array:
         max(config.steps - 1, config.warmup), config.lr / 50)(step)
 
 
-def optimizer(config: Config, matrices: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW but for the rate, which the step applies."""
-    return optax.chain(optax.clip_by_global_norm(config.clip), optax.scale_by_adam(0.9, 0.95),
+def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW but for the rate, which the step applies. Or Muon, at AdamW's
+    rates, for the matrices that are neither the first nor the last: which of their dimensions are
+    contracted with the activations, the rule knows."""
+    moved = optax.scale_by_adam(0.9, 0.95)
+    if config.optimizer == "muon":
+        deep = any(d.stacked for d in jax.tree.leaves(decisions))
+        sides = jax.tree.map(lambda d: optax.contrib.MuonDimensionNumbers(*d.sides) if all(d.sides) and (
+            d.stacked or not deep) else None, decisions)
+        moved = optax.contrib.muon(-1.0, consistent_rms=0.2, adam_b2=0.95, muon_weight_dimension_numbers=sides)
+    matrices = jax.tree.map(lambda d: d.matrix, decisions)
+    return optax.chain(optax.clip_by_global_norm(config.clip), moved,
                        optax.add_decayed_weights(config.weight_decay, matrices))
 
 
@@ -205,7 +218,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     decisions = shard.decide(lambda p, b: _sums(loss(p, b))[:2], narrow, small, mesh=mesh)
     sums = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, small)
     specs = jax.tree.map(lambda d: d.spec, decisions)
-    rule = optimizer(config, jax.tree.map(lambda d: d.matrix, decisions))
+    rule = optimizer(config, decisions)
 
     def fresh(key):
         params = init(key)
@@ -422,15 +435,13 @@ def formula(program: Program) -> list[shard.Collective]:
     if spread:
         # Into a block and out of it, forward and backward; the table of tokens and the head.
         pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S)
-        again_ends = pieces > 1
         add("all-gather", "tensor", runs * blocks * (2 + again + in_turns), x)
-        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) + full * (blocks - 1)
-                                                + bool(c.experts and (c.parallel or c.shared_experts))), x)
-        for kind, times in (("all-gather", 1 + again_ends), ("reduce-scatter", 1)):
+        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) + bool(c.experts and (c.parallel or c.shared_experts))), x)
+        for kind in ("all-gather", "reduce-scatter"):
             add(kind, "tensor", ends, whole)
-            add(kind, "tensor", ends * times * pieces, whole // S // pieces)
+            add(kind, "tensor", ends * pieces, whole // S // pieces)
         # Softmax over the vocabulary; the gradients of what multiplies the stream.
-        add("all-reduce", "tensor", ends * (3 + 2 * again_ends) * pieces,
+        add("all-reduce", "tensor", ends * 3 * pieces,
             whole // (S * c.d_model * item) // pieces * 4)
         add("all-reduce", "tensor", runs * blocks, c.d_model * item)
         add("all-reduce", "tensor", ends, c.d_model * item)
@@ -476,7 +487,7 @@ def machine(sizes: dict[str, int], config: Config | None = None) -> Any:
         shard.simulate(math.prod(sizes.values()) // several)
     if config:
         join(config)
-    return shard.make_mesh(**sizes)
+    return shard.make_mesh(shard.topology(config.topology) if config and config.topology else None, **sizes)
 
 
 def language(config: Config) -> tuple[Callable, Callable, Any]:
@@ -488,12 +499,17 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
-    """The step of the command line, compiled for this machine. Touches no run directory."""
-    mesh = machine(shard.mesh_sizes(config.mesh, config.shards))
+    """The step of the command line, compiled for this machine, or --topology. Touches no run directory."""
+    return compiled(_ready(config))
+
+
+def _ready(config: Config) -> Program:
+    """The program of the command line, without its data."""
+    mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=data.Bytes.vocab_size)
     check_model(config, mesh)
-    return compiled(build(config, mesh, *language(resolve(config, mesh))))
+    return build(config, mesh, *language(resolve(config, mesh)))
 
 
 def compiled(program: Program) -> jax.stages.Compiled:
@@ -873,7 +889,7 @@ def _record(program: Program, record: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of a run: what it is, not on which hosts."""
     shapes = str([(path, w.shape, str(w.dtype)) for path, w in
                   zip(*shard.flatten(program.state["params"])[:2])])
-    config = {k: v for k, v in dataclasses.asdict(program.config).items() if k not in HOSTS}
+    config = {k: v for k, v in dataclasses.asdict(program.config).items() if k not in HOSTS + ASKED}
     return {**config, **record, "weights": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
 
 
@@ -1157,17 +1173,60 @@ def _silence() -> Any:
 # -------------------------------------------------------------------------------------------
 # What a person sees
 
-# Peak arithmetic of one device in bfloat16, operations a second, by the start of its name.
-PEAKS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12,
-         "TPU v5": 459e12, "TPU v6 lite": 918e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12,
-         "NVIDIA A100": 312e12}
+class Chip(NamedTuple):
+    """What its maker says of one device: operations a second in bfloat16; bytes of memory; bytes a second
+    from memory, and to other chips over all links, one way."""
+    flops: float
+    memory: float
+    bandwidth: float
+    links: float
+
+
+# By the start of a device's name. (Of a TPU7x chip each of the two cores is a device.)
+CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9), "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12, 200e9),
+         "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12, 600e9), "TPU v6 lite": Chip(918e12, 32 * 2**30, 1.64e12, 448e9),
+         "TPU7x": Chip(1153e12, 96 * 2**30, 3.69e12, 600e9), "NVIDIA A100": Chip(312e12, 80e9, 2.04e12, 300e9),
+         "NVIDIA H100": Chip(989e12, 80e9, 3.35e12, 450e9), "NVIDIA H200": Chip(989e12, 141e9, 4.8e12, 450e9)}
+
+
+def _chip(mesh: Any) -> Chip | None:
+    kind = mesh.devices.flat[0].device_kind
+    return next((chip for name, chip in CHIPS.items() if kind.startswith(name)), None)
 
 
 def _mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
     """Share of the devices' peak that an update's arithmetic is, or None where unknown."""
-    kind = mesh.devices.flat[0].device_kind
-    peak = next((v for k, v in PEAKS.items() if kind.startswith(k)), None)
-    return flops / seconds / (peak * mesh.size) if flops and peak else None
+    chip = _chip(mesh)
+    return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
+
+
+def _foretold(program: Program, step: jax.stages.Compiled, say: Callable) -> None:
+    """What a program that cannot be run here says of itself: memory, arithmetic, what it sends, and what the
+    chip's published rates make of that."""
+    config, mesh, chip = program.config, program.mesh, _chip(program.mesh)
+    memory, tokens = step.memory_analysis(), config.batch * config.seq_len
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or (memory.argument_size_in_bytes + memory.temp_size_in_bytes
+                                                          + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    gib = lambda x: f"{x / 2**30:.2f} GiB"       # noqa: E731
+    say(f"memory   {gib(memory.argument_size_in_bytes)} of state and batch, {gib(memory.temp_size_in_bytes)} of temporaries, "
+        f"peak {gib(peak)} a device" + (f", which has {gib(chip.memory)}: "
+                                        + ("it fits" if peak < chip.memory else "IT DOES NOT FIT") if chip else ""))
+    try:
+        done, sent = shard.arithmetic(step), sum(c.bytes for c in shard.collectives(step))
+    except jax.errors.JaxRuntimeError as e:
+        say(f"         the compiler cannot print this program ({_brief(e)}): its arithmetic and what it sends are the formula's")
+        done, sent = model.flops(config, tokens) / mesh.size, sum(c.bytes for c in formula(program))
+    whole = model.flops(config, tokens) / mesh.size
+    say(f"compute  {done / 1e12:.2f} Tflop a device, {done / whole:.3f} of 6 a weight and token and attention with every key")
+    say(f"links    {gib(sent)} sent by a device")
+    if chip:
+        moved = memory.argument_size_in_bytes + memory.output_size_in_bytes + 2 * memory.temp_size_in_bytes
+        takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth, "links": sent / chip.links}
+        worst = max(takes, key=takes.get)
+        say("bound    " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in takes.items()) + f": a step takes at least "
+            f"{takes[worst] * 1e3:.1f} ms ({worst}), {tokens / takes[worst]:,.0f} tokens/s, mfu at most "
+            f"{whole / chip.flops / takes[worst]:.1%}, if each runs at its published rate ({chip.flops / 1e12:.0f} Tflop/s, "
+            f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
 
 class _Say:
@@ -1186,12 +1245,14 @@ class _Say:
         device, n = mesh.devices.flat[0], mesh.size
         what = (f"{n} simulated CPU device{'s'[:n > 1]}, no accelerator was found"
                 if device.platform == "cpu" else f"{n} x {device.device_kind}")
-        if jax.process_count() > 1:
+        if config.topology:
+            what += " that are not here: compiled, not run"
+        elif jax.process_count() > 1:
             what += f" in {jax.process_count()} processes"
         self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         fields = {k: v for k, v in dataclasses.asdict(config).items()
-                  if k not in ("mesh", "shards", "dtype", "step", *HOSTS)}
+                  if k not in ("mesh", "shards", "dtype", "step", *HOSTS, *ASKED)}
         text = "config  "
         for k, v in fields.items():
             word = f" {k}={' '.join(v) or '-' if isinstance(v, tuple) else v if v != '' else '-'}"
@@ -1356,8 +1417,23 @@ def _help(cls: Any, positional: str) -> str:
 HELD_OUT_TOKENS = 2**17
 
 
+def foretell(config: Config) -> None:
+    """--topology: the real step, for hardware that is not here."""
+    begin = time.perf_counter()
+    program = _ready(config)
+    say = _Say(program.config)
+    say.header(program)
+    step = compiled(program)
+    say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        say.sends(program, shard.collectives(step))
+    _foretold(program, step, say.line)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(argv)
+    if config.topology:
+        return foretell(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     first = jax.process_index() == 0
     check_model(config, mesh)
