@@ -278,7 +278,7 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: 
         cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
                  "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"])   # [B, T, H, N]
+    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"], cache is None)    # [B, T, H, N]
     back = [(a, w["wo"])]
     if not c.parallel:
         x = shard.stream(x + drop(shard.row(*back), 0))

@@ -1123,7 +1123,10 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             again = parts * turns if d.stacked else parts
             gathers = again * gathered if d.stacked else 1  # what no layer owns, once for all parts
             add("all-gather", ["fsdp"], gathers * layers, gathers * size)
-            add("reduce-scatter", ["fsdp"], again * layers, again * size)
+            if _exchanges(mesh):
+                add("all-to-all", ["fsdp"], again * layers * len(_stages(f)), again * size)
+            else:
+                add("reduce-scatter", ["fsdp"], again * layers, again * size)
             local /= f
         summed = [a for a in MANUAL if a not in split]
         if "data" in part:                  # the update is scattered, and the weights gathered again
@@ -1197,8 +1200,11 @@ def seams(fn: Callable, *args: Any) -> set[str]:
 
 def stream(x: jax.Array) -> jax.Array:
     """The residual stream [B, T, D]: over tensor its time is split, where that divides, so that what
-    is done to it between the products is done once (sequence parallelism); else it is whole."""
-    return checkpoint_name(inner(x, 1 if _time_shards(x.shape[1]) > 1 else None), "stream")
+    is done to it between the products is done once (sequence parallelism); else it is whole. Where it is
+    split every layer keeps it, or it would be sent again."""
+    split = _time_shards(x.shape[1]) > 1
+    x = inner(x, 1 if split else None)
+    return checkpoint_name(x, "stream") if split else x
 
 
 def inner(x: jax.Array, dim: int | None) -> jax.Array:
@@ -1393,16 +1399,55 @@ def over_time(x: jax.Array) -> jax.Array:
 
 
 def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
-           asking: Any, asked: Any) -> jax.Array:
+           asking: Any, asked: Any, ordered: bool = False) -> jax.Array:
     """`attention(q, k, v, mask)` with whole heads on each device; q [B, T, H, N], k and v
     [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
     [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
-    (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring."""
+    (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring; else, where no
+    query sees a key with a higher index (`ordered`), what it does not see is not computed."""
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
         return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
-    return inner(checkpoint_name(attention(q, k, v, seen(asking, asked))[0], "attend"), 2)
+    found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
+    return inner(checkpoint_name(found, "attend"), 2)
+
+
+# As many scores of an attention may a device have in memory at once.
+SCORES = 2**25
+
+
+def blocks(scores: int, time: int, ordered: bool = True) -> tuple[int, int]:
+    """In how many blocks of queries an attention with so many scores on a device is computed, each with
+    the keys up to its last query, if they are ordered; and in how many parts, for memory, each of those."""
+    wide = max(n for n in (1, 2, 4, 8) if n == 1 or ordered and time % n == 0 and time // n >= BLOCK)
+    parts = (n for n in range(1, time // wide + 1) if time // wide % n == 0)
+    return wide, next((n for n in parts if scores <= n * wide * SCORES), time // wide)
+
+
+# Fewer queries in a block are not worth what they save.
+BLOCK = 128
+
+
+def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
+    B, T, H, _ = q.shape
+    ordered = ordered and k.shape[1] == T
+    count, parts = blocks(B * H * T * k.shape[1] // shards, T, ordered)
+    cut = lambda tree, a, b: jax.tree.map(lambda x: x[:, a:b], tree)       # noqa: E731
+    one = lambda q, asking, k, v, asked: attention(q, k, v, seen(asking, asked))[0]      # noqa: E731
+    if B * H * T * k.shape[1] // shards > SCORES:
+        one = jax.checkpoint(one, prevent_cse=False)
+    found = []
+    for i in range(count):
+        begin, end = i * T // count, (i + 1) * T // count
+        mine, keys = cut((q, asking), begin, end), cut((k, v, asked), 0, end if ordered else None)
+        if parts == 1:
+            found.append(one(*mine, *keys))
+            continue
+        split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), mine)
+        each = lax.map(lambda part: one(*part, *keys), split)
+        found.append(jnp.moveaxis(each, 0, 1).reshape(B, end - begin, *q.shape[2:]))
+    return jnp.concatenate(found, 1) if count > 1 else found[0]
 
 
 def zigzag(time: int, devices: int) -> np.ndarray:
@@ -1854,9 +1899,43 @@ def gather(weights: Any, specs: Any) -> Any:
         if "fsdp" not in spec:
             return w
         dim = list(spec).index("fsdp")
-        return _keeping_tensor(lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True), spec)(w)
+        return _keeping_tensor(lambda w: _gathered(w, dim, sizes["fsdp"]), spec)(w)
 
     return jax.tree.map(whole, weights, specs)
+
+
+def _gathered(w: jax.Array, dim: int, n: int) -> jax.Array:
+    """All-gather over fsdp. Its transpose is a reduce-scatter, but on a TPU, whose compiler makes of that an
+    all-reduce, of twice the bytes: there parts are sent to whom they belong, and added there in float32."""
+    gather_ = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)       # noqa: E731
+    if not _exchanges(jax.sharding.get_abstract_mesh()):
+        return gather_(w)
+    whole = jax.custom_vjp(gather_)
+    whole.defvjp(lambda w: (gather_(w), None), lambda _, change: (_added_up(change, dim, n),))
+    return whole(w)
+
+
+def _exchanges(mesh: Any) -> bool:
+    """Whether gradients are scattered over fsdp by exchanges."""
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and device.platform == "tpu"
+
+
+def _stages(n: int) -> list[int]:
+    """n as a product of small numbers."""
+    few = next((d for d in (4, 2, *range(3, n + 1)) if n % d == 0), 1)
+    return [few, *_stages(n // few)] if n > 1 else []
+
+
+def _added_up(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """A reduce-scatter over fsdp as exchanges in stages of a few devices: as many bytes in all."""
+    x, stride = jnp.moveaxis(x, dim, 0), n
+    for few in _stages(n):
+        stride //= few
+        groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
+        x = lax.all_to_all(x, "fsdp", 0, 0, tiled=True, axis_index_groups=groups)
+        x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=jnp.float32).astype(x.dtype)
+    return jnp.moveaxis(x, 0, dim)
 
 
 # -------------------------------------------------------------------------------------------
