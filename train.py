@@ -40,6 +40,7 @@ import signal
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -644,13 +645,14 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (),
         show: Callable | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
-        mesh: Any = None) -> Fit:
+        mesh: Any = None, say: Any = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
     show(outputs) makes a text of predict's outputs. flops is the arithmetic of an update, for
     MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
-    with the configuration and must be the same when the run continues."""
+    with the configuration and must be the same when the run continues. `say` is told all that
+    a person is to see (a _Say)."""
     stop: list[int] = []
     mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards), config)
     with _on_signals(stop):
@@ -658,9 +660,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record = _record(program, record or {})
         agreed(record)
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
-            say = _Say(program.config)
-            say.header(program)
-            return _loop(program, run, say, stop, collate, predict, examples, held_out, show,
+            teller = say or _Say(program.config)
+            teller.header(program)
+            return _loop(program, run, teller, stop, collate, predict, examples, held_out, show,
                          flops, bits_per_nat)
 
 
@@ -767,10 +769,19 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         _watch.expect("a step")
         return score, outputs
 
+    traced = range(at + 2, at + 2 + config.profile)        # what comes first is not as usual
+    trace = str(Path(config.out or ".") / "profile")
     while at < config.steps and not stop:
+        if config.profile and at == traced.start:
+            jax.profiler.start_trace(trace, create_perfetto_trace=True)
         placed = _batch(program, collate, examples, at)
         state, metrics = step(state, placed)
         at += 1
+        if config.profile and (at == traced.stop or at == config.steps > traced.start):
+            settle()
+            jax.profiler.stop_trace()
+            say.line(f"a trace of {at - traced.start} steps is in {trace}: open its perfetto_trace.json.gz in ui.perfetto.dev")
+            config = dataclasses.replace(config, profile=0)
         settle()            # of the step before: the devices already have the next one
         pending = at, metrics
         last = at == config.steps
@@ -1417,6 +1428,89 @@ def _help(cls: Any, positional: str) -> str:
 HELD_OUT_TOKENS = 2**17
 
 
+class _Bench(_Say):
+    """Says only how it begins, and keeps how long each step took."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.begin, self.took, self.first, self.program = time.perf_counter(), [], None, None
+
+    def header(self, program: Program) -> None:
+        self.program = program
+        self.line(f"{model.count(program.state['params']):,} parameters, a batch of {program.config.batch} x "
+                  f"{program.config.seq_len}, {program.config.dtype}, on {program.mesh.size} x "
+                  f"{program.mesh.devices.flat[0].device_kind}: "
+                  + " ".join(f"{a}={s}" for a, s in program.mesh.shape.items() if s > 1))
+
+    def step(self, row: dict[str, Any], took: float) -> None:
+        self.first = self.first or time.perf_counter() - self.begin
+        self.took.append(took)
+        if self.tty:
+            print(f"\r\x1b[Kstep {len(self.took)}/{self.config.steps}  {took:.3f} s", end="", flush=True)
+
+
+WARM, TIMED = 5, 30         # steps that --bench makes before it looks, and while it does
+
+
+def bench(config: Config) -> None:
+    """--bench: the loop and the loader of a training run, and how long they take."""
+    say, batches = _Bench(config), []
+    config = dataclasses.replace(config, out="", steps=WARM + TIMED, profile=0)
+
+    def collate(examples):
+        begin = time.perf_counter()
+        batch = data.collate(examples, config.seq_len)
+        batches.append(time.perf_counter() - begin)
+        return batch
+
+    with tempfile.TemporaryDirectory() as folder, data.opened(config.data, Path(folder) / "run") as corpus:
+        if not config.vocab_size:
+            config = dataclasses.replace(config, vocab_size=corpus.tokenizer.vocab_size)
+        examples = data.Windows(corpus.train, config.seq_len, vocab_size=config.vocab_size)
+        say.begin = time.perf_counter()
+        init, loss, _ = language(config)
+        fit(config, init, collate, loss, examples=examples, mesh=machine(shard.mesh_sizes(config.mesh, config.shards), config), say=say)
+        program = say.program
+        begin = time.perf_counter()
+        for at in range(10):
+            _batch(program, collate, examples, at)
+        loader = (time.perf_counter() - begin) / 10
+    step, tokens = statistics.median(say.took[WARM:]), config.batch * config.seq_len
+    done, most = model.flops(config, tokens) / step, _matmul_rate(program)
+    mfu = _mfu(model.flops(config, tokens), step, program.mesh)
+    peak = _peak_bytes()
+    say.line(f"step     {step * 1e3:.1f} ms, the middle of {TIMED} (from {min(say.took[WARM:]) * 1e3:.1f} to "
+             f"{max(say.took[WARM:]) * 1e3:.1f}); the first, compiled, after {say.first:.1f} s")
+    say.line(f"speed    {tokens / step:,.0f} tokens/s, {done / 1e9:,.0f} Gflop/s (6 a weight and token and attention with "
+             f"every key), {done / most:.0%} of the {most / 1e9:,.0f} that a product of matrices reaches here, mfu "
+             + ("n/a" if mfu is None else f"{mfu:.1%}"))
+    say.line(f"memory   {shard.human(peak)} at most; the loader makes a batch in {loader * 1e3:.1f} ms, while devices work")
+    if jax.process_index() == 0:
+        print(json.dumps({"tokens_per_second": round(tokens / step, 1), "step_seconds": step, "model_flops_per_second": done,
+                          "matmul_flops_per_second": most, "peak_bytes": peak, "first_step_seconds": round(say.first, 3)}))
+
+
+def _matmul_rate(program: Program) -> float:
+    """Operations a second in products of large square matrices, on all devices together."""
+    on_cpu = program.mesh.devices.flat[0].platform == "cpu"
+    size, count = (2048, 1) if on_cpu else (8192, 8)        # (simulated devices share the cores)
+    a = jnp.ones((size, size), program.config.dtype)
+    product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))
+    product(a).block_until_ready()
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        product(a).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 * count / min(times) * (1 if on_cpu else program.mesh.size)
+
+
+def _peak_bytes() -> int:
+    """The most memory that was in use: the device's where it counts, else the process's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def foretell(config: Config) -> None:
     """--topology: the real step, for hardware that is not here."""
     begin = time.perf_counter()
@@ -1432,8 +1526,12 @@ def foretell(config: Config) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(argv)
+    jax.config.update("jax_compilation_cache_dir", os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR", str(_cache() / "compiled")))
     if config.topology:
         return foretell(config)
+    if config.bench:
+        return bench(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     first = jax.process_index() == 0
     check_model(config, mesh)
@@ -1463,8 +1561,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     said = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
     size = int(tokenizer.lengths()[said].sum())
-    jax.config.update("jax_compilation_cache_dir", os.environ.get(
-        "JAX_COMPILATION_CACHE_DIR", str(_cache() / "compiled")))
     init, loss, _ = language(config)
     begin = min(32, T)
 
