@@ -1264,15 +1264,39 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
 
     def times(w, split):
         if not split:
-            out = jnp.tensordot(x, w, 1, preferred_element_type=dtype)
+            out = _product(x, w, (((2,), (0,)), ((), ())), dtype)
             return inner(out, None if n > 1 else 2)
         w = w.reshape(w.shape[0], n, -1, *w.shape[2:])
-        out = lax.dot_general(copies, w, (((3,), (0,)), ((0,), (1,))),          # [n, B, T, F / n, ...]
-                              preferred_element_type=dtype)
+        out = _product(copies, w, (((3,), (0,)), ((0,), (1,))), dtype)          # [n, B, T, F / n, ...]
         out = jnp.moveaxis(checkpoint_name(out, "product"), 0, 2)
         return inner(out.reshape(*x.shape[:2], -1, *w.shape[3:]), 2)
 
     return tuple(map(times, weights, divides))
+
+
+def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.Array:
+    """lax.dot_general of activations and weights. The gradient of the weights is a product with x on the left,
+    where autodiff would have x on the right: a CPU turns the left one over in memory first, and x is smaller than
+    the gradients of several products with it, and the same for all."""
+    (inside, of_w), (batch, _) = dims
+    kept = [d for d in range(x.ndim) if d not in inside + batch]
+
+    @jax.custom_vjp
+    def product(x, w):
+        return lax.dot_general(x, w, dims, preferred_element_type=dtype)
+
+    def backward(given, change):
+        x, w = given
+        dx, = jax.linear_transpose(lambda x: lax.dot_general(x, w, dims, preferred_element_type=dtype), x)(change)
+        over = (tuple(kept), tuple(range(len(batch), len(batch) + len(kept))))
+        dw = lax.dot_general(x, change, (over, (batch, tuple(range(len(batch))))), preferred_element_type=dtype)
+        # It has the dimensions of x that were summed over in x's order, then those of w that were not.
+        order = [*dims[1][1], *(of_w[inside.index(d)] for d in sorted(inside))]
+        order += [d for d in range(w.ndim) if d not in order]
+        return dx, dw.transpose(np.argsort(order)).astype(w.dtype)
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    return product(vary(x, w), vary(w, x))
 
 
 def row(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -1286,12 +1310,13 @@ def _row(n: int, parts: jax.Array | None, pairs: Any) -> jax.Array:
     parts, whole = [] if parts is None else [parts], []
     for h, w in pairs:
         if n == 1 or w.shape[0] % n:
-            whole.append(jnp.tensordot(h, w, w.ndim - 1))
+            inside = tuple(range(w.ndim - 1))
+            whole.append(_product(h, w, ((tuple(d + 2 for d in inside), inside), ((), ()))))
         else:
             h = jnp.moveaxis(h.reshape(*h.shape[:2], n, -1, *h.shape[3:]), 2, 0)
             w = w.reshape(n, -1, *w.shape[1:])
             inside = tuple(range(1, w.ndim - 1))
-            parts.append(lax.dot_general(h, w, ((tuple(d + 2 for d in inside), inside), ((0,), (0,)))))
+            parts.append(_product(h, w, ((tuple(d + 2 for d in inside), inside), ((0,), (0,)))))
     if parts:
         whole.append(checkpoint_name(_sum_of(sum(parts)), "product"))
     return stream(sum(whole))
