@@ -186,8 +186,8 @@ def schedule(config: Config, step: jax.Array) -> jax.Array:
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW but for the rate, which the step applies. Or Muon, at AdamW's
-    rates, for the matrices that are neither the first nor the last: which of their dimensions are
-    contracted with the activations, the rule knows."""
+    rates, for the matrices that are neither the first nor the last (optax has Nesterov's Adam for the rest):
+    which of their dimensions are contracted with the activations, the rule knows."""
     moved = optax.scale_by_adam(0.9, 0.95)
     if config.optimizer == "muon":
         deep = any(d.stacked for d in jax.tree.leaves(decisions))
@@ -1454,22 +1454,17 @@ WARM, TIMED = 5, 30         # steps that --bench makes before it looks, and whil
 
 def bench(config: Config) -> None:
     """--bench: the loop and the loader of a training run, and how long they take."""
-    say, batches = _Bench(config), []
+    mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
+    check_model(config, mesh)
     config = dataclasses.replace(config, out="", steps=WARM + TIMED, profile=0)
-
-    def collate(examples):
-        begin = time.perf_counter()
-        batch = data.collate(examples, config.seq_len)
-        batches.append(time.perf_counter() - begin)
-        return batch
-
+    say, collate = _Bench(config), lambda examples: data.collate(examples, config.seq_len)      # noqa: E731
     with tempfile.TemporaryDirectory() as folder, data.opened(config.data, Path(folder) / "run") as corpus:
         if not config.vocab_size:
             config = dataclasses.replace(config, vocab_size=corpus.tokenizer.vocab_size)
         examples = data.Windows(corpus.train, config.seq_len, vocab_size=config.vocab_size)
         say.begin = time.perf_counter()
         init, loss, _ = language(config)
-        fit(config, init, collate, loss, examples=examples, mesh=machine(shard.mesh_sizes(config.mesh, config.shards), config), say=say)
+        fit(config, init, collate, loss, examples=examples, mesh=mesh, say=say)
         program = say.program
         begin = time.perf_counter()
         for at in range(10):
