@@ -118,6 +118,22 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def meshes(count: int) -> list[dict[str, int]]:
+    """Every mesh of so many devices, as the sizes of its axes."""
+    def over(axes, count):
+        if len(axes) == 1:
+            return [{axes[0]: count}]
+        return [{axes[0]: n, **rest} for n in range(1, count + 1) if count % n == 0 for rest in over(axes[1:], count // n)]
+
+    return over(AXES, count)
+
+
+def abstract_mesh(sizes: dict[str, int]) -> Any:
+    """A mesh of no devices, for what only looks at its shape."""
+    sizes = {a: sizes.get(a, 1) for a in AXES}
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def simulate(count: int) -> None:
     """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already says how many.
 
@@ -2255,9 +2271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = train.parse(argv)
     if config.topology:
         return train.foretell(config)
-    sizes = {a: 1 for a in AXES} | mesh_sizes(config.mesh, config.shards)
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes),
-                                     axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=257)
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))

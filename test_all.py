@@ -2228,6 +2228,28 @@ def test_the_readers_own_ten_lines_train_on_every_mesh(tmp_path, mesh):
     assert float(losses[-1]) < 0.1, done.stdout
 
 
+def test_a_mesh_is_chosen_that_fits(capsys, monkeypatch):
+    """By figures that are near what the formula says of each; one that does not fit is none."""
+    config = make(mesh="auto", batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)
+    chosen = train.choose(config)
+    assert math.prod(shard.mesh_sizes(chosen.mesh).values()) == 8
+    said = capsys.readouterr().out
+    assert chosen.mesh in said.splitlines()[1] and "compiled" in said and "meshes of 8 devices" in said
+    assert shard.mesh_sizes(train.choose(dataclasses.replace(config, shards=4)).mesh)["tensor"] == 4
+    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    chip = train.Chip(1e12, 1e9, 1e11, 1.0)
+    for mesh in ("data=8", "fsdp=8", "tensor=4", "data=2,fsdp=2,tensor=2", "seq=4", "pipe=4", "fsdp=4,tensor=2"):
+        one = make(**{**dataclasses.asdict(config), "mesh": mesh, "microbatches": 2 if "pipe" in mesh else 1, "out": ""})
+        exact = sum(c.bytes for c in train.formula(program_of(one, mesh)))
+        guess = train._guess(one, params, {a: shard.mesh_sizes(mesh).get(a, 1) for a in shard.AXES}, chip)[1]
+        assert 0.5 < guess / exact < 2, (mesh, guess, exact)
+    monkeypatch.setattr(train, "_peak", lambda step: 2**60)
+    with pytest.raises(shard.Refused, match="no mesh of 8 devices has room"):
+        train.choose(config)
+    with pytest.raises(shard.Refused, match="no mesh of 8 devices divides"):
+        train.choose(dataclasses.replace(config, batch=1, heads=1, kv_heads=1, head_dim=128, layers=1, seq_len=1, d_ff=7))
+
+
 def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypatch):
     monkeypatch.setattr(shard.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(shard.Refused, match="pip install libtpu"):

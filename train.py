@@ -78,7 +78,7 @@ class Config(model.Config):
     optimizer: str = "adamw"        # or muon, for the matrices of the layers
     seed: int = 0                   # of the weights, the order of the data and dropout
     shards: int = 0                 # size of the tensor axis
-    mesh: str = ""                  # axis=size,...; data takes the devices that are left
+    mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
@@ -122,7 +122,7 @@ class Config(model.Config):
         if self.optimizer not in ("adamw", "muon"):
             raise Refused(f"--optimizer {self.optimizer}: expected adamw or muon"
                           + shard.nearest(self.optimizer, ("adamw", "muon")))
-        shard.mesh_sizes(self.mesh, self.shards)
+        shard.mesh_sizes(self.mesh * (self.mesh != "auto"), self.shards)
         self._check_hosts()
         for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
                             ("save_every", max(1, self.steps // 5)),
@@ -351,9 +351,9 @@ def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped", "save_seconds"}
 
 
-def resolve(config: Config, mesh: Any) -> Config:
-    """The configuration with the compute precision that the mesh's devices are best at."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+def resolve(config: Config, on: Any) -> Config:
+    """The configuration with the compute precision that a device, or the devices of a mesh, are best at."""
+    on_cpu = (on.devices.flat[0] if hasattr(on, "devices") else on).platform == "cpu"
     return dataclasses.replace(
         config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
 
@@ -499,6 +499,69 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
             lambda params, batch, specs=None: model.loss(params, batch, config, specs, more=True), batch)
 
 
+def choose(config: Config) -> Config:
+    """--mesh auto: the fastest that fits, of all meshes of these devices over which the model divides, by the
+    arithmetic and the bytes of each at the chip's rates; the first few are compiled, and it is said why."""
+    if config.mesh != "auto":
+        return config
+    join(config)
+    devices = shard.topology(config.topology) if config.topology else jax.devices()
+    known = _chip(devices[0])
+    chip, tried = known or CHIPS["TPU v5 lite"], []
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or data.Bytes.vocab_size)
+    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    for sizes in shard.meshes(len(devices)):
+        one = dataclasses.replace(config, mesh=",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1", shards=0)
+        mesh = shard.abstract_mesh(sizes)
+        with contextlib.suppress(Refused):
+            check(one, mesh)
+            check_model(one, mesh)
+            if config.shards in (0, sizes["tensor"]):
+                tried.append((one, *_guess(resolve(one, devices[0]), params, sizes, chip)))
+    if not tried:
+        raise Refused(f"--mesh auto: no mesh of {len(devices)} devices divides this model and --batch {config.batch}")
+    # What does not fit comes last; where some does, the one that needs least first.
+    tried.sort(key=lambda t: (max(1.0, t[3] / (0.95 * chip.memory)), t[1] + t[2]))
+    say = lambda text: print(text, flush=True) if jax.process_index() == 0 else None     # noqa: E731
+    say(f"mesh     auto: {len(tried)} meshes of {len(devices)} devices, by the formulas" + " and the rates of a v5e, these "
+        "devices' not being known" * (known is None))
+    for one, work, links, memory in tried[:5]:
+        say(f"         {one.mesh:36} {1e3 * (work + links):8.1f} ms: arithmetic {1e3 * work:.1f}, links {1e3 * links:.1f}; about "
+            f"{memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
+    for one, *_ in tried[:3]:
+        mesh = shard.make_mesh(devices, **shard.mesh_sizes(one.mesh))
+        try:
+            peak = _peak(compiled(build(one, mesh, *language(resolve(one, devices[0])))))
+        except jax.errors.JaxRuntimeError as e:
+            say(f"         {one.mesh} does not compile: {_brief(e)}")
+            continue
+        say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
+        if peak < chip.memory:
+            return one
+    raise Refused(f"--mesh auto: no mesh of {len(devices)} devices has room for this; --remat full, more --accumulate or more "
+                  f"devices would make some")
+
+
+def _guess(c: Config, params: Any, sizes: dict[str, int], chip: Chip) -> tuple[float, float, float]:
+    """Seconds of arithmetic, seconds of sending, and bytes of memory of a device, roughly: the table in README."""
+    d, f, p, s, e, t = (sizes[a] for a in shard.AXES)
+    item, share = jnp.dtype(c.dtype).itemsize, lambda n: (n - 1) / n
+    own = sum(math.prod(w.shape) / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
+              for path, w in _by_path(params).items()) / t
+    tokens, layers = c.batch * c.seq_len / (d * f * e * s), c.layers / p
+    x, keys = tokens * c.d_model * item, tokens * c.kv_heads * c.head_dim * item / t
+    count, chunks = shard.ticks(p, c.microbatches, c.schedule, c.chunks) if p > 1 else (1, 1)
+    turns = count / chunks / (c.microbatches if p > 1 else 1)
+    again = {"none": 1.0, "selective": 1.05, "full": 1.3}[c.remat]
+    work = model.flops(c, c.batch * c.seq_len) / (d * f * p * s * e * t) * again * turns / chip.flops
+    sent = 2 * share(d * e * s) * 4 * own / f + 3 * share(f) * own * item * c.accumulate * max(1, turns)
+    sent += layers * (8 * share(t) * x + 4 * (s - 1) * keys + 4 * (e - 1) * x) * again + 4 * x * (p > 1)
+    kept = {"none": 10 * c.d_model + 4 * c.d_ff, "selective": 6 * c.d_model + 3 * c.d_ff, "full": 2 * c.d_model}[c.remat]
+    memory = own / f * 18 + tokens / c.accumulate / t * layers * kept * item + 3 * 4 * min(
+        model.LOGITS, tokens * c.vocab_size) + 4 * own * item / max(1, layers) + 6 * 4 * shard.SCORES / 4
+    return work, sent / chip.links, memory
+
+
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The step of the command line, compiled for this machine, or --topology. Touches no run directory."""
     return compiled(_ready(config))
@@ -506,6 +569,7 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 
 def _ready(config: Config) -> Program:
     """The program of the command line, without its data."""
+    config = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=data.Bytes.vocab_size)
@@ -1200,24 +1264,28 @@ CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9), "TPU v5 lite": Chi
          "NVIDIA H100": Chip(989e12, 80e9, 3.35e12, 450e9), "NVIDIA H200": Chip(989e12, 141e9, 4.8e12, 450e9)}
 
 
-def _chip(mesh: Any) -> Chip | None:
-    kind = mesh.devices.flat[0].device_kind
-    return next((chip for name, chip in CHIPS.items() if kind.startswith(name)), None)
+def _chip(device: Any) -> Chip | None:
+    return next((chip for name, chip in CHIPS.items() if device.device_kind.startswith(name)), None)
+
+
+def _peak(step: jax.stages.Compiled) -> int:
+    """Bytes of a device that a compiled program needs at once."""
+    m = step.memory_analysis()
+    return getattr(m, "peak_memory_in_bytes", 0) or (m.argument_size_in_bytes + m.temp_size_in_bytes
+                                                     + m.output_size_in_bytes - m.alias_size_in_bytes)
 
 
 def _mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
     """Share of the devices' peak that an update's arithmetic is, or None where unknown."""
-    chip = _chip(mesh)
+    chip = _chip(mesh.devices.flat[0])
     return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
 
 
 def _foretold(program: Program, step: jax.stages.Compiled, say: Callable) -> None:
     """What a program that cannot be run here says of itself: memory, arithmetic, what it sends, and what the
     chip's published rates make of that."""
-    config, mesh, chip = program.config, program.mesh, _chip(program.mesh)
-    memory, tokens = step.memory_analysis(), config.batch * config.seq_len
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or (memory.argument_size_in_bytes + memory.temp_size_in_bytes
-                                                          + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    config, mesh, chip = program.config, program.mesh, _chip(program.mesh.devices.flat[0])
+    memory, tokens, peak = step.memory_analysis(), config.batch * config.seq_len, _peak(step)
     gib = lambda x: f"{x / 2**30:.2f} GiB"       # noqa: E731
     say(f"memory   {gib(memory.argument_size_in_bytes)} of state and batch, {gib(memory.temp_size_in_bytes)} of temporaries, "
         f"peak {gib(peak)} a device" + (f", which has {gib(chip.memory)}: "
@@ -1454,6 +1522,7 @@ WARM, TIMED = 5, 30         # steps that --bench makes before it looks, and whil
 
 def bench(config: Config) -> None:
     """--bench: the loop and the loader of a training run, and how long they take."""
+    config = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     check_model(config, mesh)
     config = dataclasses.replace(config, out="", steps=WARM + TIMED, profile=0)
@@ -1527,6 +1596,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return foretell(config)
     if config.bench:
         return bench(config)
+    config = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     first = jax.process_index() == 0
     check_model(config, mesh)
