@@ -20,8 +20,9 @@ import re
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -210,7 +211,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
         tokens = _map(out / f"{split}.bin", dtype)
         count = sum(int(lengths[tokens[i:i + 2**20]].sum()) for i in range(0, len(tokens), 2**20))
         record[split] = {"tokens": len(tokens), "bytes": count, "documents": len(groups[split]),
-                         "sha256": _sha256(out / f"{split}.bin")}
+                         "digest": _sha256(out / f"{split}.bin")}
     write_json(out / "data.json", record)
     return Corpus(out)
 
@@ -271,11 +272,11 @@ class Corpus:
                 if len(tokens) != self.record[split]["tokens"]:
                     raise Refused(f"{self.folder / split}.bin has {len(tokens)} tokens; data.json "
                                   f"says {self.record[split]['tokens']}")
-                if self.record[split]["sha256"] != _sha256(self.folder / f"{split}.bin"):
+                if self.record[split].get("digest", "") not in ("", _sha256(self.folder / f"{split}.bin")):
                     raise Refused(f"{self.folder / split}.bin is not what data.json says it is: it was changed, or is "
                                   f"damaged; make the folder again")
                 setattr(self, split, tokens)
-            self.fingerprint = self.record["train"]["sha256"]
+            self.fingerprint = self.record["train"].get("digest") or self.record["train"]["sha256"]
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
             raise Refused(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
@@ -297,14 +298,14 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Bytes | Pieces:
 
 
 @contextlib.contextmanager
-def opened(paths: Sequence[str], run: Path, ready: bool = False) -> Iterator[Corpus]:
+def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus]:
     """The corpus behind --data: a folder made by data.py as it is, or text, encoded as bytes into
     the run's own folder when the run begins. Only if what is done with it here passes is it kept,
     so that a run that is refused leaves nothing behind; a run that goes on keeps what it has. `ready`:
-    another process has made it already."""
+    another process has made it already, and it must appear in so many seconds."""
     made, part = run / "data", run / "data.part"
     given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
-    if ready and not given and not (made / "data.json").exists():
+    if ready and not given and not appears((made / "data.json").exists, run, ready):
         raise Refused(f"--out {run}: this process does not see what process 0 wrote there; give a folder that every "
                       f"process sees")
     if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
@@ -327,9 +328,25 @@ def opened(paths: Sequence[str], run: Path, ready: bool = False) -> Iterator[Cor
     if given and not ready and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.model")
+            shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.part")
+            os.replace(run / "tokenizer.part", run / "tokenizer.model")
         except OSError as e:
             raise Refused(f"--out {run}: cannot be written ({e.strerror})") from None
+
+
+def appears(there: Callable[[], bool], folder: Path, seconds: float) -> bool:
+    """Whether it is there. What another machine wrote may take a while to be seen, and be asked for."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if there():
+                return True
+        if time.monotonic() > until:
+            return False
+        for place in (folder.parent, folder):
+            with contextlib.suppress(OSError):
+                os.listdir(place)
+        time.sleep(0.25)
 
 
 # -------------------------------------------------------------------------------------------

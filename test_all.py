@@ -1941,7 +1941,7 @@ def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text):
     tokens[100:-100:40] = 300
     tokens.flush()
     record = json.loads((folder / "data.json").read_text())
-    record["train"]["sha256"] = data._sha256(folder / "train.bin")
+    record["train"]["digest"] = data._sha256(folder / "train.bin")
     (folder / "data.json").write_text(json.dumps(record))
     done = command(*SMALL, "--data", folder, "--out", out, "--steps", 5)
     assert done.returncode == 2 and re.search(r"error: .*train.bin: id 300 at position \d+; the vocabulary has 257", done.stderr), done.stderr
@@ -2102,7 +2102,7 @@ def refused(capsys, *words, main=train.main):
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
-    (["--experts", 2, "--experts_per_token", 3], "--experts 2"), (["--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "not built yet"),
+    (["--experts", 2, "--experts_per_token", 3], "--experts 2"), (["--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "adamw or muon"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"), (["--seq_len", "1e3"], "whole number")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
@@ -2446,6 +2446,18 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(saved, tmp_path):
     assert learn(make(steps=7, save_every=9, verify="off", out=str(run)))[0][0]["step"] == 7
 
 
+def test_trouble_of_this_machine_sets_nothing_aside(saved, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    import orbax.checkpoint as ocp
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "restore", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(train.Fault, match="on this machine now.*nothing was set aside"):
+            learn(make(steps=8, save_every=2, out=str(run)))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
+    assert learn(make(steps=7, save_every=9, out=str(run)))[0][0]["step"] == 7
+
+
 def test_two_runs_do_not_write_in_one_folder(saved, tmp_path):
     import fcntl
     run = tmp_path / "run"
@@ -2585,7 +2597,8 @@ def test_any_byte_that_is_flipped_is_found_or_changes_nothing(saved, tmp_path, i
 
 TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
 
-# A command of our own: train.py, in which one process does something when it is to make its 12th batch.
+# A command of our own: train.py, in which one process does something when it is to make a batch, its 12th if not
+# another. (The first is not of a step: its shape is looked at, before a checkpoint is.)
 AWRY = """
 import os, signal, sys, time
 sys.path.insert(0, os.getcwd())
@@ -2593,7 +2606,7 @@ import train, data, jax
 collate, made = data.collate, []
 def other(examples, length):
     made.append(1)
-    if len(made) == 12 and jax.process_index() == 1:
+    if len(made) == {} and jax.process_index() == 1:
         {}
     return collate(examples, length)
 data.collate = other
@@ -2601,9 +2614,9 @@ train.run(train.main)
 """
 
 
-def awry(folder, what):
+def awry(folder, what, batch=12):
     file = folder / "awry.py"
-    file.write_text(AWRY.format(what))
+    file.write_text(AWRY.format(batch, what))
     return file
 
 
@@ -2646,6 +2659,11 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
     step = json.loads(open(tmp_path / "run/metrics.jsonl").readlines()[-1])["step"]
     assert 11 <= step < 80 and (tmp_path / f"run/checkpoints/{step}").is_dir()
 
+    # A signal before the first step of a run that goes on is none the less for it.
+    shutil.copytree(tmp_path / "run", tmp_path / "early")
+    early = ends(hosts(2, *words, "--out", tmp_path / "early", file=awry(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)", 1)))
+    assert [status for status, *_ in early] == [0, 0] and re.search(rf"stopped at step ({step}|{step + 1}|{step + 2}|{step + 3}) ", early[0][1])
+
     file, states = tmp_path / "state.py", []
     file.write_text(STATE)
     for count in 4, 1:
@@ -2665,6 +2683,17 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
         params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
     for path, leaf in zip(*shard.flatten(params)[:2]):
         np.testing.assert_array_equal(leaf, states[0]["params." + path])
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
+    words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3, "--data", text, "--out", tmp_path / "run")
+    assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--steps", 6)))
+    for file in (tmp_path / "run/checkpoints/6/params/ocdbt.process_1/d").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+    (first, said, error), (second, _, other) = ends(hosts(2, *words, "--steps", 8))
+    assert first == second == 0, (error, other)
+    assert "checkpoint 6 is damaged" in said and "at step 3" in said and (tmp_path / "run/checkpoints/damaged-6").is_dir()
 
 
 @pytest.mark.slow
@@ -2696,6 +2725,8 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
         runs[1].kill()
     (first, _, error), (second, _, broken) = ends(runs, 15)
     assert first not in (0, None) and second != 0 and took < (60 if stalled else 15), (took, error)
+    if stalled and "a step took" in broken:         # the one that sleeps may be the first to notice
+        error = broken
     assert says in error and "the same command in each goes on from the last checkpoint" in error
     assert ("_loop" in error) == stalled            # a stack only where it is known where
     assert "KeyError" not in what or "KeyError: 'broken'" in broken

@@ -28,6 +28,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -51,6 +52,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax._src import distributed        # the processes' store of keys has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -137,7 +139,8 @@ class Config(model.Config):
                           "I (from 0), or --distributed alone where SLURM, Open MPI or a TPU pod knows them")
         if all(given) and self.distributed:
             raise Refused("--distributed finds out by itself what --coordinator says: give one of them")
-        if self.coordinator and not re.fullmatch(r"\S+:\d{1,5}", self.coordinator):
+        if self.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", self.coordinator)
+                                     and 0 < int(self.coordinator.rsplit(":", 1)[1]) < 2**16):
             raise Refused(f"--coordinator {self.coordinator}: expected HOST:PORT, where process 0 listens")
         if all(given) and self.process_id >= self.processes:
             raise Refused(f"--process_id {self.process_id}: with --processes {self.processes} they are 0 to "
@@ -619,7 +622,9 @@ def _listens(coordinator: str) -> dict[str, str]:
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-            return {"coordinator_bind_address": coordinator} if where else {}
+            # An own name may stand for this machine alone, where others cannot reach it.
+            named = where and (not address[0].startswith(("127.", "::1")) or re.match(r"localhost$|127\.|\[?::1", host))
+            return {"coordinator_bind_address": coordinator} if named else {}
         except (OSError, OverflowError) as e:
             if getattr(e, "errno", None) == errno.EADDRINUSE:
                 raise Refused(f"--coordinator {coordinator}: port {port} is in use on this machine; give "
@@ -627,14 +632,19 @@ def _listens(coordinator: str) -> dict[str, str]:
     return {}
 
 
+# How often everyone was asked, and how often whether all should stop: jax wants the second counted from 1.
+_said, _asked = itertools.count(), itertools.count(1)
+
+
 def everyone(value: Any) -> list[Any]:
-    """What each process says here: anything that JSON can hold."""
-    if jax.process_count() == 1:
+    """What each process says here: anything that JSON can hold. By way of process 0, not of the devices: those
+    do not wait long for one that is late."""
+    count, turn = jax.process_count(), next(_said)
+    if count == 1:
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(text)]))[:, 0]
-    texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - len(text))))
-    return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes)]
+    service, wait = distributed.global_state.client, 10**9     # milliseconds; _Watch ends it before
+    service.key_value_set(f"zigzag/{turn}/{jax.process_index()}", json.dumps(value))
+    return [json.loads(service.blocking_key_value_get(f"zigzag/{turn}/{i}", wait)) for i in range(count)]
 
 
 def agreed(facts: dict[str, Any]) -> None:
@@ -654,6 +664,7 @@ class _Watch:
     """With several processes no wait is endless: who waits too long says so, and ends. What is too long
     follows from how long the same has taken so far."""
     FIRST = 360.0           # seconds that what was never measured is taken to last
+    UNSEEN = {"a save"}     # much of which happens in the background
 
     def __init__(self):
         self.patience, self.usual, self.what, self.since, self.limit = 0, {}, "", 0.0, math.inf
@@ -674,7 +685,8 @@ class _Watch:
         if self.what:
             self.usual[self.what] = max(self.usual.get(self.what, 0.0), now - self.since)
         if limit is None:
-            limit = self.patience + 10 * self.usual.get(what, self.FIRST) if what else math.inf
+            usual = self.FIRST if what in self.UNSEEN else self.usual.get(what, self.FIRST)
+            limit = self.patience + 10 * usual if what else math.inf
         self.what, self.since, self.limit = what, now, limit
         faulthandler.cancel_dump_traceback_later()
         if what:            # should even the thread not get its turn
@@ -726,8 +738,10 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
             teller = say or _Say(program.config)
             teller.header(program)
-            return _loop(program, run, teller, stop, collate, predict, examples, held_out, show,
-                         flops, bits_per_nat)
+            result = _loop(program, run, teller, stop, collate, predict, examples, held_out, show,
+                           flops, bits_per_nat)
+    _watch.expect("")
+    return result
 
 
 def _shapes(config: Config, collate: Callable, examples: Sequence) -> dict[str, Any]:
@@ -752,7 +766,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
           bits_per_nat) -> Fit:
     config, pending, score, outputs = program.config, None, None, None
     clock = time.perf_counter()
-    _watch.expect("beginning")
+    _watch.expect("reading the checkpoint")
     state = run and run.restore(say.line)
     if state is None:
         state = program.start(jax.random.key(config.seed))
@@ -767,6 +781,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
     else:
         _watch.expect("compiling")
         step = compiled(program)
+        everyone("compiled")        # before the devices first wait for each other
         took, memory = time.perf_counter() - clock, step.memory_analysis()
         say.line(f"ready in {took:.1f} s; compiled step: "
                  f"{shard.human(memory.argument_size_in_bytes)} of state and batch, "
@@ -807,6 +822,8 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
             batch = f"its batch is of examples {', '.join(map(str, chosen[:8]))}" + ", ..." * (len(chosen) > 8)
             say.line(f"step {number}: the gradient is not finite, so nothing was learned; {batch}")
             if in_a_row >= config.max_skipped:
+                if run:
+                    run.drain()         # every process is here
                 raise Fault(f"step {number}: the gradient was not finite, {in_a_row} times in a row "
                             f"(--max_skipped); {batch}; what is saved is finite")
 
@@ -855,7 +872,7 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         if run and (last or at % config.save_every == 0):
             save()
         # The signal that one process was sent is for all, after the same step.
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(at):
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(next(_asked)):
             stop.append(signal.SIGTERM)
     settle()
     if stop and run:
@@ -1046,12 +1063,8 @@ class Run:
 
     def _sees(self, word: str) -> bool:
         """Whether the folder is the one in which process 0 wrote this."""
-        for _ in range(20):         # another machine's files may take a moment
-            with contextlib.suppress(OSError):
-                if (self.folder / "lock").read_text() == word:
-                    return True
-            time.sleep(0.25)
-        return False
+        return data.appears(lambda: (self.folder / "lock").read_text() == word, self.folder,
+                            min(60, self.program.config.patience))
 
     def __enter__(self) -> "Run":
         return self
@@ -1068,13 +1081,10 @@ class Run:
         state, step, damaged = None, None, []
         for at in everyone(sorted(self.manager.all_steps(), reverse=True))[0]:
             try:
-                state, why = self._read(at), None
+                state, step = self._read(at), at
+                break
             except Damaged as e:
                 why = str(e)
-            why = next(filter(None, everyone(why)), None)
-            if why is None:
-                step = at
-                break
             place = self.folder / "checkpoints"
             aside = next(p for i in range(10**6) if not (
                 p := place / (f"damaged-{at}" + f"-{i}" * (i > 0))).exists())
@@ -1103,7 +1113,8 @@ class Run:
 
     def _read(self, at: int) -> Any:
         got, meta = read_checkpoint(self.folder / "checkpoints" / str(at), _items(self.program.state),
-                                    f"--out {self.program.config.out}", self.program.config.verify == "on")
+                                    f"--out {self.program.config.out}", self.program.config.verify == "on",
+                                    lambda why: next(filter(None, everyone(why)), None))
         self.skipped = meta.get("skipped", 0)
         return {"params": got["params"], **got["opt"]}
 
@@ -1138,11 +1149,16 @@ class Run:
             sys.unraisablehook = lambda _: None
             raise Fault(f"{what}: {_brief(e)}; checkpoints before it are whole") from None
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Wait for the save in flight, which would be lost otherwise."""
+        _watch.expect("a save")
+        with self._or_fault("the last checkpoint could not be saved"):
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
         try:
+            self.drain()
             with self._or_fault("the last checkpoint could not be saved"):
-                self.manager.wait_until_finished()
                 self.manager.close()
         finally:
             if self.metrics:
@@ -1190,37 +1206,55 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in _by_path(found).items()}
 
 
-def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
-                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True,
+                    together: Callable = lambda why: why) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a checkpoint the items that are wanted, in their places, and its description. What it holds is looked
     at before an array is read, and the arrays' checksums after. Raises Damaged. Each process reads its part
-    and waits for no other: one of them alone may find that it cannot."""
+    by itself, and one of them alone may find that it cannot: `together` makes its reason everyone's."""
+    try:
+        (got, meta), why = _read_part(folder, wanted, whose), None
+    except Damaged as e:
+        why = str(e)
+    if why := together(why):
+        raise Damaged(why)
+    sums = meta.get("checksums")
+    if sums is not None and verify:
+        for path, sum_ in checksums(got).items():
+            if sum_ != sums.get(path):
+                raise Damaged(f"the checksum of {path} is not the one that was saved")
+    return got, meta
+
+
+def _read_part(folder: Path, wanted: dict[str, Any], whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
     import orbax.checkpoint as ocp
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
+                                               barrier_sync_key_prefix=str(me))
     try:
         meta = json.loads((folder / "meta" / "metadata").read_text())
-        kinds, sums, of = meta.get("leaves"), meta.get("checksums"), meta["step"]
+        kinds, of = meta.get("leaves"), meta["step"]
     except Exception as e:
-        raise Damaged(f"its description cannot be read: {_brief(e)}") from None
+        raise _harm(folder, e, "its description cannot be read") from None
     if str(of) != folder.name:
         raise Damaged(f"it says that it is of step {of}")
     for path, kind in _kinds(wanted).items():
         if kinds is not None and kinds.get(path) != kind:
             raise Refused(f"{whose}: checkpoint {of} has {path} as {kinds.get(path, 'nothing')}, and this run as "
                           f"{kind}")
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
-                                               barrier_sync_key_prefix=str(me))
     with _silence():
         try:
             with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
-                got = {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}
+                return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
         except Exception as e:
-            raise Damaged(f"it cannot be read: {_brief(e)}") from None
-    if sums is not None and verify:
-        for path, sum_ in checksums(got).items():
-            if sum_ != sums.get(path):
-                raise Damaged(f"the checksum of {path} is not the one that was saved")
-    return got, meta
+            raise _harm(folder, e, "it cannot be read") from None
+
+
+def _harm(folder: Path, e: Exception, what: str) -> Exception:
+    """Is it the checkpoint, or this machine? For the second nothing is to be set aside."""
+    if isinstance(e, MemoryError) or re.search("RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
+                                               "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
+        return Fault(f"checkpoint {folder.name}: {what} on this machine now: {_brief(e)}; nothing was set aside")
+    return Damaged(f"{what}: {_brief(e)}")
 
 
 def _brief(e: Exception) -> str:
@@ -1534,6 +1568,8 @@ def bench(config: Config) -> None:
         say.begin = time.perf_counter()
         init, loss, _ = language(config)
         fit(config, init, collate, loss, examples=examples, mesh=mesh, say=say)
+        if len(say.took) < WARM + TIMED:
+            return              # it was stopped, and said so
         program = say.program
         begin = time.perf_counter()
         for at in range(10):
@@ -1609,7 +1645,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     T, out = config.seq_len, Path(config.out)
     if not first:
         everyone("the data is there")
-    with data.opened(config.data, out, ready=not first) as corpus:
+    with data.opened(config.data, out, 0 if first else min(60, config.patience)) as corpus:
         tokenizer = corpus.tokenizer
         if not config.vocab_size:
             config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
@@ -1619,6 +1655,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(corpus.train) <= T:
             raise Refused(f"--seq_len {T}: the data has only {len(corpus.train)} tokens to learn "
                           f"from; give more data or a --seq_len below {len(corpus.train)}")
+        record = {"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind,
+                  "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}
+        check_run(config.out, record)
     if first:
         everyone("the data is there")
         print(f"data     {corpus}", flush=True)
@@ -1640,8 +1679,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         show=lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
         flops=model.flops(config, config.batch * T),
         bits_per_nat=len(said) / size / math.log(2) if size else None,
-        record={"fingerprint": corpus.fingerprint, "tokenizer": tokenizer.kind,
-                "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")})
+        record=record)
 
 
 def _cache() -> Path:
