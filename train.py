@@ -1715,6 +1715,8 @@ def run(main: Callable) -> None:
         print("error: " * (status != 130) + text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    if jax.distributed.is_initialized() and distributed.global_state.process_id == 0:
+        time.sleep(1)       # the others' words pass through this process: they may have the same to say
     (os._exit if at_once or jax.distributed.is_initialized() else sys.exit)(status)
 
 
