@@ -253,6 +253,11 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _changed(path: Path, digest: str | None) -> bool:
+    """Whether a file is not what it was when that was written down of it, if it was."""
+    return bool(digest) and _sha256(path) != digest
+
+
 def _map(path: Path, dtype: Any) -> np.ndarray:
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
@@ -272,7 +277,7 @@ class Corpus:
                 if len(tokens) != self.record[split]["tokens"]:
                     raise Refused(f"{self.folder / split}.bin has {len(tokens)} tokens; data.json "
                                   f"says {self.record[split]['tokens']}")
-                if self.record[split].get("digest", "") not in ("", _sha256(self.folder / f"{split}.bin")):
+                if _changed(self.folder / f"{split}.bin", self.record[split].get("digest")):
                     raise Refused(f"{self.folder / split}.bin is not what data.json says it is: it was changed, or is "
                                   f"damaged; make the folder again")
                 setattr(self, split, tokens)
@@ -292,7 +297,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Bytes | Pieces:
     if record["tokenizer"] == "bytes":
         return Bytes()
     path = folder / "tokenizer.model"
-    if path.exists() and record.get("tokenizer_sha256", "") not in ("", _sha256(path)):
+    if path.exists() and _changed(path, record.get("tokenizer_sha256")):
         raise Refused(f"{path} is not the tokenizer that the text was encoded with: it was changed, or is damaged")
     return Pieces(path)
 

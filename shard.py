@@ -150,14 +150,14 @@ def topology(name: str) -> list[Any]:
     kind, _, size = name.partition(":")
     gpu = kind == "h100"
     jax.config.update("jax_platforms", "cpu")       # nothing here is to be taken, or looked for
-    for module, wheels in (("jax_plugins.xla_cuda12", f"--no-deps jax-cuda12-pjrt=={jax.__version__} jax-cuda12-plugin=="
-                            f"{jax.__version__} nvidia-cuda-nvcc-cu12"), ("libtpu", "libtpu")):
-        try:
-            here = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            here = None
-        if not here and gpu == module.startswith("jax"):
-            raise Refused(f"--topology {name}: its compiler is not here: pip install {wheels}")
+    module, wheels = ("jax_plugins.xla_cuda12", f"--no-deps jax-cuda12-pjrt=={jax.__version__} jax-cuda12-plugin=="
+                      f"{jax.__version__} nvidia-cuda-nvcc-cu12") if gpu else ("libtpu", "libtpu")
+    try:
+        here = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        here = None
+    if not here:
+        raise Refused(f"--topology {name}: its compiler is not here: pip install {wheels}")
     # Several compilations beside each other, on a machine that is no TPU.
     for key, value in dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
                            TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1").items():
@@ -1294,7 +1294,7 @@ def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.
     """lax.dot_general of activations and weights. The gradient of the weights is a product with x on the left,
     where autodiff would have x on the right: a CPU turns the left one over in memory first, and x is smaller than
     the gradients of several products with it, and the same for all."""
-    (inside, of_w), (batch, _) = dims
+    (inside, of_w), (batch, batch_of_w) = dims
     kept = [d for d in range(x.ndim) if d not in inside + batch]
 
     def plain(x, w):
@@ -1306,7 +1306,7 @@ def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.
         over = (tuple(kept), tuple(range(len(batch), len(batch) + len(kept))))
         dw = lax.dot_general(x, change, (over, (batch, tuple(range(len(batch))))), preferred_element_type=dtype)
         # It has the dimensions of x that were summed over in x's order, then those of w that were not.
-        order = [*dims[1][1], *(of_w[inside.index(d)] for d in sorted(inside))]
+        order = [*batch_of_w, *(of_w[inside.index(d)] for d in sorted(inside))]
         order += [d for d in range(w.ndim) if d not in order]
         return dx, dw.transpose(np.argsort(order)).astype(w.dtype)
 
@@ -1454,8 +1454,9 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     return inner(checkpoint_name(found, "attend"), 2)
 
 
-# As many scores of an attention may a device have in memory at once.
-SCORES = 2**25
+# As many scores of an attention may a device have in memory at once; fewer queries in a block are not
+# worth what they save.
+SCORES, BLOCK = 2**25, 128
 
 
 def blocks(scores: int, time: int, ordered: bool = True) -> tuple[int, int]:
@@ -1466,17 +1467,13 @@ def blocks(scores: int, time: int, ordered: bool = True) -> tuple[int, int]:
     return wide, next((n for n in parts if scores <= n * wide * SCORES), time // wide)
 
 
-# Fewer queries in a block are not worth what they save.
-BLOCK = 128
-
-
 def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
     B, T, H, _ = q.shape
-    ordered = ordered and k.shape[1] == T
-    count, parts = blocks(B * H * T * k.shape[1] // shards, T, ordered)
+    ordered, scores = ordered and k.shape[1] == T, B * H * T * k.shape[1] // shards
+    count, parts = blocks(scores, T, ordered)
     cut = lambda tree, a, b: jax.tree.map(lambda x: x[:, a:b], tree)       # noqa: E731
     one = lambda q, asking, k, v, asked: attention(q, k, v, seen(asking, asked))[0]      # noqa: E731
-    if B * H * T * k.shape[1] // shards > SCORES:
+    if scores > SCORES:
         one = jax.checkpoint(one, prevent_cse=False)
     found = []
     for i in range(count):
@@ -1948,11 +1945,11 @@ def gather(weights: Any, specs: Any) -> Any:
 def _gathered(w: jax.Array, dim: int, n: int) -> jax.Array:
     """All-gather over fsdp. Its transpose is a reduce-scatter, but on a TPU, whose compiler makes of that an
     all-reduce, of twice the bytes: there parts are sent to whom they belong, and added there in float32."""
-    gather_ = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)       # noqa: E731
+    plain = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)       # noqa: E731
     if not _exchanges(jax.sharding.get_abstract_mesh()):
-        return gather_(w)
-    whole = jax.custom_vjp(gather_)
-    whole.defvjp(lambda w: (gather_(w), None), lambda _, change: (_added_up(change, dim, n),))
+        return plain(w)
+    whole = jax.custom_vjp(plain)
+    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_added_up(change, dim, n),))
     return whole(w)
 
 

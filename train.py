@@ -124,7 +124,8 @@ class Config(model.Config):
         if self.optimizer not in ("adamw", "muon"):
             raise Refused(f"--optimizer {self.optimizer}: expected adamw or muon"
                           + shard.nearest(self.optimizer, ("adamw", "muon")))
-        shard.mesh_sizes(self.mesh * (self.mesh != "auto"), self.shards)
+        if self.mesh != "auto":
+            shard.mesh_sizes(self.mesh, self.shards)
         self._check_hosts()
         for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
                             ("save_every", max(1, self.steps // 5)),
@@ -354,9 +355,9 @@ def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped", "save_seconds"}
 
 
-def resolve(config: Config, on: Any) -> Config:
-    """The configuration with the compute precision that a device, or the devices of a mesh, are best at."""
-    on_cpu = (on.devices.flat[0] if hasattr(on, "devices") else on).platform == "cpu"
+def resolve(config: Config, mesh: Any) -> Config:
+    """The configuration with the compute precision that the mesh's devices are best at."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     return dataclasses.replace(
         config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
 
@@ -440,7 +441,8 @@ def formula(program: Program) -> list[shard.Collective]:
         # Into a block and out of it, forward and backward; the table of tokens and the head.
         pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S)
         add("all-gather", "tensor", runs * blocks * (2 + again + in_turns), x)
-        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) + bool(c.experts and (c.parallel or c.shared_experts))), x)
+        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns)
+                                                + bool(c.experts and (c.parallel or c.shared_experts))), x)
         for kind in ("all-gather", "reduce-scatter"):
             add(kind, "tensor", ends, whole)
             add(kind, "tensor", ends * pieces, whole // S // pieces)
@@ -511,16 +513,17 @@ def choose(config: Config) -> Config:
     devices = shard.topology(config.topology) if config.topology else jax.devices()
     known = _chip(devices[0])
     chip, tried = known or CHIPS["TPU v5 lite"], []
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or data.Bytes.vocab_size)
+    given, config = config, dataclasses.replace(resolve(config, shard.make_mesh(devices[:1])), shards=0,
+                                                vocab_size=config.vocab_size or data.Bytes.vocab_size)
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     for sizes in shard.meshes(len(devices)):
-        one = dataclasses.replace(config, mesh=",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1", shards=0)
+        one = dataclasses.replace(config, mesh=",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1")
         mesh = shard.abstract_mesh(sizes)
         with contextlib.suppress(Refused):
             check(one, mesh)
             check_model(one, mesh)
-            if config.shards in (0, sizes["tensor"]):
-                tried.append((one, *_guess(resolve(one, devices[0]), params, sizes, chip)))
+            if given.shards in (0, sizes["tensor"]):
+                tried.append((one, *_guess(one, params, sizes, chip)))
     if not tried:
         raise Refused(f"--mesh auto: no mesh of {len(devices)} devices divides this model and --batch {config.batch}")
     # What does not fit comes last; where some does, the one that needs least first.
@@ -534,13 +537,13 @@ def choose(config: Config) -> Config:
     for one, *_ in tried[:3]:
         mesh = shard.make_mesh(devices, **shard.mesh_sizes(one.mesh))
         try:
-            peak = _peak(compiled(build(one, mesh, *language(resolve(one, devices[0])))))
+            peak = _peak(compiled(build(one, mesh, *language(one))))
         except jax.errors.JaxRuntimeError as e:
             say(f"         {one.mesh} does not compile: {_brief(e)}")
             continue
         say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
         if peak < chip.memory:
-            return one
+            return dataclasses.replace(given, mesh=one.mesh, shards=0)
     raise Refused(f"--mesh auto: no mesh of {len(devices)} devices has room for this; --remat full, more --accumulate or more "
                   f"devices would make some")
 
@@ -736,9 +739,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record = _record(program, record or {})
         agreed(record)
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
-            teller = say or _Say(program.config)
-            teller.header(program)
-            result = _loop(program, run, teller, stop, collate, predict, examples, held_out, show,
+            say = say or _Say(program.config)
+            say.header(program)
+            result = _loop(program, run, say, stop, collate, predict, examples, held_out, show,
                            flops, bits_per_nat)
     _watch.expect("")
     return result
@@ -850,19 +853,18 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         _watch.expect("a step")
         return score, outputs
 
-    traced = range(at + 2, at + 2 + config.profile)        # what comes first is not as usual
+    traced = range(at + 2, min(at + 2 + config.profile, config.steps))      # what comes first is not as usual
     trace = str(Path(config.out or ".") / "profile")
     while at < config.steps and not stop:
-        if config.profile and at == traced.start:
+        if traced and at == traced.start:
             jax.profiler.start_trace(trace, create_perfetto_trace=True)
         placed = _batch(program, collate, examples, at)
         state, metrics = step(state, placed)
         at += 1
-        if config.profile and (at == traced.stop or at == config.steps > traced.start):
+        if traced and at == traced.stop:
             settle()
             jax.profiler.stop_trace()
-            say.line(f"a trace of {at - traced.start} steps is in {trace}: open its perfetto_trace.json.gz in ui.perfetto.dev")
-            config = dataclasses.replace(config, profile=0)
+            say.line(f"a trace of {len(traced)} steps is in {trace}: open its perfetto_trace.json.gz in ui.perfetto.dev")
         settle()            # of the step before: the devices already have the next one
         pending = at, metrics
         last = at == config.steps
@@ -1315,21 +1317,21 @@ def _mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
     return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
 
 
-def _foretold(program: Program, step: jax.stages.Compiled, say: Callable) -> None:
-    """What a program that cannot be run here says of itself: memory, arithmetic, what it sends, and what the
-    chip's published rates make of that."""
+def _foretold(program: Program, step: jax.stages.Compiled, found: list[shard.Collective] | None, say: Callable
+              ) -> None:
+    """What a program that cannot be run here says of itself: memory, arithmetic, what it sends (`found`; None: it
+    cannot be read, and the formula's is taken), and what the chip's published rates make of that."""
     config, mesh, chip = program.config, program.mesh, _chip(program.mesh.devices.flat[0])
     memory, tokens, peak = step.memory_analysis(), config.batch * config.seq_len, _peak(step)
     gib = lambda x: f"{x / 2**30:.2f} GiB"       # noqa: E731
     say(f"memory   {gib(memory.argument_size_in_bytes)} of state and batch, {gib(memory.temp_size_in_bytes)} of temporaries, "
         f"peak {gib(peak)} a device" + (f", which has {gib(chip.memory)}: "
                                         + ("it fits" if peak < chip.memory else "IT DOES NOT FIT") if chip else ""))
-    try:
-        done, sent = shard.arithmetic(step), sum(c.bytes for c in shard.collectives(step))
-    except jax.errors.JaxRuntimeError as e:
-        say(f"         the compiler cannot print this program ({_brief(e)}): its arithmetic and what it sends are the formula's")
-        done, sent = model.flops(config, tokens) / mesh.size, sum(c.bytes for c in formula(program))
     whole = model.flops(config, tokens) / mesh.size
+    if found is None:
+        done, sent = whole, sum(c.bytes for c in formula(program))
+    else:
+        done, sent = shard.arithmetic(step), sum(c.bytes for c in found)
     say(f"compute  {done / 1e12:.2f} Tflop a device, {done / whole:.3f} of 6 a weight and token and attention with every key")
     say(f"links    {gib(sent)} sent by a device")
     if chip:
@@ -1404,7 +1406,7 @@ class _Say:
         mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
                 f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
-                f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {_in_use()}  {left}")
+                f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {shard.human(_in_use())}  {left}")
         if self.quiet:
             return
         if self.tty:
@@ -1422,12 +1424,10 @@ class _Say:
             self.line("\n".join("    | " + line for line in clean.split("\n")))
 
 
-def _in_use() -> str:
-    """Memory: the device's where it counts, else the process's peak."""
-    stats = jax.local_devices()[0].memory_stats()
-    used = (stats["bytes_in_use"] if stats and "bytes_in_use" in stats else
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return shard.human(used)
+def _in_use(what: str = "bytes_in_use") -> int:
+    """Bytes of memory: the device's where it counts them, else the process's peak."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # -------------------------------------------------------------------------------------------
@@ -1576,9 +1576,8 @@ def bench(config: Config) -> None:
             _batch(program, collate, examples, at)
         loader = (time.perf_counter() - begin) / 10
     step, tokens = statistics.median(say.took[WARM:]), config.batch * config.seq_len
-    done, most = model.flops(config, tokens) / step, _matmul_rate(program)
-    mfu = _mfu(model.flops(config, tokens), step, program.mesh)
-    peak = _peak_bytes()
+    peak, flops = _in_use("peak_bytes_in_use"), model.flops(config, tokens)
+    done, most, mfu = flops / step, _matmul_rate(program), _mfu(flops, step, program.mesh)
     say.line(f"step     {step * 1e3:.1f} ms, the middle of {TIMED} (from {min(say.took[WARM:]) * 1e3:.1f} to "
              f"{max(say.took[WARM:]) * 1e3:.1f}); the first, compiled, after {say.first:.1f} s")
     say.line(f"speed    {tokens / step:,.0f} tokens/s, {done / 1e9:,.0f} Gflop/s (6 a weight and token and attention with "
@@ -1605,12 +1604,6 @@ def _matmul_rate(program: Program) -> float:
     return 2 * size**3 * count / min(times) * (1 if on_cpu else program.mesh.size)
 
 
-def _peak_bytes() -> int:
-    """The most memory that was in use: the device's where it counts, else the process's."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def foretell(config: Config) -> None:
     """--topology: the real step, for hardware that is not here."""
     begin = time.perf_counter()
@@ -1619,9 +1612,14 @@ def foretell(config: Config) -> None:
     say.header(program)
     step = compiled(program)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        say.sends(program, shard.collectives(step))
-    _foretold(program, step, say.line)
+    try:
+        found = shard.collectives(step)
+        say.sends(program, found)
+    except jax.errors.JaxRuntimeError as e:
+        found = None
+        say.line(f"         the compiler cannot print this program ({_brief(e)}): its arithmetic and what it sends "
+                 f"are the formula's")
+    _foretold(program, step, found, say.line)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -1689,7 +1687,7 @@ def _cache() -> Path:
 def run(main: Callable) -> None:
     """A command line: what is refused is one line and status 2, what goes wrong one and status 1; a bug stays
     a traceback. A process of several ends at once, so that the others notice."""
-    status, text, at_once = 1, "", False
+    status, text, at_once, several = 1, "", False, jax.distributed.is_initialized
     try:
         main()
         _watch.expect("")
@@ -1701,13 +1699,12 @@ def run(main: Callable) -> None:
     except KeyboardInterrupt:
         status, text = 130, "interrupted: the same command goes on from the last checkpoint, if there is one"
     except Exception as e:
-        several = jax.distributed.is_initialized()
-        if several and _LOST.search(str(e)):
+        if several() and _LOST.search(str(e)):
             text = f"another process has ended, and says why if it could ({_brief(e)}); {AGAIN}"
         elif isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e):
             text = ("out of memory: " + str(e).splitlines()[0] + "; a larger --mesh, --remat full or more "
                     "--accumulate need less (python shard.py shows what the weights take)")
-        elif several:
+        elif several():
             traceback.print_exc()
         else:
             raise
@@ -1715,9 +1712,9 @@ def run(main: Callable) -> None:
         print("error: " * (status != 130) + text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if jax.distributed.is_initialized() and distributed.global_state.process_id == 0:
+    if several() and distributed.global_state.process_id == 0:
         time.sleep(1)       # the others' words pass through this process: they may have the same to say
-    (os._exit if at_once or jax.distributed.is_initialized() else sys.exit)(status)
+    (os._exit if at_once or several() else sys.exit)(status)
 
 
 # What an error says when it is another process that is gone.
