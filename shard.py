@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
@@ -113,9 +114,10 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         raise Refused(f"mesh {asked} is {math.prod(sizes.values())} devices and there are "
                       f"{len(devices)} ({where}): {advice}")
     shape = tuple(sizes.get(a, 1) for a in AXES)
-    # Auto, because jax.make_mesh otherwise makes Explicit axes, which shard_map cannot leave
-    # to the compiler.
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    # Not jax.make_mesh, which on most chips has no mesh where an axis is a part of a side of the torus.
+    placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # Auto: Explicit axes cannot be left to the compiler by shard_map.
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def meshes(count: int) -> list[dict[str, int]]:
@@ -150,8 +152,9 @@ def topology(name: str) -> list[Any]:
     kind, _, size = name.partition(":")
     gpu = kind == "h100"
     jax.config.update("jax_platforms", "cpu")       # nothing here is to be taken, or looked for
-    module, wheels = ("jax_plugins.xla_cuda12", f"--no-deps jax-cuda12-pjrt=={jax.__version__} jax-cuda12-plugin=="
-                      f"{jax.__version__} nvidia-cuda-nvcc-cu12") if gpu else ("libtpu", "libtpu")
+    jax.config.update("jax_enable_compilation_cache", False)    # such programs cannot be read from it
+    module, wheels = (("jax_plugins.xla_cuda12", f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12")
+                      if gpu else ("libtpu", "libtpu"))
     try:
         here = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -2114,15 +2117,23 @@ def collectives(compiled: Any) -> list[Collective]:
             in sorted(found.items())]
 
 
-def arithmetic(compiled: Any) -> float:
+def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Operations of a compiled program's products and convolutions on one device, loops multiplied out
     (the compiler's own count takes a loop's body once): 2 for each product of two numbers. Branches count
-    as if they were taken each time; calls of kernels (ragged products on TPU) do not count."""
+    as if they were taken each time. A TPU's ragged products are kernels, which pass over the rows that are in
+    no group: `ragged` is the share that is in one."""
     total, shapes, of = 0.0, {}, None
     for line, times, part in _runs(compiled.as_text()):
         if part is not of:
             shapes, of = {m[1]: [int(x) for x in m[2].split(",") if x] for o in part
                           if (m := re.match(r" *(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", o))}, part
+        if "tpu_custom_call" in line and "ragged_dot_tiling" in line:
+            # Of its two matrices, and what it makes, one has groups: each dimension of the product is in two.
+            made, *_, left, right = re.findall(r"\w+\[([\d,]+)\]", line.split(" custom-call(")[0] + line.split(
+                "operand_layout_constraints=")[1].split("frontend_attributes")[0])
+            sizes = [int(x) for matrix in (made, left, right) for x in matrix.split(",")[-2:]]
+            total += times * 2 * ragged * math.isqrt(math.prod(sizes))
+            continue
         if not (m := re.match(r".* = \w+\[([\d,]*)\]\S* (dot|convolution)\((.*?)\)(.*)", line)):
             continue
         made = [int(x) for x in m[1].split(",") if x]

@@ -535,9 +535,8 @@ def choose(config: Config) -> Config:
         say(f"         {one.mesh:36} {1e3 * (work + links):8.1f} ms: arithmetic {1e3 * work:.1f}, links {1e3 * links:.1f}; about "
             f"{memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
     for one, *_ in tried[:3]:
-        mesh = shard.make_mesh(devices, **shard.mesh_sizes(one.mesh))
         try:
-            peak = _peak(compiled(build(one, mesh, *language(one))))
+            peak = _peak(compile_step(one))
         except jax.errors.JaxRuntimeError as e:
             say(f"         {one.mesh} does not compile: {_brief(e)}")
             continue
@@ -568,6 +567,7 @@ def _guess(c: Config, params: Any, sizes: dict[str, int], chip: Chip) -> tuple[f
     return work, sent / chip.links, memory
 
 
+@functools.lru_cache(maxsize=1)
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The step of the command line, compiled for this machine, or --topology. Touches no run directory."""
     return compiled(_ready(config))
@@ -1331,7 +1331,10 @@ def _foretold(program: Program, step: jax.stages.Compiled, found: list[shard.Col
     if found is None:
         done, sent = whole, sum(c.bytes for c in formula(program))
     else:
-        done, sent = shard.arithmetic(step), sum(c.bytes for c in found)
+        # Of the rows for which an expert's device has room, so many are tokens on average.
+        own = max(1, config.experts // mesh.shape["expert"])
+        tokens_of = config.experts_per_token / mesh.shape["expert"] / min(config.experts_per_token, own)
+        done, sent = shard.arithmetic(step, tokens_of), sum(c.bytes for c in found)
     say(f"compute  {done / 1e12:.2f} Tflop a device, {done / whole:.3f} of 6 a weight and token and attention with every key")
     say(f"links    {gib(sent)} sent by a device")
     if chip:
@@ -1610,16 +1613,30 @@ def foretell(config: Config) -> None:
     program = _ready(config)
     say = _Say(program.config)
     say.header(program)
-    step = compiled(program)
+    step = compile_step(program.config)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     try:
-        found = shard.collectives(step)
+        with _mute():
+            found = shard.collectives(step)
         say.sends(program, found)
     except jax.errors.JaxRuntimeError as e:
         found = None
         say.line(f"         the compiler cannot print this program ({_brief(e)}): its arithmetic and what it sends "
                  f"are the formula's")
     _foretold(program, step, found, say.line)
+
+
+@contextlib.contextmanager
+def _mute() -> Any:
+    """Without what a compiler prints of its own troubles."""
+    keep, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(keep, 2)
+        os.close(keep)
+        os.close(nothing)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
