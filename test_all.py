@@ -1794,6 +1794,20 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
     assert of(4096)[1] < 2.5 * of(2048)[1] < 2.5 * 2048 * 2048
 
 
+def test_layers_are_no_loop_on_a_lone_cpu(monkeypatch):
+    """Where nothing is computed again and they are few; and nothing else changes."""
+    config = make(layers=4)
+    loops = lambda config, mesh="": train.compiled(program_of(config, mesh)).as_text().count(" while(")     # noqa: E731
+    few, batch = loops(config), batch_of(config)
+    want = gradients_of(config, "", batch)
+    assert loops(make(layers=4, remat="full")) == loops(make(layers=shard.UNROLLED + 1)) > few
+    assert loops(config, "data=8") > 0
+    monkeypatch.setattr(shard, "UNROLLED", 3)
+    assert loops(config) > few
+    got = gradients_of(config, "", batch)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
+
+
 def test_positions_are_relative():
     """Shifting every position must change nothing: rates that differ between q and k would."""
     config = make()
@@ -2110,6 +2124,20 @@ def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, "--out", tmp_path / "out", *words)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_the_command_begins_again_with_large_pages(tmp_path):
+    """As the same process, and with what else was asked of glibc; a script that imports it goes on as it began."""
+    run, asked = started("--data", tmp_path / "nowhere"), b""
+    while run.poll() is None and b"hugetlb" not in asked:
+        asked = Path(f"/proc/{run.pid}/environ").read_bytes()
+    assert b"\0GLIBC_TUNABLES=glibc.malloc.hugetlb=1\0" in asked
+    assert run.communicate()[1].count("\n") == 1 and run.returncode == 2
+    (tmp_path / "own.py").write_text("import os, sys; sys.path.insert(0, os.getcwd())\n"
+                                     "import train; print(os.environ['GLIBC_TUNABLES'], train.TUNED['GLIBC_TUNABLES'])")
+    said = command(file=tmp_path / "own.py", env={"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}).stdout.split()
+    assert said == ["glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3:glibc.malloc.hugetlb=1"]
 
 
 def test_bad_data_is_one_line(capsys, tmp_path):
