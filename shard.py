@@ -165,9 +165,10 @@ def topology(name: str) -> list[Any]:
     for key, value in dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
                            TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1").items():
         os.environ.setdefault(key, value)
+    more = {"chip_config_name": "megacore"} if kind == "v4" else {}     # a chip is a device, as it is in use
     try:
         return (topologies.get_topology_desc(platform="cuda", topology_name=size, topology=size, target_config=H100)
-                if gpu else topologies.get_topology_desc(platform="tpu", topology_name=name)).devices
+                if gpu else topologies.get_topology_desc(platform="tpu", topology_name=name, **more)).devices
     except Exception as e:      # of the compiler's own kinds
         raise Refused(f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like v4:2x2x2, "
                       f"v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 (slices x hosts x GPUs)") from None

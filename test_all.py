@@ -2316,6 +2316,13 @@ def test_a_program_for_chips_that_are_not_here_sends_what_the_formula_says(tmp_p
     assert nothing.returncode == 2 and nothing.stderr.strip().splitlines()[-1].startswith("error: --topology v9z:4x4: not known")
 
 
+def test_an_axis_may_be_a_part_of_a_side_of_a_torus():
+    peer("libtpu")
+    for sizes in (dict(fsdp=32, tensor=2), dict(data=2, fsdp=2, pipe=2, tensor=8)):
+        mesh = shard.make_mesh(shard.topology("v4:4x4x4"), **sizes)
+        assert {a: n for a, n in mesh.shape.items() if n > 1} == sizes and len(set(mesh.devices.flat)) == 64
+
+
 @pytest.mark.slow
 def test_bench_trains_and_keeps_nothing(tmp_path, text):
     done = command(*SMALL, "--bench", "--mesh", "data=2", "--data", text, file=HERE / "train.py", cwd=tmp_path)
@@ -2399,6 +2406,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
+    """Its numbers are finite, their squares are not: to clip by that would be to learn nothing, with a moment of 1e30."""
+    given = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.full(1, 1 + 1e30 * (i == 2), np.float32) for i in range(6)],
+                 collate=lambda e: {"x": np.stack(e)}, loss=lambda p, b: (jnp.sum(p["w"]) * jnp.sum(b["x"]), 1))
+    rows, result = learn(make(steps=6, batch=1), **given)
+    seen = [row["skipped"] for row in rows if "skipped" in row]
+    assert sorted(seen) == [0, 0, 0, 0, 0, 1] and np.isfinite(result.params["w"]).all() and (result.params["w"] < 1).all()
+
+
 def test_a_checksum_is_of_every_bit_and_of_no_mesh():
     x = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
     places = [P(), P("data"), P(None, None, "tensor"), P("tensor", None, "data")]
@@ -2408,7 +2424,9 @@ def test_a_checksum_is_of_every_bit_and_of_no_mesh():
         y = x.copy().reshape(-1).view(np.uint32)
         y[bit // 32] ^= np.uint32(1) << np.uint32(bit % 32)
         assert int(train.checksum(jnp.asarray(y.view(np.float32).reshape(x.shape)))) not in sums
-    assert int(train.checksum(jnp.asarray(x[::-1]))) not in sums
+    y = x.copy()
+    y[0, 1, 0], y[1, 0, 0] = x[1, 0, 0], x[0, 1, 0]
+    assert int(train.checksum(jnp.asarray(x[::-1]))) not in sums and int(train.checksum(jnp.asarray(y))) not in sums
     for kind in (jnp.bfloat16, jnp.int32):
         assert int(train.checksum(jnp.asarray(x).astype(kind))) not in sums
 
@@ -2780,6 +2798,15 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
     assert "Refused" not in what or (second == 2 and broken.splitlines()[-1] == "error: a bad row")
     if stalled:
         assert ends(hosts(2, *words[:-6], "--out", tmp_path / "run", "--steps", 14, "--data", text))[0][0] == 0
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
+    file = awry(tmp_path, "batch = collate(examples, length); batch['weights'] *= float('nan'); return batch")
+    words = (*TWO, "--steps", 40, "--save_every", 1, "--max_skipped", 1, "--data", text, "--out", tmp_path / "run")
+    results = ends(hosts(2, *words, file=file))
+    at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row", results[0][2])[1])
+    assert [status for status, *_ in results] == [1, 1] and model.load_run(tmp_path / "run", step=at - 1)
 
 
 @pytest.mark.slow

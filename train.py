@@ -49,9 +49,12 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
 # A CPU's step takes its memory anew each time, and in pages of 4 kB that is a fifth of it. glibc takes
-# large ones only if it was asked to before the process began: as a command, begin again, with that said.
+# large ones only if it was asked to before the process began: as a command (not in a debugger, or a notebook),
+# begin again, with that said.
 TUNED = {"GLIBC_TUNABLES": ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1")))}
-if (__name__ == "__main__" and sys.platform == "linux" and sys.orig_argv[-len(sys.argv):] == sys.argv
+FLAGS = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv)]
+if (__name__ == "__main__" and sys.platform == "linux" and sys.orig_argv[1:] == FLAGS + sys.argv
+        and all(flag.startswith("-") for flag in FLAGS)
         and "glibc.malloc.hugetlb" not in os.environ.get("GLIBC_TUNABLES", "")):
     os.execve(sys.executable, sys.orig_argv, {**os.environ, **TUNED})
 
