@@ -2404,6 +2404,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     assert set(saved) == {"8", "10", "12"} and all(np.isfinite(w).all() for tree in saved.values() for w in jax.tree.leaves(tree))
     for a, b in zip(jax.tree.leaves(saved["10"]), jax.tree.leaves(saved["12"])):
         np.testing.assert_array_equal(a, b)
+    with pytest.raises(train.Fault, match="step 13: the gradient was not finite, 4 times in a row"):      # three of them are remembered
+        learn(config, mesh, examples=examples(config), collate=collate)
 
 
 def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
@@ -2442,7 +2444,7 @@ def largest(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "foreign"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "renamed", "foreign"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, tmp_path):
     """A flipped byte is restored silently by orbax; an empty folder counts as a checkpoint."""
     run, rows = tmp_path / "run", saved[1]
@@ -2462,6 +2464,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
     elif harm == "empty":
         shutil.rmtree(newest)
         newest.mkdir()
+    elif harm == "renamed":
+        newest = newest.rename(run / "checkpoints/7")
     else:
         newest = run / "checkpoints/7"
         newest.mkdir()
