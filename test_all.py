@@ -2806,17 +2806,20 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
+    """On a slow disk: the save is still under way."""
     file = awry(tmp_path, "batch = collate(examples, length); batch['weights'] *= float('nan'); return batch")
-    words = (*TWO, "--steps", 40, "--save_every", 1, "--max_skipped", 1, "--data", text, "--out", tmp_path / "run")
+    slow = "rename = os.rename\nos.rename = lambda *a, **k: (time.sleep(3), rename(*a, **k))\n"
+    file.write_text(file.read_text().replace("train.run(", slow + "train.run("))
+    words = (*TWO, "--steps", 40, "--save_every", 10, "--max_skipped", 1, "--data", text, "--out", tmp_path / "run")
     results = ends(hosts(2, *words, file=file))
     at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row", results[0][2])[1])
-    assert [status for status, *_ in results] == [1, 1] and model.load_run(tmp_path / "run", step=at - 1)
+    assert [status for status, *_ in results] == [1, 1] and 10 < at < 13 and model.load_run(tmp_path / "run", step=10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case, says", [
     ("port", "is in use"), ("missing", "waiting for 2 processes at"), ("lr", "process 1 has lr 0.25 and process 0 has 0.5"),
-    ("data", "process 1 has fingerprint"), ("out", "does not see what process 0 wr")])
+    ("data", "process 1 has fingerprint"), ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
 def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
     own, more, words = (lambda i: ()), {}, [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
     with socket.socket() as taken:
@@ -2828,6 +2831,12 @@ def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
             own = lambda i: ("--lr", 0.5 / (i + 1))     # noqa: E731
         elif case == "out":
             own = lambda i: ("--out", tmp_path / f"run{i}")     # noqa: E731
+        elif case == "run":         # of the same name, on another machine
+            data.prepare([str(text)], tmp_path / "made")
+            text = tmp_path / "made"
+            for i in range(2):
+                (tmp_path / str(i)).mkdir()
+            own, more["cwd"] = lambda i: ("--out", "run"), lambda i: tmp_path / str(i)
         elif case == "data":
             for i in range(2):
                 data.prepare([str(text / f"{j}.txt") for j in range(3 + i)], tmp_path / f"{i}/made")
