@@ -795,6 +795,8 @@ def _loop(program, run, say, stop, collate, predict, examples, held_out, show, f
         _watch.expect("compiling")
         step = compiled(program)
         everyone("compiled")        # before the devices first wait for each other
+        if run:
+            checksums(_items(natural(state)))       # so that no save has to wait for its compiling
         took, memory = time.perf_counter() - clock, step.memory_analysis()
         say.line(f"ready in {took:.1f} s; compiled step: "
                  f"{shard.human(memory.argument_size_in_bytes)} of state and batch, "
