@@ -114,6 +114,8 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         raise Refused(f"mesh {asked} is {math.prod(sizes.values())} devices and there are "
                       f"{len(devices)} ({where}): {advice}")
     shape = tuple(sizes.get(a, 1) for a in AXES)
+    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        raise Refused("these TPUs are several slices, between which only a slow network is: give one slice")
     # Not jax.make_mesh, which on most chips has no mesh where an axis is a part of a side of the torus.
     placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     # Auto: Explicit axes cannot be left to the compiler by shard_map.
@@ -152,7 +154,6 @@ def topology(name: str) -> list[Any]:
     kind, _, size = name.partition(":")
     gpu = kind == "h100"
     jax.config.update("jax_platforms", "cpu")       # nothing here is to be taken, or looked for
-    jax.config.update("jax_enable_compilation_cache", False)    # such programs cannot be read from it
     module, wheels = (("jax_plugins.xla_cuda12", f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12")
                       if gpu else ("libtpu", "libtpu"))
     try:
@@ -1463,18 +1464,19 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
 SCORES, BLOCK = 2**25, 128
 
 
-def blocks(scores: int, time: int, ordered: bool = True) -> tuple[int, int]:
+def blocks(scores: int, time: int, ordered: bool = True, looped: bool = True) -> tuple[int, int]:
     """In how many blocks of queries an attention with so many scores on a device is computed, each with
-    the keys up to its last query, if they are ordered; and in how many parts, for memory, each of those."""
+    the keys up to its last query, if they are ordered; and in how many parts, for memory, each of those: at least
+    two where layers may be no loop, for a compiler makes one of what is computed twice, but of loops."""
     wide = max(n for n in (1, 2, 4, 8) if n == 1 or ordered and time % n == 0 and time // n >= BLOCK)
-    parts = (n for n in range(1, time // wide + 1) if time // wide % n == 0)
+    parts = (n for n in range(1 if looped or scores <= SCORES else 2, time // wide + 1) if time // wide % n == 0)
     return wide, next((n for n in parts if scores <= n * wide * SCORES), time // wide)
 
 
 def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
     B, T, H, _ = q.shape
     ordered, scores = ordered and k.shape[1] == T, B * H * T * k.shape[1] // shards
-    count, parts = blocks(scores, T, ordered)
+    count, parts = blocks(scores, T, ordered, not _lone_cpu())
     cut = lambda tree, a, b: jax.tree.map(lambda x: x[:, a:b], tree)       # noqa: E731
     one = lambda q, asking, k, v, asked: attention(q, k, v, seen(asking, asked))[0]      # noqa: E731
     if scores > SCORES:
@@ -1626,8 +1628,8 @@ KEPT = {
 }
 
 
-# Up to so many layers are no loop on a CPU that is not pretended to be several: faster by a tenth (measured),
-# and compiled in half a second more.
+# Up to so many layers are no loop on a CPU that is not pretended to be several: 5 to 10% faster with 6, 12 and 16
+# layers (measured), for half a second to two more of compiling.
 UNROLLED = 16
 
 
@@ -1639,7 +1641,8 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
     `weights` have the layers as their leading dimension. Under fsdp each layer's weights are
     gathered here, where they are used, and again in the backward pass: no device keeps them.
     remat: none keeps what the backward pass needs; selective keeps the products with weights
-    and recomputes the rest; full keeps the layer's input alone."""
+    and recomputes the rest; full keeps the layer's input alone. (A jax.checkpoint of the layer's own
+    is undone by a CPU's compiler where layers are no loop.)"""
     layer_specs = None if specs is None else jax.tree.map(
         lambda s: P(*s[1:]), specs, is_leaf=_is_spec)
 
@@ -1650,10 +1653,10 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
     if remat != "none" or layer_specs is not None and _ambient()[0].get("fsdp", 1) > 1:
         body = jax.checkpoint(body, prevent_cse=False, policy=KEPT[remat])
     # A loop keeps what layers leave for the backward pass in arrays of all layers, and copies it there and back.
-    alone = _platform() == "cpu" and math.prod(_ambient()[0].values()) == 1 and remat == "none"
+    few = remat == "none" and jax.tree.leaves((weights, each))[0].shape[0] <= UNROLLED
     # What comes into a layer has a name, for the pipeline to keep it.
     return lax.scan(lambda x, one: body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), one),
-                    x, (weights, each), unroll=alone and jax.tree.leaves(weights)[0].shape[0] <= UNROLLED)
+                    x, (weights, each), unroll=few and _lone_cpu())
 
 
 def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weights: Any,
@@ -1962,6 +1965,11 @@ def _gathered(w: jax.Array, dim: int, n: int) -> jax.Array:
     whole = jax.custom_vjp(plain)
     whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_added_up(change, dim, n),))
     return whole(w)
+
+
+def _lone_cpu() -> bool:
+    """Whether the mesh that is set is one device, a CPU."""
+    return _platform() == "cpu" and math.prod(_ambient()[0].values()) == 1
 
 
 def _platform(mesh: Any = None) -> str:

@@ -48,15 +48,21 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
-# A CPU's step takes its memory anew each time, and in pages of 4 kB that is a fifth of it. glibc takes
-# large ones only if it was asked to before the process began: as a command (not in a debugger, or a notebook),
-# begin again, with that said.
-TUNED = {"GLIBC_TUNABLES": ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1")))}
-FLAGS = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv)]
-if (__name__ == "__main__" and sys.platform == "linux" and sys.orig_argv[1:] == FLAGS + sys.argv
-        and all(flag.startswith("-") for flag in FLAGS)
-        and "glibc.malloc.hugetlb" not in os.environ.get("GLIBC_TUNABLES", "")):
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **TUNED})
+
+
+def _begin_again() -> None:
+    """With large pages, if this is a plain command: a CPU's step takes its memory anew each time, a fifth of its time in
+    pages of 4 kB, and glibc (2.35 or later) takes large ones only where it was asked to before the process began."""
+    given, flags = os.environ.get("GLIBC_TUNABLES", ""), sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv)]
+    plain = sys.orig_argv[1:] == flags + sys.argv and all(re.match("-[^mc]", flag) for flag in flags)
+    if sys.platform == "linux" and plain and "hugetlb" not in given and "ZIGZAG_AGAIN" not in os.environ:
+        asked = ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": asked, "ZIGZAG_AGAIN": "1"})
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    _begin_again()
 
 import jax          # noqa: E402
 import jax.numpy as jnp
@@ -514,11 +520,12 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
             lambda params, batch, specs=None: model.loss(params, batch, config, specs, more=True), batch)
 
 
-def choose(config: Config) -> Config:
+def choose(config: Config) -> tuple[Config, tuple[Program, jax.stages.Compiled] | None]:
     """--mesh auto: the fastest that fits, of all meshes of these devices over which the model divides, by the
-    arithmetic and the bytes of each at the chip's rates; the first few are compiled, and it is said why."""
+    arithmetic and the bytes of each at the chip's rates; the first few are compiled, and it is said why. With the
+    program and the step that were compiled, if they were."""
     if config.mesh != "auto":
-        return config
+        return config, None
     join(config)
     devices = shard.topology(config.topology) if config.topology else jax.devices()
     known = _chip(devices[0])
@@ -546,15 +553,17 @@ def choose(config: Config) -> Config:
             f"{memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
     for one, *_ in tried[:3]:
         try:
-            peak = _peak(compile_step(one))
+            program, _ = _ready(one)
+            step = compiled(program)
+            peak = _peak(step)
         except jax.errors.JaxRuntimeError as e:
             say(f"         {one.mesh} does not compile: {_brief(e)}")
             continue
         say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
         if peak < chip.memory:
-            return dataclasses.replace(given, mesh=one.mesh, shards=0)
-    raise Refused(f"--mesh auto: no mesh of {len(devices)} devices has room for this; --remat full, more --accumulate or more "
-                  f"devices would make some")
+            return dataclasses.replace(given, mesh=one.mesh, shards=0), (program, step)
+    raise Refused(f"--mesh auto: of {len(tried)} meshes of {len(devices)} devices none of the three best has room for this; "
+                  f"--remat full, more --accumulate or more devices would make some")
 
 
 def _guess(c: Config, params: Any, sizes: dict[str, int], chip: Chip) -> tuple[float, float, float]:
@@ -577,20 +586,22 @@ def _guess(c: Config, params: Any, sizes: dict[str, int], chip: Chip) -> tuple[f
     return work, sent / chip.links, memory
 
 
-@functools.lru_cache(maxsize=1)
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The step of the command line, compiled for this machine, or --topology. Touches no run directory."""
-    return compiled(_ready(config))
+    program, step = _ready(config)
+    return step or compiled(program)
 
 
-def _ready(config: Config) -> Program:
-    """The program of the command line, without its data."""
-    config = choose(config)
+def _ready(config: Config) -> tuple[Program, jax.stages.Compiled | None]:
+    """The program of the command line, without its data; and its step, if choosing a mesh has compiled it."""
+    config, found = choose(config)
+    if found:
+        return found
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     if not config.vocab_size:
         config = dataclasses.replace(config, vocab_size=data.Bytes.vocab_size)
     check_model(config, mesh)
-    return build(config, mesh, *language(resolve(config, mesh)))
+    return build(config, mesh, *language(resolve(config, mesh))), None
 
 
 def compiled(program: Program) -> jax.stages.Compiled:
@@ -1346,8 +1357,9 @@ def _foretold(program: Program, step: jax.stages.Compiled, found: list[shard.Col
         done, sent = whole, sum(c.bytes for c in formula(program))
     else:
         # Of the rows for which an expert's device has room, so many are tokens on average.
-        own = max(1, config.experts // mesh.shape["expert"])
-        tokens_of = config.experts_per_token / mesh.shape["expert"] / min(config.experts_per_token, own)
+        devices = mesh.shape["expert"] if config.step == "shard_map" else 1
+        own = max(1, config.experts // devices)
+        tokens_of = config.experts_per_token / devices / min(config.experts_per_token, own)
         done, sent = shard.arithmetic(step, tokens_of), sum(c.bytes for c in found)
     say(f"compute  {done / 1e12:.2f} Tflop a device, {done / whole:.3f} of 6 a weight and token and attention with every key")
     say(f"links    {gib(sent)} sent by a device")
@@ -1573,7 +1585,7 @@ WARM, TIMED = 5, 30         # steps that --bench makes before it looks, and whil
 
 def bench(config: Config) -> None:
     """--bench: the loop and the loader of a training run, and how long they take."""
-    config = choose(config)
+    config, _ = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     check_model(config, mesh)
     config = dataclasses.replace(config, out="", steps=WARM + TIMED, profile=0)
@@ -1582,6 +1594,7 @@ def bench(config: Config) -> None:
         if not config.vocab_size:
             config = dataclasses.replace(config, vocab_size=corpus.tokenizer.vocab_size)
         examples = data.Windows(corpus.train, config.seq_len, vocab_size=config.vocab_size)
+        say.line(attends(config, mesh))
         say.begin = time.perf_counter()
         init, loss, _ = language(config)
         fit(config, init, collate, loss, examples=examples, mesh=mesh, say=say)
@@ -1621,13 +1634,27 @@ def _matmul_rate(program: Program) -> float:
     return 2 * size**3 * count / min(times) * (1 if on_cpu else program.mesh.size)
 
 
+def attends(config: Config, mesh: Any) -> str:
+    """How attention is computed, for a person."""
+    sizes, T = dict(mesh.shape), config.seq_len
+    if sizes["seq"] > 1 and config.step == "shard_map":
+        return "attend   each device's queries with keys that go around a ring"
+    rows = config.batch // config.accumulate // (shard.rows(mesh) if config.step == "shard_map" else 1)
+    rows = max(1, rows // (config.microbatches if sizes["pipe"] > 1 else 1))
+    count, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, True,
+                                mesh.size > 1 or mesh.devices.flat[0].platform != "cpu")
+    return (f"attend   in {count} block{'s'[:count > 1]} of {T // count:,} queries, with the keys up to the last of them"
+            + f"; each in {parts} parts, computed again in the backward pass" * (parts > 1))
+
+
 def foretell(config: Config) -> None:
     """--topology: the real step, for hardware that is not here."""
     begin = time.perf_counter()
-    program = _ready(config)
+    program, step = _ready(config)
     say = _Say(program.config)
     say.header(program)
-    step = compile_step(program.config)
+    say.line(attends(program.config, program.mesh))
+    step = step or compiled(program)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     try:
         with _mute():
@@ -1655,13 +1682,13 @@ def _mute() -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(argv)
+    if config.topology:         # (such programs cannot be read from a cache)
+        return foretell(config)
     jax.config.update("jax_compilation_cache_dir", os.environ.get(
         "JAX_COMPILATION_CACHE_DIR", str(_cache() / "compiled")))
-    if config.topology:
-        return foretell(config)
     if config.bench:
         return bench(config)
-    config = choose(config)
+    config, _ = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     first = jax.process_index() == 0
     check_model(config, mesh)
@@ -1689,7 +1716,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_run(config.out, record)
     if first:
         everyone("the data is there")
-        print(f"data     {corpus}", flush=True)
+        print(f"data     {corpus}\n{attends(config, mesh)}", flush=True)
     ids = tokenizer.vocab_size
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     said = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
