@@ -2597,6 +2597,13 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
     assert f"continuing {tmp_path / 'run'} at step 2" in said
 
 
+def test_a_save_that_was_not_made_is_said(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+    monkeypatch.setattr(ocp.CheckpointManager, "save", lambda *_, **__: False)
+    with pytest.raises(train.Fault, match="the checkpoint of step 2 was not saved"):
+        learn(make(steps=4, save_every=2, out=str(tmp_path / "run")))
+
+
 def test_no_save_waits_for_its_checksums_to_be_compiled(tmp_path, monkeypatch):
     made, real = [], train.checksums
     monkeypatch.setattr(train, "checksums", lambda tree: made.append("sums") or real(tree))
