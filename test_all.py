@@ -1804,7 +1804,7 @@ def test_layers_are_no_loop_on_a_lone_cpu(monkeypatch):
     assert loops(config, "data=8") > few
     # Scores that are to be computed again are: the compiler would make one of both.
     with monkeypatch.context() as patch:
-        patch.setattr(shard, "SCORES", 2**17)
+        patch.setattr(shard, "SCORES", 2**22)       # half of them: without a loop a block would be one part
         long = make(layers=4, seq_len=512)
         done = [train.compiled(program_of(long, ""))]
         patch.setattr(shard, "UNROLLED", 0)
@@ -2275,6 +2275,7 @@ def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
         assert run.returncode == (-9 if number == signal.SIGKILL else 0), error
         if number in (signal.SIGTERM, signal.SIGINT):
             assert "to continue" in text_out and number.name in text_out
+            assert (out / "checkpoints" / re.search(r"stopped at step (\d+) by", text_out)[1]).is_dir()
     assert times_aside(out / "metrics.jsonl") == times_aside(tmp_path / "whole" / "metrics.jsonl")
 
 
@@ -2554,6 +2555,20 @@ def test_trouble_of_this_machine_sets_nothing_aside(saved, tmp_path, monkeypatch
             learn(make(steps=8, save_every=2, out=str(run)))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
     assert learn(make(steps=7, save_every=9, out=str(run)))[0][0]["step"] == 7
+
+
+def test_what_was_cut_short_is_cleared_away(saved, tmp_path):
+    """A save that was killed, and a line of metrics, also one that lacks its end alone."""
+    run = tmp_path / "run"
+    shutil.copytree(saved[0], run)
+    shutil.copytree(run / "checkpoints/6", run / "checkpoints/7.orbax-checkpoint-tmp")
+    lines = (run / "metrics.jsonl").read_text()
+    for cut in (1, 9):
+        (run / "metrics.jsonl").write_text(lines[:-cut])
+        learn(make(steps=7, save_every=9, out=str(run)))
+        shutil.rmtree(run / "checkpoints/7")
+        steps = [json.loads(line)["step"] for line in open(run / "metrics.jsonl")]
+        assert steps[-1] == 7 and sorted(set(steps)) == steps and not list((run / "checkpoints").glob("*tmp*"))
 
 
 def test_two_runs_do_not_write_in_one_folder(saved, tmp_path):
