@@ -2561,7 +2561,7 @@ def test_what_was_cut_short_is_cleared_away(saved, tmp_path):
     """A save that was killed, and a line of metrics, also one that lacks its end alone."""
     run = tmp_path / "run"
     shutil.copytree(saved[0], run)
-    shutil.copytree(run / "checkpoints/6", run / "checkpoints/7.orbax-checkpoint-tmp")
+    shutil.copytree(run / "checkpoints/6", run / "checkpoints/5.orbax-checkpoint-tmp")
     lines = (run / "metrics.jsonl").read_text()
     for cut in (1, 9):
         (run / "metrics.jsonl").write_text(lines[:-cut])
