@@ -1476,7 +1476,7 @@ def blocks(scores: int, time: int, ordered: bool = True, looped: bool = True) ->
 def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
     B, T, H, _ = q.shape
     ordered, scores = ordered and k.shape[1] == T, B * H * T * k.shape[1] // shards
-    count, parts = blocks(scores, T, ordered, not _lone_cpu())
+    count, parts = blocks(scores, T, ordered, not lone_cpu())
     cut = lambda tree, a, b: jax.tree.map(lambda x: x[:, a:b], tree)       # noqa: E731
     one = lambda q, asking, k, v, asked: attention(q, k, v, seen(asking, asked))[0]      # noqa: E731
     if scores > SCORES:
@@ -1656,7 +1656,7 @@ def stack(layer: Callable, weights: Any, x: Any, each: Any = None, specs: Any = 
     few = remat == "none" and jax.tree.leaves((weights, each))[0].shape[0] <= UNROLLED
     # What comes into a layer has a name, for the pipeline to keep it.
     return lax.scan(lambda x, one: body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), one),
-                    x, (weights, each), unroll=few and _lone_cpu())
+                    x, (weights, each), unroll=few and lone_cpu())
 
 
 def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weights: Any,
@@ -1967,9 +1967,9 @@ def _gathered(w: jax.Array, dim: int, n: int) -> jax.Array:
     return whole(w)
 
 
-def _lone_cpu() -> bool:
-    """Whether the mesh that is set is one device, a CPU."""
-    return _platform() == "cpu" and math.prod(_ambient()[0].values()) == 1
+def lone_cpu(mesh: Any = None) -> bool:
+    """Whether a mesh, or the one that is set, is one device, a CPU."""
+    return _platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1
 
 
 def _platform(mesh: Any = None) -> str:
@@ -2092,7 +2092,7 @@ def agree(tree: Any) -> Any:
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """What this program asks of XLA beyond the user's XLA_FLAGS, in one place."""
-    if mesh.devices.flat[0].platform == "cpu":
+    if _platform(mesh) == "cpu":
         # This pass aborts the process on a bfloat16 psum inside a shard_map that leaves an axis
         # to the compiler ("Invalid binary instruction opcode copy", jax 0.10.2 and 0.12.0.1).
         options: dict[str, Any] = {"xla_disable_hlo_passes": "all-reduce-promotion"}

@@ -49,7 +49,6 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
 
-
 def _begin_again() -> None:
     """With large pages, if this is a plain command: a CPU's step takes its memory anew each time, a fifth of its time in
     pages of 4 kB, and glibc (2.35 or later) takes large ones only where it was asked to before the process began."""
@@ -1636,13 +1635,12 @@ def _matmul_rate(program: Program) -> float:
 
 def attends(config: Config, mesh: Any) -> str:
     """How attention is computed, for a person."""
-    sizes, T = dict(mesh.shape), config.seq_len
-    if sizes["seq"] > 1 and config.step == "shard_map":
-        return "attend   each device's queries with keys that go around a ring"
-    rows = config.batch // config.accumulate // (shard.rows(mesh) if config.step == "shard_map" else 1)
-    rows = max(1, rows // (config.microbatches if sizes["pipe"] > 1 else 1))
-    count, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, True,
-                                mesh.size > 1 or mesh.devices.flat[0].platform != "cpu")
+    sizes, rows, T = dict(mesh.shape), config.batch // config.accumulate, config.seq_len
+    if config.step == "shard_map":
+        if sizes["seq"] > 1:
+            return "attend   each device's queries with keys that go around a ring"
+        rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
+    count, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
     return (f"attend   in {count} block{'s'[:count > 1]} of {T // count:,} queries, with the keys up to the last of them"
             + f"; each in {parts} parts, computed again in the backward pass" * (parts > 1))
 
