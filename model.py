@@ -219,6 +219,11 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
+def _kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """What _attention finds where each query sees the keys up to its own and no more, asked of cuDNN's kernel."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
 def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
           positions: jax.Array) -> jax.Array:
     """Dropout of [B, T, D]. The bits follow from the row's own seed, the place in the network and
@@ -272,13 +277,15 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: 
                                  rows["asking"]["place"])
     h = _norm(x, w["attn_norm"])
     dense = [w["w_gate"], w["w_up"]] if "w_gate" in w else []
-    q, k, v, *mlp = shard.columns(h, w["wq"], w["wk"], w["wv"], *dense * c.parallel)
+    keys = [w["wk"], w["wv"]] if cache else [shard.heads(w["wk"]), shard.heads(w["wv"])]
+    q, k, v, *mlp = shard.columns(h, w["wq"], *keys, *dense * c.parallel)
     q, k = (_rotate(y, rows["positions"], c.rope_theta) for y in (q, k))
     if cache is not None:
         cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
                  "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"], cache is None)    # [B, T, H, N]
+    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"], cache is None,
+                     None if cache or {"segments", "places"} & rows.keys() else _kernel)         # [B, T, H, N]
     back = [(a, w["wo"])]
     if not c.parallel:
         x = shard.stream(x + drop(shard.row(*back), 0))
@@ -356,7 +363,8 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     def leave(params, x, rows):
         def nats(params, x, targets, weights):
             logits = _logits(params, x, c)                                      # [B, T, V]
-            said = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+            # No gather, whose gradient a partitioner may send around.
+            said = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), -1)
             return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
 
         x, name = _norm(x, params["norm"]), "embed" if c.tied else "head"

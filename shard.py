@@ -166,6 +166,9 @@ def topology(name: str) -> list[Any]:
     for key, value in dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
                            TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1").items():
         os.environ.setdefault(key, value)
+    if gpu:     # jax would ask the cuDNN that is here for its version, where a program calls for its kernels
+        from jax._src.cudnn import fused_attention_stablehlo
+        fused_attention_stablehlo.check_cudnn_version = lambda: 91000
     more = {"chip_config_name": "megacore"} if kind == "v4" else {}     # a chip is a device, as it is in use
     try:
         return (topologies.get_topology_desc(platform="cuda", topology_name=size, topology=size, target_config=H100)
@@ -1155,6 +1158,7 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             g = sizes["data"]
             for kind in ("reduce-scatter", "all-gather"):
                 add(kind, ["data"], 1, 4 * local * (g - 1) / g)
+            local /= g
         g = math.prod(sizes[a] for a in summed)
         add("all-reduce", summed, 0, 4 * local * 2 * (g - 1) / g)
     return [Collective(kind, axis, round(n) or 1, round(b)) for (kind, axis), (n, b) in sorted(found.items())]
@@ -1233,9 +1237,15 @@ def inner(x: jax.Array, dim: int | None) -> jax.Array:
     on each of its devices."""
     # The compiler, left alone, sometimes gathers weights where activations should move, so the
     # places are stated, once each.
-    sizes, manual = _ambient()
+    sizes, _ = _ambient()
     if sizes.get("tensor", 1) == 1 or (dim is not None and x.shape[dim] % sizes["tensor"]):
         return x
+    return lax.with_sharding_constraint(x, _inside(x, dim))
+
+
+def _inside(x: jax.Array, dim: int | None) -> P:
+    """How the axes that are the compiler's split an activation inside a block."""
+    sizes, manual = _ambient()
     entries: list[Any] = [None] * x.ndim
     if not manual:          # --step jit, and sampling: the rows are the compiler's to split too
         groups = tuple(a for a in BATCH if sizes[a] > 1)
@@ -1243,7 +1253,7 @@ def inner(x: jax.Array, dim: int | None) -> jax.Array:
             entries[0] = groups
     if dim is not None:
         entries[dim] = "tensor"
-    return lax.with_sharding_constraint(x, P(*entries))
+    return P(*entries)
 
 
 def _time_shards(time: int) -> int:
@@ -1293,6 +1303,14 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
         return inner(out.reshape(*x.shape[:2], -1, *w.shape[3:]), 2)
 
     return tuple(map(times, weights, divides))
+
+
+def heads(w: jax.Array) -> jax.Array:
+    """Weights [D, K, N] of keys or values with each head as often as it takes for tensor to divide them: a device then
+    makes those that its queries ask, where it would have to make all, or be sent them."""
+    times = math.lcm(w.shape[1], _ambient()[0].get("tensor", 1)) // w.shape[1]
+    # As a product: what it sums over in the backward pass is split, and of products the compiler knows what to send.
+    return w if times == 1 else jnp.einsum("dkn,kj->djn", w, inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1))
 
 
 def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.Array:
@@ -1445,18 +1463,61 @@ def over_time(x: jax.Array) -> jax.Array:
 
 
 def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
-           asking: Any, asked: Any, ordered: bool = False) -> jax.Array:
+           asking: Any, asked: Any, ordered: bool = False, kernel: Callable | None = None) -> jax.Array:
     """`attention(q, k, v, mask)` with whole heads on each device; q [B, T, H, N], k and v
     [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
     [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
     (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring; else, where no
-    query sees a key with a higher index (`ordered`), what it does not see is not computed."""
+    query sees a key with a higher index (`ordered`), what it does not see is not computed. Where a GPU's own kernel
+    is faster, and `kernel(q, k, v)` says how the same is asked of it, that is what is computed."""
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
         return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
-    found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
+    if kernel and fused(q.dtype, q.shape[-1]):
+        found = _by_kernel(kernel, q, k, v)
+    else:
+        found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
     return inner(checkpoint_name(found, "attend"), 2)
+
+
+def fused(dtype: Any, width: int, mesh: Any = None) -> bool:
+    """Whether a device has a kernel, cuDNN's, for causal attention in this precision with heads so wide."""
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    return (device is not None and device.device_kind.startswith("NVIDIA") and width % 8 == 0 and width <= 128
+            and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+            and float(getattr(jax.local_devices()[0], "compute_capability", 8)) >= 8)
+
+
+def _by_kernel(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """kernel(q, k, v) of each device's rows and heads: the compiler, which splits the rest, cannot split a kernel."""
+    _, manual = _ambient()
+    place, form = _inside(q, 2), None
+    split = lambda fn, ins, outs: jax.shard_map(fn, in_specs=ins, out_specs=outs,       # noqa: E731
+                                                axis_names=set(AXES) - manual)
+    # What is kept for the backward pass is said to be split, too: where one shard_map is in another, jax says it wrong.
+    kinds = {4: place, 3: P(place[0], place[2]), 1: P()}        # [B, T, H, N], [B, H, T], what is not used
+
+    def forward(q, k, v):
+        def local(q, k, v):
+            nonlocal form
+            found, back = jax.vjp(kernel, q, k, v)
+            kept, form = jax.tree.flatten(back)
+            form = form, [x.ndim for x in kept]
+            return found, {n: [x for x in kept if x.ndim == n] for n in kinds}
+
+        return split(local, place, (place, kinds))(q, k, v)
+
+    def backward(kept, change):
+        def local(kept, change):
+            kept = {n: iter(some) for n, some in kept.items()}
+            return jax.tree.unflatten(form[0], [next(kept[n]) for n in form[1]])(change)
+
+        return split(local, (kinds, place), place)(kept, change)
+
+    attention = jax.custom_vjp(split(kernel, place, place))
+    attention.defvjp(forward, backward)
+    return attention(q, k, v)
 
 
 # As many scores of an attention may a device have in memory at once; fewer queries in a block are not
@@ -2040,12 +2101,10 @@ def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any 
     def total(x, spec, part):
         axes = varying(x) & only - _axes_in(spec)
         scattered = axes & _axes_in(part) & {"data"}
-        if axes - scattered:
-            x = lax.psum(x, tuple(sorted(axes - scattered)))
-        if not scattered:
-            return x
-        dim = list(part).index("data")
-        return _keeping_tensor(lambda x: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), spec)(x)
+        if scattered:       # first: what is left to sum is less
+            dim = list(part).index("data")
+            x = _keeping_tensor(lambda x: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), spec)(x)
+        return lax.psum(x, tuple(sorted(axes - scattered))) if axes - scattered else x
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
     return jax.tree.map(total, tree, specs, specs if parts is None else parts)
@@ -2141,7 +2200,7 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Operations of a compiled program's products and convolutions on one device, loops multiplied out
     (the compiler's own count takes a loop's body once): 2 for each product of two numbers. Branches count
     as if they were taken each time. A TPU's ragged products are kernels, which pass over the rows that are in
-    no group: `ragged` is the share that is in one."""
+    no group: `ragged` is the share that is in one. A GPU's causal attention is a kernel, too."""
     total, shapes, of = 0.0, {}, None
     for line, times, part in _runs(compiled.as_text()):
         if part is not of:
@@ -2153,6 +2212,12 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
                 "operand_layout_constraints=")[1].split("frontend_attributes")[0])
             sizes = [int(x) for matrix in (made, left, right) for x in matrix.split(",")[-2:]]
             total += times * 2 * ragged * math.isqrt(math.prod(sizes))
+            continue
+        if 'custom_call_target="__cudnn$fmha' in line:
+            # Of queries [B, T, H, N] and keys [B, S, K, N]: two products forward, five backward, of half of all pairs.
+            (b, t, h, n), (_, s, *_) = (tuple(map(int, shape.split(","))) for shape in re.findall(
+                r"\w+\[([\d,]+)\]", line.split("operand_layout_constraints=")[1])[:2])
+            total += times * (5 if "Backward" in line else 2) * b * t * s * h * n
             continue
         if not (m := re.match(r".* = \w+\[([\d,]*)\]\S* (dot|convolution)\((.*?)\)(.*)", line)):
             continue

@@ -426,7 +426,7 @@ def formula(program: Program) -> list[shard.Collective]:
     time, M = c.seq_len // ring, math.gcd(c.microbatches, rows) if S > 1 else 1
     in_turns = S > 1 and c.schedule == "1f1b"
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
-    full, again = c.remat == "full", c.remat != "none"      # 1F1B goes forward once more, too
+    again = c.remat != "none"                               # 1F1B goes forward once more, too
     found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
                           c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns)
     if c.step == "jit" or not _is_ours(program):
@@ -466,13 +466,15 @@ def formula(program: Program) -> list[shard.Collective]:
             whole // (S * c.d_model * item) // pieces * 4)
         add("all-reduce", "tensor", runs * blocks, c.d_model * item)
         add("all-reduce", "tensor", ends, c.d_model * item)
+        if c.kv_heads % n:      # every device has all of these weights
+            add("all-reduce", "tensor", runs * 2, c.d_model * c.kv_heads * c.head_dim * item)
         if c.experts:
             add("all-gather", "tensor", runs * (1 + again + in_turns), tokens * c.experts * 4)
             add("all-reduce", "tensor", runs, c.d_model * c.experts * 4)
             add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * 4)
     if c.experts:
         # Every token's place to every device, and back; its choices and their shares.
-        add("all-to-all", "expert", runs * (4 + again + in_turns * (2 - full)), e * x)
+        add("all-to-all", "expert", runs * (4 + again + 2 * in_turns), e * x)
         add("all-gather", "expert", runs * 2 * (1 + again + in_turns), e * tokens * c.experts_per_token * 4)
         add("reduce-scatter", "expert", runs, e * tokens * c.experts_per_token * 4)
         add("all-reduce", "seq", runs * (1 + again + in_turns), rows // M * (c.experts + 1) * 4)
@@ -483,8 +485,7 @@ def formula(program: Program) -> list[shard.Collective]:
             add(kind, "pipe", ends, whole // (n if time // S % n == 0 else 1))
     # Keys and values go once around, and once more where a layer is computed again; with them what is
     # known of them. Their gradients come back.
-    heads = c.kv_heads // (n if c.kv_heads % n == 0 else 1)
-    keys, known = tokens * heads * c.head_dim * item, tokens * 4
+    keys, known = tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * item, tokens * 4
     times = runs * (ring - 1)
     add("collective-permute", "seq", 2 * times * (2 + again + in_turns), keys)
     add("collective-permute", "seq", times * (1 + again + in_turns) * (1 + ("segments" in program.batch)), known)
@@ -1639,6 +1640,9 @@ def attends(config: Config, mesh: Any) -> str:
     if config.step == "shard_map":
         if sizes["seq"] > 1:
             return "attend   each device's queries with keys that go around a ring"
+    if shard.fused(config.dtype, config.head_dim, mesh):
+        return "attend   by cuDNN's kernel"
+    if config.step == "shard_map":
         rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
     count, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
     return (f"attend   in {count} block{'s'[:count > 1]} of {T // count:,} queries, with the keys up to the last of them"
