@@ -278,7 +278,7 @@ def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: 
                                  rows["asking"]["place"])
     h = _norm(x, w["attn_norm"])
     dense = [w["w_gate"], w["w_up"]] if "w_gate" in w else []
-    keys = [w["wk"], w["wv"]] if cache else [shard.heads(w["wk"]), shard.heads(w["wv"])]
+    keys = [w["wk"], w["wv"]] if cache else [shard.heads(w[name], c.heads) for name in ("wk", "wv")]
     q, k, v, *mlp = shard.columns(h, w["wq"], *keys, *dense * c.parallel)
     q, k = (_rotate(y, rows["positions"], c.rope_theta) for y in (q, k))
     if cache is not None:

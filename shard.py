@@ -1305,10 +1305,11 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
     return tuple(map(times, weights, divides))
 
 
-def heads(w: jax.Array) -> jax.Array:
-    """Weights [D, K, N] of keys or values with each head as often as it takes for tensor to divide them: a device then
-    makes those that its queries ask, where it would have to make all, or be sent them."""
-    times = math.lcm(w.shape[1], _ambient()[0].get("tensor", 1)) // w.shape[1]
+def heads(w: jax.Array, asking: int) -> jax.Array:
+    """Weights [D, K, N] of keys or values with each head as often as it takes for tensor to divide them, as it divides
+    the `asking` heads of queries: a device then makes those that its own ask, where it would make all, or be sent them."""
+    count = math.lcm(w.shape[1], _ambient()[0].get("tensor", 1))
+    times = count // w.shape[1] if asking % count == 0 else 1
     # As a product: what it sums over in the backward pass is split, and of products the compiler knows what to send.
     return w if times == 1 else jnp.einsum("dkn,kj->djn", w, inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1))
 
@@ -1474,18 +1475,18 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
         return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
-    if kernel and fused(q.dtype, q.shape[-1]):
+    if kernel and q.shape[2] % sizes.get("tensor", 1) == 0 and fused(q.dtype, q.shape[1], q.shape[-1]):
         found = _by_kernel(kernel, q, k, v)
     else:
         found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
     return inner(checkpoint_name(found, "attend"), 2)
 
 
-def fused(dtype: Any, width: int, mesh: Any = None) -> bool:
-    """Whether a device has a kernel, cuDNN's, for causal attention in this precision with heads so wide."""
+def fused(dtype: Any, time: int, width: int, mesh: Any = None) -> bool:
+    """Whether a device has a kernel, cuDNN's, for causal attention in this precision over so many with heads so wide."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
-    return (device is not None and device.device_kind.startswith("NVIDIA") and width % 8 == 0 and width <= 128
-            and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return (device is not None and device.device_kind.startswith("NVIDIA") and time % 2 == 0 and width % 8 == 0
+            and width <= 128 and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
             and float(getattr(jax.local_devices()[0], "compute_capability", 8)) >= 8)
 
 

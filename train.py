@@ -1640,7 +1640,7 @@ def attends(config: Config, mesh: Any) -> str:
     if config.step == "shard_map":
         if sizes["seq"] > 1:
             return "attend   each device's queries with keys that go around a ring"
-    if shard.fused(config.dtype, config.head_dim, mesh):
+    if shard.fused(config.dtype, T, config.head_dim, mesh):
         return "attend   by cuDNN's kernel"
     if config.step == "shard_map":
         rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
