@@ -21,6 +21,7 @@ F feed-forward, V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import difflib
 import functools
@@ -276,6 +277,10 @@ class Decision:
     reductions: tuple = ()      # (count, bytes) of each that its thread costs, told by one leaf
 
 
+# For how many devices the rule follows a function, which is traced without a mesh: it may have one of its own.
+_WALKED = contextvars.ContextVar("walked", default=1)
+
+
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = ()) -> Any:
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
@@ -300,7 +305,11 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
             whole[i] = value
         return fn(jax.tree.unflatten(tree, whole), *args)
 
-    closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
+    walked = _WALKED.set(sizes["tensor"])
+    try:
+        closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
+    finally:
+        _WALKED.reset(walked)
     walk, given = _Walk(sizes["tensor"], [leaves[i] for i in arrays]), closed.jaxpr.invars[len(arrays):]
     # Without arguments what the function closes over, or draws, are its data.
     walk.closed = not given
@@ -1308,7 +1317,7 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
 def heads(w: jax.Array, asking: int) -> jax.Array:
     """Weights [D, K, N] of keys or values with each head as often as it takes for tensor to divide them, as it divides
     the `asking` heads of queries: a device then makes those that its own ask, where it would make all, or be sent them."""
-    count = math.lcm(w.shape[1], _ambient()[0].get("tensor", 1))
+    count = math.lcm(w.shape[1], _ambient()[0].get("tensor", _WALKED.get()))
     times = count // w.shape[1] if asking % count == 0 else 1
     # As a product: what it sums over in the backward pass is split, and of products the compiler knows what to send.
     return w if times == 1 else jnp.einsum("dkn,kj->djn", w, inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1))
@@ -1369,9 +1378,22 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
         return stream(table[ids])
     table = table.reshape(n, -1, table.shape[1])
     here = ids - jnp.arange(n)[:, None, None] * table.shape[1]                  # [n, B, T]
-    found = jax.vmap(lambda rows, i: rows[i])(table, jnp.clip(here, 0, table.shape[1] - 1))
-    mine = (here >= 0) & (here < table.shape[1])
-    return stream(_sum_of(jnp.where(mine[..., None], found, 0)))
+    mine, here = ((here >= 0) & (here < table.shape[1]))[..., None], jnp.clip(here, 0, table.shape[1] - 1)
+    split = functools.partial(jax.shard_map, in_specs=P("tensor"), out_specs=P("tensor"), axis_names={"tensor"})
+
+    # The backward pass is said, too: a partitioner may gather what is to be added to the rows of each.
+    @jax.custom_vjp
+    def found(table, here, mine):
+        return split(lambda table, here, mine: jnp.where(mine, table[0][here], 0))(table, here, mine)
+
+    def back(kept, change):
+        def added(table, here, mine, change):
+            return jnp.zeros_like(table).at[0, here].add(jnp.where(mine, change, 0))
+
+        return split(added)(*kept, change), None, None
+
+    found.defvjp(lambda *args: (found(*args), args), back)
+    return stream(_sum_of(found(*(vary(a, table, ids) for a in (table, here, mine)))))
 
 
 def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
@@ -1752,6 +1774,8 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
                       f"divide into {sizes['pipe'] * chunks}")
     M = math.gcd(microbatches, jax.tree.leaves(rows)[0].shape[0])
     if schedule == "1f1b":
+        # A stage goes back right after it has gone forward: of one layer nothing is worth computing again.
+        remat = remat if layers > sizes["pipe"] else "none"
         return _one_forward_one_backward(enter, run, leave, params, weights, each, rows,
                                          sizes["pipe"], M)
     x, more = _pipeline(run, weights, enter(params, rows), each, rows, sizes["pipe"], M, chunks, remat)

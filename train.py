@@ -424,11 +424,14 @@ def formula(program: Program) -> list[shard.Collective]:
     n, e, ring, S = (sizes[a] for a in ("tensor", "expert", "seq", "pipe"))
     item, rows = jnp.dtype(c.dtype).itemsize, c.batch // shard.rows(program.mesh) // c.accumulate
     time, M = c.seq_len // ring, math.gcd(c.microbatches, rows) if S > 1 else 1
-    in_turns = S > 1 and c.schedule == "1f1b"
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
-    again = c.remat != "none"                               # 1F1B goes forward once more, too
+    # 1F1B goes forward once more, too. Where a stage has one layer that is all that is computed again, and no
+    # next layer asks for what its last block makes.
+    in_turns = S > 1 and c.schedule == "1f1b"
+    alone = in_turns and c.layers == S
+    again = c.remat != "none" and not alone
     found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
-                          c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns)
+                          c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns - alone)
     if c.step == "jit" or not _is_ours(program):
         return found
     spread = time % n == 0 and n > 1
@@ -456,7 +459,7 @@ def formula(program: Program) -> list[shard.Collective]:
         # Into a block and out of it, forward and backward; the table of tokens and the head.
         pieces = model.pieces(c, whole // (c.d_model * item) // time, time // S)
         add("all-gather", "tensor", runs * blocks * (2 + again + in_turns), x)
-        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns)
+        add("reduce-scatter", "tensor", runs * (blocks * (2 + in_turns) - alone
                                                 + bool(c.experts and (c.parallel or c.shared_experts))), x)
         for kind in ("all-gather", "reduce-scatter"):
             add(kind, "tensor", ends, whole)
@@ -474,7 +477,7 @@ def formula(program: Program) -> list[shard.Collective]:
             add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * 4)
     if c.experts:
         # Every token's place to every device, and back; its choices and their shares.
-        add("all-to-all", "expert", runs * (4 + again + 2 * in_turns), e * x)
+        add("all-to-all", "expert", runs * (4 + again + 2 * in_turns - alone), e * x)
         add("all-gather", "expert", runs * 2 * (1 + again + in_turns), e * tokens * c.experts_per_token * 4)
         add("reduce-scatter", "expert", runs, e * tokens * c.experts_per_token * 4)
         add("all-reduce", "seq", runs * (1 + again + in_turns), rows // M * (c.experts + 1) * 4)
