@@ -240,6 +240,9 @@ def test_too_few_kv_heads_stay_whole_and_queries_split():
     assert layers["wk"] == layers["wv"] == P()
     assert layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
     assert specs_of(make(kv_heads=2), "tensor=2")["layers"]["wk"] == P(None, None, "tensor")
+    for kv_heads in (3, 6):     # as 10 of 40 on 4: three quarters of a group on each device
+        layers = specs_of(make(heads=12, kv_heads=kv_heads, head_dim=8), "tensor=4")["layers"]
+        assert layers["wk"] == P() and layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
 
 
 # ---- published architectures in a few lines each, written in the ways they are found: fused and
@@ -1034,7 +1037,11 @@ def test_the_table_tells_what_a_device_holds_and_why():
     slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)), slow("expert=2,tensor=2", dict(experts=4, remat="full")),
     slow("expert=2,pipe=2", dict(experts=4, schedule="1f1b", microbatches=2)),
     slow("expert=2,pipe=2", dict(experts=4, schedule="1f1b", microbatches=2, remat="full")), slow("expert=2,seq=2", dict(experts=4, parallel=True)),
-    slow("tensor=2", dict(experts=4, parallel=True, shared_experts=1)), slow("fsdp=2,pipe=2,expert=2", dict(experts=4, schedule="interleaved", chunks=2))])
+    slow("tensor=2", dict(experts=4, parallel=True, shared_experts=1)), slow("fsdp=2,pipe=2,expert=2", dict(experts=4, schedule="interleaved", chunks=2)),
+    # A layer a stage: nothing is computed again. Key heads that neither divide tensor nor are divided by it.
+    slow("pipe=4,tensor=2", dict(schedule="1f1b", microbatches=2, remat="full")), slow("pipe=4,fsdp=2", dict(schedule="1f1b", remat="selective")),
+    slow("pipe=4,expert=2", dict(experts=4, schedule="1f1b", remat="selective")), slow("pipe=4,seq=2", dict(schedule="1f1b", remat="selective")),
+    ("tensor=4", dict(heads=12, kv_heads=3, head_dim=8))])
 def test_the_formula_predicts_what_is_sent(mesh, changes):
     """Said beside the compiled program's figures: a gap is the compiler's, or a bug of ours."""
     program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
@@ -2423,10 +2430,12 @@ def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypa
     ("v5e:4x4", "data=2,pipe=2,tensor=4", ("--schedule", "1f1b", "--microbatches", 2), (2.5, 3.4)),
     ("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), (0.9, 1.0)), ("h100:1x2x8", "fsdp=4,tensor=4", (), (0.9, 1.0)),
     ("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), (0.98, 1.05)),
+    ("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), (1.0, 1.3)),
+    ("v5e:2x4", "pipe=2,tensor=4", ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), (1.2, 1.4)),
     ("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), (0.95, 1.05))])
 def test_a_program_for_chips_that_are_not_here_sends_what_the_formula_says(tmp_path, chips, mesh, changes, arithmetic):
     """To 2%, of everything that is more than a hundredth of what is sent. And nothing is written. (The arithmetic is of
-    a pipeline with its idle ticks, of experts that have as much to do, of two key heads on four devices, a twelfth of it
+    pipelines with their idle ticks, of experts that have as much to do, of two key heads on four devices, a twelfth of it
     the kernel's, and below 1 as no block sees keys after it.)"""
     more = {} if chips.startswith("v") or "ZIGZAG_GPU" not in os.environ else {"PYTHONPATH": os.environ["ZIGZAG_GPU"]}
     if not more:

@@ -263,13 +263,12 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
             raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
                           f"shard.{seam}, which is what splits {what} over it")
 
+    def gather(weights):
+        """Weights as they lie, whole: but those of a stack, which its layers gather where they use
+        them, if the loss passes their specs on."""
+        return shard.gather(weights, jax.tree.map(lambda d: P() if takes_specs and d.stacked else d.spec, decisions))
+
     def local_loss(weights, batch):
-        """The loss with weights as they lie: under fsdp those outside a stack are gathered here,
-        those of a stack where its layers use them, if the loss passes their specs on."""
-        now = specs
-        if takes_specs:
-            now = jax.tree.map(lambda d: P() if d.stacked else d.spec, decisions)
-        weights = shard.gather(weights, now)
         s, c, more = _sums(loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch))
         if "seq" in piped and "seq" in shard.varying(s) - shard.varying(c):
             raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: this loss divides by a constant, and each "
@@ -285,10 +284,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
             return found[0], found
 
         grad = jax.value_and_grad(with_sums, has_aux=True)
+        whole, scatter = jax.vjp(gather, weights)       # once for all micro-batches
 
         def micro(total, part):
-            (_, found), g = grad(weights, part)
-            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (g, found)), None
+            (_, found), g = grad(whole, part)
+            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (*scatter(g), found)), None
 
         zeros = lambda x: jnp.zeros(x.shape, jnp.float32)      # noqa: E731
         zero = (jax.tree.map(lambda w: shard.vary(zeros(w), w, batch), weights),
@@ -336,7 +336,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
         def fn(params, batch):
             weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
-            pair = shard.vary(shard.once(local_loss(weights, batch)[:2], piped), batch)
+            pair = shard.vary(shard.once(local_loss(gather(weights), batch)[:2], piped), batch)
             # Parts are added up; what each device computed for itself, they agree on.
             return shard.agree(shard.reduce(pair, only=shard.varying(batch) | piped))
 
