@@ -1143,6 +1143,12 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             total = found.setdefault((kind, axis), [0, 0.0])
             total[0], total[1] = total[0] + count, total[1] + size
 
+    def scatter(axis, count, size):
+        if _platform(mesh) == "tpu":        # by exchanges
+            add("all-to-all", [axis], count * len(_stages(sizes[axis])), size)
+        else:
+            add("reduce-scatter", [axis], count, size)
+
     specs = jax.tree.map(lambda d: d.spec, decisions)
     kept = over_data(params, specs, mesh) if zero else specs        # the optimizer's state
     for leaf, d, part in zip(*[jax.tree.leaves(t, is_leaf=_is_spec) for t in (params, decisions, kept)]):
@@ -1156,17 +1162,14 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             again = parts * turns if d.stacked else parts
             gathers = again * gathered if d.stacked else 1  # what no layer owns, once for all parts
             add("all-gather", ["fsdp"], gathers * layers, gathers * size)
-            if _platform(mesh) == "tpu":        # by exchanges
-                add("all-to-all", ["fsdp"], again * layers * len(_stages(f)), again * size)
-            else:
-                add("reduce-scatter", ["fsdp"], again * layers, again * size)
+            scatter("fsdp", again * layers, again * size)
             local /= f
         summed = [a for a in MANUAL if a not in split]
         if "data" in part:                  # the update is scattered, and the weights gathered again
             summed.remove("data")
             g = sizes["data"]
-            for kind in ("reduce-scatter", "all-gather"):
-                add(kind, ["data"], 1, 4 * local * (g - 1) / g)
+            scatter("data", 1, 4 * local * (g - 1) / g)
+            add("all-gather", ["data"], 1, 4 * local * (g - 1) / g)
             local /= g
         g = math.prod(sizes[a] for a in summed)
         add("all-reduce", summed, 0, 4 * local * 2 * (g - 1) / g)
@@ -2037,19 +2040,18 @@ def gather(weights: Any, specs: Any) -> Any:
         if "fsdp" not in spec:
             return w
         dim = list(spec).index("fsdp")
-        return _keeping_tensor(lambda w: _gathered(w, dim, sizes["fsdp"]), spec)(w)
+        return _keeping_tensor(lambda w: _gathered(w, dim), spec)(w)
 
     return jax.tree.map(whole, weights, specs)
 
 
-def _gathered(w: jax.Array, dim: int, n: int) -> jax.Array:
-    """All-gather over fsdp. Its transpose is a reduce-scatter, but on a TPU, whose compiler makes of that an
-    all-reduce, of twice the bytes: there parts are sent to whom they belong, and added there in float32."""
+def _gathered(w: jax.Array, dim: int) -> jax.Array:
+    """All-gather over fsdp. Its transpose is a reduce-scatter."""
     plain = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)       # noqa: E731
-    if _platform() != "tpu":
+    if _platform() != "tpu":                # autodiff's is the same
         return plain(w)
-    whole = jax.custom_vjp(plain)
-    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_added_up(change, dim, n),))
+    whole = jax.custom_vjp(plain)           # (plain in the next line too: it is what remat looks at)
+    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_scattered(change, "fsdp", dim),))
     return whole(w)
 
 
@@ -2070,13 +2072,17 @@ def _stages(n: int) -> list[int]:
     return [few, *_stages(n // few)] if n > 1 else []
 
 
-def _added_up(x: jax.Array, dim: int, n: int) -> jax.Array:
-    """A reduce-scatter over fsdp as exchanges in stages of a few devices: as many bytes in all."""
+def _scattered(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """A reduce-scatter over fsdp or data. A TPU's compiler makes of that an all-reduce, of twice the bytes: there parts
+    are sent to whom they belong, in stages of a few devices, and added there in float32: as many bytes in all."""
+    if _platform() != "tpu":
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    n = _ambient()[0][axis]
     x, stride = jnp.moveaxis(x, dim, 0), n
     for few in _stages(n):
         stride //= few
         groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
-        x = lax.all_to_all(x, "fsdp", 0, 0, tiled=True, axis_index_groups=groups)
+        x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
         x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=jnp.float32).astype(x.dtype)
     return jnp.moveaxis(x, 0, dim)
 
@@ -2128,7 +2134,7 @@ def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any 
         scattered = axes & _axes_in(part) & {"data"}
         if scattered:       # first: what is left to sum is less
             dim = list(part).index("data")
-            x = _keeping_tensor(lambda x: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), spec)(x)
+            x = _keeping_tensor(lambda x: _scattered(x, "data", dim), spec)(x)
         return lax.psum(x, tuple(sorted(axes - scattered))) if axes - scattered else x
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs

@@ -1403,6 +1403,23 @@ def test_the_optimizers_state_is_split_over_data():
     assert sent["all-reduce", "data"] == pytest.approx(said["all-reduce", "data"], abs=64)
 
 
+@pytest.mark.parametrize("mesh, changes", [("fsdp=8", {}), ("data=4,tensor=2", dict(zero=1)), slow("data=2,fsdp=4", dict(zero=1, accumulate=2, batch=16)),
+                                           slow("fsdp=4,tensor=2", dict(remat="full")), slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b"))])
+def test_exchanges_add_up_what_a_reduce_scatter_does(mesh, changes, monkeypatch):
+    """What stands for it on a TPU, on devices that are none; and that it does."""
+    config = make(d_model=64, d_ff=256, seq_len=64, **changes)
+    want, loss = gradients_of(config, "", batch_of(config))
+    platform = shard._platform
+    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+    found, same = gradients_of(config, mesh, batch_of(config))
+    assert same == pytest.approx(loss, rel=1e-6)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+    kinds = {(c.kind, c.axis) for c in shard.collectives(train.compiled(program_of(config, mesh)))}
+    for axis in {"fsdp"} & set(mesh.replace("=", ",").split(",")) | ({"data"} if config.zero else set()):
+        assert ("all-to-all", axis) in kinds and ("reduce-scatter", axis) not in kinds
+
+
 @pytest.mark.parametrize("mesh", ["seq=2", slow("seq=4,tensor=2"), slow("pipe=2,seq=2")])
 def test_documents_stay_apart_around_the_ring(mesh):
     """In zigzag order a key's number is not its place: neither masks nor positions may use it."""
@@ -2427,7 +2444,7 @@ def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("chips, mesh, changes, arithmetic", [
     ("v5e:4x4", "fsdp=16", ("--remat", "full"), (1.0, 1.3)), ("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective"), (0.9, 1.05)),
-    ("v5e:4x4", "data=2,pipe=2,tensor=4", ("--schedule", "1f1b", "--microbatches", 2), (2.5, 3.4)),
+    ("v5e:4x4", "data=2,pipe=2,tensor=4", ("--schedule", "1f1b", "--microbatches", 2, "--zero", 1), (2.5, 3.4)),
     ("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), (0.9, 1.0)), ("h100:1x2x8", "fsdp=4,tensor=4", (), (0.9, 1.0)),
     ("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), (0.98, 1.05)),
     ("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), (1.0, 1.3)),
