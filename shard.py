@@ -1456,6 +1456,9 @@ def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     [n, E, D, F]. Split n ways over tensor: a map for each direction, as TPUs have no ragged product
     with a batch dimension, and jax cannot turn a map around that keeps something for it."""
     n, both = x.shape[0], lambda a: a.reshape(-1, *a.shape[2:])
+    x, w, counts = vary(x, w), vary(w, x), vary(counts, x)
+    if _platform() not in ("", "tpu"):
+        return _by_blocks(x, w, counts)
     if n == 1:
         return lax.ragged_dot(x[0], w[0], counts)[None]
     split = functools.partial(jax.shard_map, axis_names={"tensor"})
@@ -1472,8 +1475,50 @@ def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
         return *split(turned, in_specs=places, out_specs=places[:2])(*kept, change), None
 
     product.defvjp(lambda *args: (product(*args), args), back)
-    x, w = vary(both(x), w), vary(both(w), x)
-    return product(x, w, vary(counts, x)).reshape(n, -1, w.shape[-1])
+    return product(both(x), both(w), counts).reshape(n, -1, w.shape[-1])
+
+
+def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    """As _ragged, where XLA would multiply every row with the weights of every group: a loop over blocks of rows of one
+    group, of which a group of the usual length has four and a part."""
+    (n, R, _), E = x.shape, w.shape[1]
+    size = 1 << min(2048, max(8, R // (4 * E))).bit_length() - 1
+
+    def blocks(make, put, shape, dtype, counts, *rows):
+        """What put(all, group, first, made) puts together of what make(group, of each of `rows` those of the block) makes."""
+        need, ends = -(-counts // size), jnp.cumsum(counts)
+        number, last = jnp.arange(-(-R // size) + E), jnp.cumsum(need)
+        group = jnp.minimum((number[:, None] >= last).sum(1), E - 1)
+        first = (ends - counts)[group] + (number - (last - need)[group]) * size
+        many = jnp.where(number < last[-1], jnp.minimum(ends[group] - first, size), 0)
+        rows = [jnp.pad(a, ((0, 0), (0, size), (0, 0))) for a in rows]
+
+        def turn(out, block):
+            group, first, many = block
+            own = (jnp.arange(size) < many)[:, None]
+            work = lambda: make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, size, 1), 0) for a in rows])     # noqa: E731
+            with jax.named_scope("ragged"):
+                made = lax.cond(many > 0, work, lambda: jax.tree.map(jnp.zeros_like, work()))
+            return put(out, group, first, made), None
+
+        return lax.scan(turn, inner(vary(jnp.zeros(shape, dtype), *rows), 0), (group, first, many))[0]
+
+    def product(x, w, counts, of_w):
+        # In the order of the rows: what a block writes beyond its own, the next ones write over.
+        return blocks(lambda group, x: lax.dot_general(x, w[:, group], (((2,), (of_w,)), ((0,), (0,)))),
+                      lambda out, group, first, made: lax.dynamic_update_slice_in_dim(out, made, first, 1),
+                      (n, R + size, w.shape[4 - of_w]), x.dtype, counts, x)[:, :R]
+
+    def back(kept, change):
+        x, w, counts = kept
+        dw = blocks(lambda group, *of: lax.dot_general(*of, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32),
+                    lambda out, group, first, made: out.at[:, group].add(made), w.shape, jnp.float32, counts, x, change)
+        return product(change, w, counts, 2), dw.astype(w.dtype), None
+
+    forward = lambda *args: product(*args, 1)               # noqa: E731
+    by_blocks = jax.custom_vjp(forward)
+    by_blocks.defvjp(lambda *args: (forward(*args), args), back)
+    return by_blocks(x, w, counts)
 
 
 def _swap(x: jax.Array) -> jax.Array:
@@ -2231,10 +2276,10 @@ def collectives(compiled: Any) -> list[Collective]:
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Operations of a compiled program's products and convolutions on one device, loops multiplied out
     (the compiler's own count takes a loop's body once): 2 for each product of two numbers. Branches count
-    as if they were taken each time. A TPU's ragged products are kernels, which pass over the rows that are in
-    no group: `ragged` is the share that is in one. A GPU's causal attention is a kernel, too."""
+    as if they were taken each time. Ragged products, a TPU's kernels and our loops of blocks, pass over the rows
+    that are in no group: `ragged` is the share that is in one. A GPU's causal attention is a kernel, too."""
     total, shapes, of = 0.0, {}, None
-    for line, times, part in _runs(compiled.as_text()):
+    for line, times, part in _runs(compiled.as_text(), ragged):
         if part is not of:
             shapes, of = {m[1]: [int(x) for x in m[2].split(",") if x] for o in part
                           if (m := re.match(r" *(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]*)\]", o))}, part
@@ -2280,8 +2325,9 @@ def _taps(made: list[int], image: list[int], kernel: list[int], text: str) -> in
     return total
 
 
-def _runs(text: str) -> Any:
-    """Each line of a compiled program, how often it runs, and the lines of its computation."""
+def _runs(text: str, ragged: float = 1) -> Any:
+    """Each line of a compiled program, how often it runs (what a ragged product may skip: by that share), and the
+    lines of its computation."""
     parts, entry = _computations(text)
 
     def visit(name: str, times: int) -> Any:
@@ -2292,6 +2338,8 @@ def _runs(text: str) -> Any:
                 trips = (re.search(r'known_trip_count\D*(\d+)', line) or _bound(
                     parts[re.search(r"condition=%?([\w.\-]+)", line)[1]]))
                 inside = times * int(trips[1]) if trips else times
+            if " conditional(" in line and "/ragged/" in line:
+                inside = times * ragged
             for group in re.findall(r"(?:body|condition|calls|branch_computations|"
                                     r"true_computation|false_computation|to_apply)="
                                     r"({[^}]*}|%?[\w.\-]+)", line):

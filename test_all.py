@@ -1347,8 +1347,8 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
 
 
 def test_rows_in_no_group_of_a_ragged_product_may_hold_anything(monkeypatch):
-    """They are zero on a CPU; a TPU's kernel leaves there what was there. Forward and backward."""
-    real = jax.lax.ragged_dot
+    """A TPU's kernel leaves there what was there. Forward and backward, on devices that are none."""
+    real, platform = jax.lax.ragged_dot, shard._platform
 
     def anything(x, w, counts):
         dirty = lambda y, counts: jnp.where((jnp.arange(len(y)) < counts.sum())[:, None], y, jnp.nan)
@@ -1364,9 +1364,27 @@ def test_rows_in_no_group_of_a_ragged_product_may_hold_anything(monkeypatch):
 
     c = make(experts=4, steps=3)
     want = learn(c)[0]
-    monkeypatch.setattr(jax.lax, "ragged_dot", anything)
-    for mesh in ("expert=2", "expert=4"):
+    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+    monkeypatch.setattr(shard, "_by_blocks", None)
+    for mesh in ("expert=2", "expert=4", "expert=2,tensor=2"):
+        # (A map over tensor holds one operation, which this is not.)
+        monkeypatch.setattr(jax.lax, "ragged_dot", real if "tensor" in mesh else anything)
         assert [r["loss"] for r in learn(c, mesh)[0]] == pytest.approx([r["loss"] for r in want], rel=5e-5)
+
+
+@pytest.mark.parametrize("n, R, E", [(1, 100, 4), (2, 7, 4), (1, 600, 3), (2, 64, 1)])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_ragged_product_by_blocks(n, R, E, share):
+    """Groups of all lengths, none of them too; what is in none is zero, whatever it holds."""
+    rng = np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((n, R, 8), (n, E, 8, 24), (n, R, 24)))
+    for many in (np.eye(1, E, E - 1)[0], np.ones(E) / E, rng.dirichlet(np.ones(E) / 2)):
+        counts = jnp.asarray(np.floor(many * share * R), jnp.int32)
+        own = (jnp.arange(R) < counts.sum())[:, None]
+        both = lambda f: (lambda y, pull: (y, *pull(dy)))(*jax.vjp(f, jnp.where(own, x, 1e9), w))       # noqa: E731
+        plain = lambda x, w: jnp.where(own, jnp.stack([jax.lax.ragged_dot(*one, counts) for one in zip(x, w)]), 0)      # noqa: E731
+        for a, b in zip(both(lambda x, w: shard._by_blocks(x, w, counts)), both(plain)):
+            np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_the_formula_of_another_model_is_the_rules():
@@ -1581,9 +1599,10 @@ def test_the_work_is_divided(mesh, changes):
     """Products in the compiled step of one of 8 devices: an eighth of the whole, and a pipeline's idle ticks."""
     config = make(layers=8, d_model=64, heads=8, d_ff=128, batch=64, seq_len=32, vocab_size=256, **changes)
     one = shard.arithmetic(train.compiled(program_of(config, "")))
-    if not config.experts:      # (on a CPU a ragged product is a product with every expert)
-        assert one == model.flops(config, 64 * 32)
-    each = shard.arithmetic(train.compiled(program_of(config, mesh)))
+    # Experts' blocks are as many as there could be. Of an expert's device the rows that are in no group are skipped.
+    assert (1 <= one / model.flops(config, 64 * 32) < 1.2) if config.experts else one == model.flops(config, 64 * 32)
+    e = dict(mesh_of(mesh).shape)["expert"] if config.experts else 1
+    each = shard.arithmetic(train.compiled(program_of(config, mesh)), 2 / e / min(2, config.experts // e) if e > 1 else 1)
     S, M = dict(mesh_of(mesh).shape)["pipe"], config.microbatches
     ticks, chunks = shard.ticks(S, M, config.schedule, config.chunks) if S > 1 else (M, 1)
     assert each <= 1.05 * one / 8 * ticks / (M * chunks)
