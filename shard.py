@@ -1457,7 +1457,8 @@ def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     with a batch dimension, and jax cannot turn a map around that keeps something for it."""
     n, both = x.shape[0], lambda a: a.reshape(-1, *a.shape[2:])
     x, w, counts = vary(x, w), vary(w, x), vary(counts, x)
-    if _platform() not in ("", "tpu"):
+    sizes, manual = _ambient()
+    if _platform() not in ("", "tpu") and (manual or math.prod(sizes.values()) == 1):       # else rows are the compiler's to split
         return _by_blocks(x, w, counts)
     if n == 1:
         return lax.ragged_dot(x[0], w[0], counts)[None]

@@ -1397,6 +1397,21 @@ def test_the_formula_of_another_model_is_the_rules():
     assert {c.kind for c in train.formula(program)} == {"all-reduce"}
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_the_formula_of_a_stack_whose_loss_gathers_all_at_once(mesh):
+    """It is not given the specs: each weight comes once, for all micro-batches, and not layer by layer."""
+    def init(key):
+        return {"embed": jnp.ones((256, 64)), "up": jnp.ones((4, 64, 256)), "down": jnp.ones((4, 256, 64))}
+    def loss(p, b):
+        x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None), p["embed"][b["tokens"]], (p["up"], p["down"]))
+        return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
+    config = make(accumulate=2, batch=16)
+    program = train.build(config, mesh_of(mesh), init, loss, model.a_batch(config, 16))
+    sent, said = ({(c.kind, c.axis): c.bytes for c in rows} for rows in (shard.collectives(train.compiled(program)), train.formula(program)))
+    for key in sent.keys() | said.keys():
+        assert sent.get(key, 0) == pytest.approx(said.get(key, 0), rel=0.02, abs=200), key
+
+
 def test_the_timeline_is_what_the_stages_do():
     assert shard.timeline(2, 4, "interleaved", 2) == (
         "stage 0  |0|1|0|1|2|3|2|3|.|\nstage 1  |.|0|1|0|1|2|3|2|3|\n"

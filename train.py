@@ -193,6 +193,7 @@ class Program(NamedTuple):
     start: Any              # key -> state
     step: Any               # state, batch -> state, metrics
     evaluate: Any           # params, batch -> (sum, count)
+    by_layer: bool          # whether the weights of a stack are gathered layer by layer
 
 
 def schedule(config: Config, step: jax.Array) -> jax.Array:
@@ -349,7 +350,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
         jax.jit(fresh, out_shardings=places, compiler_options=options),
         jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
-        jax.jit(evaluate, out_shardings=whole, compiler_options=options))
+        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs)
 
 
 def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -430,7 +431,8 @@ def formula(program: Program) -> list[shard.Collective]:
     in_turns = S > 1 and c.schedule == "1f1b"
     alone = in_turns and c.layers == S
     again = c.remat != "none" and not alone
-    found = shard.predict(program.decisions, program.state["params"], program.mesh, item,
+    gathered = jax.tree.map(lambda d: dataclasses.replace(d, stacked=d.stacked and program.by_layer), program.decisions)
+    found = shard.predict(gathered, program.state["params"], program.mesh, item,
                           c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns - alone)
     if c.step == "jit" or not _is_ours(program):
         return found
