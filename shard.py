@@ -1593,30 +1593,34 @@ def _by_kernel(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array) -> ja
 
 
 # As many scores of an attention may a device have in memory at once; fewer queries in a block are not
-# worth what they save.
+# worth what they save. (Each block is compiled: eight are worth that where attention is much of the work.)
 SCORES, BLOCK = 2**25, 128
 
 
-def blocks(scores: int, time: int, ordered: bool = True, looped: bool = True) -> tuple[int, int]:
-    """In how many blocks of queries an attention with so many scores on a device is computed, each with
-    the keys up to its last query, if they are ordered; and in how many parts, for memory, each of those: at least
-    two where layers may be no loop, for a compiler makes one of what is computed twice, but of loops."""
-    wide = max(n for n in (1, 2, 4, 8) if n == 1 or ordered and time % n == 0 and time // n >= BLOCK)
-    parts = (n for n in range(1 if looped or scores <= SCORES else 2, time // wide + 1) if time // wide % n == 0)
-    return wide, next((n for n in parts if scores <= n * wide * SCORES), time // wide)
+def blocks(scores: int, time: int, ordered: bool = True, looped: bool = True) -> tuple[list[int], int]:
+    """Where the blocks of queries end in which an attention with so many scores on a device is computed, each with
+    the keys up to its last query, if they are ordered (of few the last is halved: it has most keys); and in how many
+    parts, for memory, each of those: at least two where layers may be no loop, for a compiler makes one of what is
+    computed twice, but of loops."""
+    wide = max(n for n in (1, 2, 4, 8) if n == 1 or ordered and time % n == 0 and time // n >= BLOCK * (4 if n == 8 else 1))
+    each = last = time // wide
+    if wide == 4 and each >= 2 * BLOCK and each % 2 == 0:
+        last = each // 2
+    ends = sorted({*range(each, time + 1, each), time - last} - {0})
+    parts = (n for n in range(1 if looped or scores <= SCORES else 2, last + 1) if last % n == 0)
+    return ends, next((n for n in parts if scores <= n * wide * SCORES), last)
 
 
 def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
     B, T, H, _ = q.shape
     ordered, scores = ordered and k.shape[1] == T, B * H * T * k.shape[1] // shards
-    count, parts = blocks(scores, T, ordered, not lone_cpu())
+    ends, parts = blocks(scores, T, ordered, not lone_cpu())
     cut = lambda tree, a, b: jax.tree.map(lambda x: x[:, a:b], tree)       # noqa: E731
     one = lambda q, asking, k, v, asked: attention(q, k, v, seen(asking, asked))[0]      # noqa: E731
     if scores > SCORES:
         one = jax.checkpoint(one, prevent_cse=False)
     found = []
-    for i in range(count):
-        begin, end = i * T // count, (i + 1) * T // count
+    for begin, end in zip([0, *ends], ends):
         mine, keys = cut((q, asking), begin, end), cut((k, v, asked), 0, end if ordered else None)
         if parts == 1:
             found.append(one(*mine, *keys))
@@ -1624,7 +1628,7 @@ def _in_blocks(attention, q, k, v, seen, asking, asked, shards, ordered):
         split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), mine)
         each = lax.map(lambda part: one(*part, *keys), split)
         found.append(jnp.moveaxis(each, 0, 1).reshape(B, end - begin, *q.shape[2:]))
-    return jnp.concatenate(found, 1) if count > 1 else found[0]
+    return jnp.concatenate(found, 1) if len(ends) > 1 else found[0]
 
 
 def zigzag(time: int, devices: int) -> np.ndarray:

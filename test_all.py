@@ -1825,7 +1825,8 @@ def test_no_token_sees_a_later_one_or_another_document():
         assert seen.tolist() == [(i < 6) == (t < 6) and i <= t for i in range(16)]
 
 
-@pytest.mark.parametrize("time, scores, block", [(64, 2**25, 16), (64, 2**11, 16), (96, 2**10, 16), (60, 2**9, 10**9)])
+@pytest.mark.parametrize("time, scores, block", [(64, 2**25, 16), (64, 2**11, 16), (96, 2**10, 16), (60, 2**9, 10**9), (128, 2**12, 16),
+                                                 (128, 2**25, 4)])
 @in_float64()
 def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     """Some queries at a time, with the keys that they can see: values and gradients, with documents and
@@ -1838,8 +1839,9 @@ def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     want = both(params)
     monkeypatch.setattr(shard, "BLOCK", block)
     monkeypatch.setattr(shard, "SCORES", scores)
-    wide, parts = shard.blocks(8 * 4 * time**2, time)
-    assert wide * parts > 1 and (8 * 4 * time**2 <= scores * wide * parts or wide * parts == time)
+    ends, parts = shard.blocks(8 * 4 * time**2, time)
+    longest = max(b - a for a, b in zip([0, *ends], ends))
+    assert ends[-1] == time and len(ends) * parts > 1 and (8 * 4 * time * longest <= scores * parts or parts in (longest, longest // 2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), both(params), want)
 
 
@@ -1852,7 +1854,8 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
         done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, known, known).compile()
         return shard.arithmetic(done), done.memory_analysis().temp_size_in_bytes
 
-    assert of(1024)[0] <= 0.57 * of(1024, False)[0]         # 36 of 64 blocks
+    assert of(1024)[0] <= 0.62 * of(1024, False)[0]         # 39 of 64 eighths: the last quarter alone is halved
+    assert of(4096)[0] <= 0.57 * of(4096, False)[0]         # 36
     monkeypatch.setattr(shard, "SCORES", 2**16)
     assert of(4096)[1] < 2.5 * of(2048)[1] < 2.5 * 2048 * 2048
 

@@ -1649,8 +1649,8 @@ def attends(config: Config, mesh: Any) -> str:
         return "attend   by cuDNN's kernel"
     if config.step == "shard_map":
         rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
-    count, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
-    return (f"attend   in {count} block{'s'[:count > 1]} of {T // count:,} queries, with the keys up to the last of them"
+    ends, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
+    return (f"attend   in {len(ends)} block{'s'[:len(ends) > 1]} of {'up to ' * (len(ends) * ends[0] > T)}{ends[0]:,} queries, with the keys up to the last of them"
             + f"; each in {parts} parts, computed again in the backward pass" * (parts > 1))
 
 
