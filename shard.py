@@ -21,7 +21,6 @@ F feed-forward, V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import difflib
 import functools
@@ -278,7 +277,8 @@ class Decision:
 
 
 # For how many devices the rule follows a function, which is traced without a mesh: it may have one of its own.
-_WALKED = contextvars.ContextVar("walked", default=1)
+# (jax's own kind of variable: what it has traced is known by it, too.)
+_WALKED = jax.make_user_context(1)
 
 
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
@@ -305,11 +305,8 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
             whole[i] = value
         return fn(jax.tree.unflatten(tree, whole), *args)
 
-    walked = _WALKED.set(sizes["tensor"])
-    try:
+    with _WALKED(sizes["tensor"]):
         closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
-    finally:
-        _WALKED.reset(walked)
     walk, given = _Walk(sizes["tensor"], [leaves[i] for i in arrays]), closed.jaxpr.invars[len(arrays):]
     # Without arguments what the function closes over, or draws, are its data.
     walk.closed = not given
@@ -1320,7 +1317,7 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> tuple[jax.A
 def heads(w: jax.Array, asking: int) -> jax.Array:
     """Weights [D, K, N] of keys or values with each head as often as it takes for tensor to divide them, as it divides
     the `asking` heads of queries: a device then makes those that its own ask, where it would make all, or be sent them."""
-    count = math.lcm(w.shape[1], _ambient()[0].get("tensor", _WALKED.get()))
+    count = math.lcm(w.shape[1], _ambient()[0].get("tensor", _WALKED.value))
     times = count // w.shape[1] if asking % count == 0 else 1
     # As a product: what it sums over in the backward pass is split, and of products the compiler knows what to send.
     return w if times == 1 else jnp.einsum("dkn,kj->djn", w, inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1))
@@ -1424,7 +1421,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     order = jnp.argsort(chosen.reshape(-1))
     counts = (chosen.reshape(-1) == jnp.arange(own)[:, None]).sum(-1, dtype=jnp.int32)
     ours = lambda x: jnp.where((jnp.arange(len(order)) < counts.sum())[:, None], x, 0)     # noqa: E731
-    product = lambda x, w: checkpoint_name(_ragged(x, w, counts), "product")        # noqa: E731
+    product = lambda x, w: checkpoint_name(_ragged(x, w, counts, B * T * K), "product")     # noqa: E731
     sorted_rows = ours(rows[:, order // k])
     out = ours(product(between(*[product(sorted_rows, w) for w in into]), back))
     out = out[:, jnp.argsort(order)].reshape(n, -1, k, D)
@@ -1451,15 +1448,15 @@ def _to_experts(rows: jax.Array, chosen: jax.Array, shares: jax.Array, e: int, o
     return rows, chosen, shares
 
 
-def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
-    """For each of n the rows of x [n, R, D], in groups of so many, times the weights of their group
-    [n, E, D, F]. Split n ways over tensor: a map for each direction, as TPUs have no ragged product
+def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
+    """For each of n the rows of x [n, R, D], in groups of so many (`usual` in all), times the weights of
+    their group [n, E, D, F]. Split n ways over tensor: a map for each direction, as TPUs have no ragged product
     with a batch dimension, and jax cannot turn a map around that keeps something for it."""
     n, both = x.shape[0], lambda a: a.reshape(-1, *a.shape[2:])
     x, w, counts = vary(x, w), vary(w, x), vary(counts, x)
     sizes, manual = _ambient()
     if _platform() not in ("", "tpu") and (manual or math.prod(sizes.values()) == 1):       # else rows are the compiler's to split
-        return _by_blocks(x, w, counts)
+        return _by_blocks(x, w, counts, usual)
     if n == 1:
         return lax.ragged_dot(x[0], w[0], counts)[None]
     split = functools.partial(jax.shard_map, axis_names={"tensor"})
@@ -1479,11 +1476,11 @@ def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     return product(both(x), both(w), counts).reshape(n, -1, w.shape[-1])
 
 
-def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
     """As _ragged, where XLA would multiply every row with the weights of every group: a loop over blocks of rows of one
     group, of which a group of the usual length has four and a part."""
     (n, R, _), E = x.shape, w.shape[1]
-    size = 1 << min(2048, max(8, R // (4 * E))).bit_length() - 1
+    size, wide = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1, jnp.promote_types(x.dtype, jnp.float32)
 
     def blocks(make, put, shape, dtype, counts, *rows):
         """What put(all, group, first, made) puts together of what make(group, of each of `rows` those of the block) makes."""
@@ -1512,8 +1509,8 @@ def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
 
     def back(kept, change):
         x, w, counts = kept
-        dw = blocks(lambda group, *of: lax.dot_general(*of, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32),
-                    lambda out, group, first, made: out.at[:, group].add(made), w.shape, jnp.float32, counts, x, change)
+        dw = blocks(lambda group, *of: lax.dot_general(*of, (((1,), (1,)), ((0,), (0,))), preferred_element_type=wide),
+                    lambda out, group, first, made: out.at[:, group].add(made), w.shape, wide, counts, x, change)
         return product(change, w, counts, 2), dw.astype(w.dtype), None
 
     forward = lambda *args: product(*args, 1)               # noqa: E731
@@ -2133,7 +2130,7 @@ def _scattered(x: jax.Array, axis: str, dim: int) -> jax.Array:
         stride //= few
         groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
         x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
-        x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=jnp.float32).astype(x.dtype)
+        x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
     return jnp.moveaxis(x, 0, dim)
 
 

@@ -243,6 +243,11 @@ def test_too_few_kv_heads_stay_whole_and_queries_split():
     for kv_heads in (3, 6):     # as 10 of 40 on 4: three quarters of a group on each device
         layers = specs_of(make(heads=12, kv_heads=kv_heads, head_dim=8), "tensor=4")["layers"]
         assert layers["wk"] == P() and layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
+    # A loss that jax has traced before, for another mesh.
+    config = make(heads=12, kv_heads=3, head_dim=8)
+    params, fn = jax.eval_shape(lambda: model.init(config, jax.random.key(0))), jax.jit(lambda p, x: model.forward(p, x, config))
+    for mesh, want in (("data=8", P()), ("tensor=4", P(None, None, "tensor")), ("data=8", P())):
+        assert shard.infer_specs(fn, params, I(2, 16), mesh=mesh_of(mesh))["layers"]["wq"] == want
 
 
 # ---- published architectures in a few lines each, written in the ways they are found: fused and
@@ -1383,7 +1388,7 @@ def test_a_ragged_product_by_blocks(n, R, E, share):
         own = (jnp.arange(R) < counts.sum())[:, None]
         both = lambda f: (lambda y, pull: (y, *pull(dy)))(*jax.vjp(f, jnp.where(own, x, 1e9), w))       # noqa: E731
         plain = lambda x, w: jnp.where(own, jnp.stack([jax.lax.ragged_dot(*one, counts) for one in zip(x, w)]), 0)      # noqa: E731
-        for a, b in zip(both(lambda x, w: shard._by_blocks(x, w, counts)), both(plain)):
+        for a, b in zip(both(lambda x, w: shard._by_blocks(x, w, counts, R)), both(plain)):
             np.testing.assert_allclose(a, b, atol=1e-4)
 
 
