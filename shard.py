@@ -1379,21 +1379,30 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     table = table.reshape(n, -1, table.shape[1])
     here = ids - jnp.arange(n)[:, None, None] * table.shape[1]                  # [n, B, T]
     mine, here = ((here >= 0) & (here < table.shape[1]))[..., None], jnp.clip(here, 0, table.shape[1] - 1)
-    split = functools.partial(jax.shard_map, in_specs=P("tensor"), out_specs=P("tensor"), axis_names={"tensor"})
+    # Left alone, a partitioner may gather what is to be added to the rows of each.
+    found = _each(lambda table, here, mine: jnp.where(mine, table[0][here], 0), [P("tensor")] * 3, 1,
+                  *(vary(a, table, ids) for a in (table, here, mine)))
+    return stream(_sum_of(found))
 
-    # The backward pass is said, too: a partitioner may gather what is to be added to the rows of each.
+
+def _each(fn: Callable, specs: Sequence[P], floats: int, *args: jax.Array) -> jax.Array:
+    """fn(*args) by each device of tensor for itself, and its gradients for the first few of args, too: a map for each
+    direction, as jax cannot turn a map around that keeps something for it."""
+    split = functools.partial(jax.shard_map, axis_names={"tensor"})
+
     @jax.custom_vjp
-    def found(table, here, mine):
-        return split(lambda table, here, mine: jnp.where(mine, table[0][here], 0))(table, here, mine)
+    def each(*args):
+        return split(fn, in_specs=tuple(specs), out_specs=P("tensor"))(*args)
 
     def back(kept, change):
-        def added(table, here, mine, change):
-            return jnp.zeros_like(table).at[0, here].add(jnp.where(mine, change, 0))
+        def turned(change, *args):
+            return jax.vjp(lambda *first: fn(*first, *args[floats:]), *args[:floats])[1](change)
 
-        return split(added)(*kept, change), None, None
+        changes = split(turned, in_specs=(P("tensor"), *specs), out_specs=tuple(specs[:floats]))(change, *kept)
+        return *changes, *[None] * (len(kept) - floats)
 
-    found.defvjp(lambda *args: (found(*args), args), back)
-    return stream(_sum_of(found(*(vary(a, table, ids) for a in (table, here, mine)))))
+    each.defvjp(lambda *args: (each(*args), args), back)
+    return each(*args)
 
 
 def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
@@ -1450,8 +1459,7 @@ def _to_experts(rows: jax.Array, chosen: jax.Array, shares: jax.Array, e: int, o
 
 def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
     """For each of n the rows of x [n, R, D], in groups of so many (`usual` in all), times the weights of
-    their group [n, E, D, F]. Split n ways over tensor: a map for each direction, as TPUs have no ragged product
-    with a batch dimension, and jax cannot turn a map around that keeps something for it."""
+    their group [n, E, D, F]. Split n ways over tensor: a TPU has no ragged product with a batch dimension."""
     n, both = x.shape[0], lambda a: a.reshape(-1, *a.shape[2:])
     x, w, counts = vary(x, w), vary(w, x), vary(counts, x)
     sizes, manual = _ambient()
@@ -1459,21 +1467,8 @@ def _ragged(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Ar
         return _by_blocks(x, w, counts, usual)
     if n == 1:
         return lax.ragged_dot(x[0], w[0], counts)[None]
-    split = functools.partial(jax.shard_map, axis_names={"tensor"})
-
-    @jax.custom_vjp
-    def product(x, w, counts):
-        return split(lax.ragged_dot, in_specs=(P("tensor"), P("tensor"), P()), out_specs=P("tensor"))(x, w, counts)
-
-    def back(kept, change):
-        def turned(x, w, counts, change):
-            return jax.vjp(lambda x, w: lax.ragged_dot(x, w, counts), x, w)[1](change)
-
-        places = (P("tensor"), P("tensor"), P(), P("tensor"))
-        return *split(turned, in_specs=places, out_specs=places[:2])(*kept, change), None
-
-    product.defvjp(lambda *args: (product(*args), args), back)
-    return product(both(x), both(w), counts).reshape(n, -1, w.shape[-1])
+    made = _each(lax.ragged_dot, [P("tensor"), P("tensor"), P()], 2, both(x), both(w), counts)
+    return made.reshape(n, -1, w.shape[-1])
 
 
 def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
@@ -1482,7 +1477,7 @@ def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax
     (n, R, _), E = x.shape, w.shape[1]
     size, wide = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1, jnp.promote_types(x.dtype, jnp.float32)
 
-    def blocks(make, put, shape, dtype, counts, *rows):
+    def loop(make, put, shape, dtype, counts, *rows):
         """What put(all, group, first, made) puts together of what make(group, of each of `rows` those of the block) makes."""
         need, ends = -(-counts // size), jnp.cumsum(counts)
         number, last = jnp.arange(-(-R // size) + E), jnp.cumsum(need)
@@ -1496,21 +1491,21 @@ def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax
             own = (jnp.arange(size) < many)[:, None]
             work = lambda: make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, size, 1), 0) for a in rows])     # noqa: E731
             with jax.named_scope("ragged"):
-                made = lax.cond(many > 0, work, lambda: jax.tree.map(jnp.zeros_like, work()))
+                made = lax.cond(many > 0, work, lambda: jnp.zeros_like(work()))
             return put(out, group, first, made), None
 
         return lax.scan(turn, inner(vary(jnp.zeros(shape, dtype), *rows), 0), (group, first, many))[0]
 
     def product(x, w, counts, of_w):
         # In the order of the rows: what a block writes beyond its own, the next ones write over.
-        return blocks(lambda group, x: lax.dot_general(x, w[:, group], (((2,), (of_w,)), ((0,), (0,)))),
-                      lambda out, group, first, made: lax.dynamic_update_slice_in_dim(out, made, first, 1),
-                      (n, R + size, w.shape[4 - of_w]), x.dtype, counts, x)[:, :R]
+        return loop(lambda group, x: lax.dot_general(x, w[:, group], (((2,), (of_w,)), ((0,), (0,)))),
+                    lambda out, group, first, made: lax.dynamic_update_slice_in_dim(out, made, first, 1),
+                    (n, R + size, w.shape[4 - of_w]), x.dtype, counts, x)[:, :R]
 
     def back(kept, change):
         x, w, counts = kept
-        dw = blocks(lambda group, *of: lax.dot_general(*of, (((1,), (1,)), ((0,), (0,))), preferred_element_type=wide),
-                    lambda out, group, first, made: out.at[:, group].add(made), w.shape, wide, counts, x, change)
+        dw = loop(lambda group, *of: lax.dot_general(*of, (((1,), (1,)), ((0,), (0,))), preferred_element_type=wide),
+                  lambda out, group, first, made: out.at[:, group].add(made), w.shape, wide, counts, x, change)
         return product(change, w, counts, 2), dw.astype(w.dtype), None
 
     forward = lambda *args: product(*args, 1)               # noqa: E731

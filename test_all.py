@@ -1351,9 +1351,15 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
         assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in first], rel=5e-5)
 
 
+def as_on_a_tpu(monkeypatch):
+    """What is traced takes a TPU's ways; what is said of a mesh, and to its compiler, stays."""
+    platform = shard._platform
+    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+
+
 def test_rows_in_no_group_of_a_ragged_product_may_hold_anything(monkeypatch):
     """A TPU's kernel leaves there what was there. Forward and backward, on devices that are none."""
-    real, platform = jax.lax.ragged_dot, shard._platform
+    real = jax.lax.ragged_dot
 
     def anything(x, w, counts):
         dirty = lambda y, counts: jnp.where((jnp.arange(len(y)) < counts.sum())[:, None], y, jnp.nan)
@@ -1369,7 +1375,7 @@ def test_rows_in_no_group_of_a_ragged_product_may_hold_anything(monkeypatch):
 
     c = make(experts=4, steps=3)
     want = learn(c)[0]
-    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+    as_on_a_tpu(monkeypatch)
     monkeypatch.setattr(shard, "_by_blocks", None)
     for mesh in ("expert=2", "expert=4", "expert=2,tensor=2"):
         # (A map over tensor holds one operation, which this is not.)
@@ -1447,8 +1453,7 @@ def test_exchanges_add_up_what_a_reduce_scatter_does(mesh, changes, monkeypatch)
     """What stands for it on a TPU, on devices that are none; and that it does."""
     config = make(d_model=64, d_ff=256, seq_len=64, **changes)
     want, loss = gradients_of(config, "", batch_of(config))
-    platform = shard._platform
-    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+    as_on_a_tpu(monkeypatch)
     found, same = gradients_of(config, mesh, batch_of(config))
     assert same == pytest.approx(loss, rel=1e-6)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want)):

@@ -431,8 +431,8 @@ def formula(program: Program) -> list[shard.Collective]:
     in_turns = S > 1 and c.schedule == "1f1b"
     alone = in_turns and c.layers == S
     again = c.remat != "none" and not alone
-    gathered = jax.tree.map(lambda d: dataclasses.replace(d, stacked=d.stacked and program.by_layer), program.decisions)
-    found = shard.predict(gathered, program.state["params"], program.mesh, item,
+    decisions = jax.tree.map(lambda d: dataclasses.replace(d, stacked=d.stacked and program.by_layer), program.decisions)
+    found = shard.predict(decisions, program.state["params"], program.mesh, item,
                           c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns - alone)
     if c.step == "jit" or not _is_ours(program):
         return found
@@ -1650,7 +1650,8 @@ def attends(config: Config, mesh: Any) -> str:
     if config.step == "shard_map":
         rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
     ends, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
-    return (f"attend   in {len(ends)} block{'s'[:len(ends) > 1]} of {'up to ' * (len(ends) * ends[0] > T)}{ends[0]:,} queries, with the keys up to the last of them"
+    size = f"{'up to ' * (len(ends) * ends[0] > T)}{ends[0]:,}"
+    return (f"attend   in {len(ends)} block{'s'[:len(ends) > 1]} of {size} queries, with the keys up to the last of them"
             + f"; each in {parts} parts, computed again in the backward pass" * (parts > 1))
 
 
