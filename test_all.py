@@ -1208,7 +1208,7 @@ def test_the_readmes_table_of_loss_by_layout(flags, first, last):
         assert run[-1][0] == pytest.approx(float(last), rel=5e-5)
 
 
-DRAWN = draws(40)
+DRAWN = draws(44)
 
 
 @pytest.mark.parametrize("mesh, what, rest", [pytest.param(*d, id=" ".join([d[0], *(f"{k}={v}" for k, v in {**d[1], **d[2]}.items())]),
