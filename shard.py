@@ -1319,8 +1319,15 @@ def heads(w: jax.Array, asking: int) -> jax.Array:
     the `asking` heads of queries: a device then makes those that its own ask, where it would make all, or be sent them."""
     count = math.lcm(w.shape[1], _ambient()[0].get("tensor", _WALKED.value))
     times = count // w.shape[1] if asking % count == 0 else 1
-    # As a product: what it sums over in the backward pass is split, and of products the compiler knows what to send.
-    return w if times == 1 else jnp.einsum("dkn,kj->djn", w, inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1))
+    if times == 1:
+        return w
+    # A product, for what the backward pass sums over is split, and of products the compiler knows what to send. But on
+    # the way forward a view, which no policy keeps for the backward pass: it would be a whole weight.
+    each = lambda: inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1)      # noqa: E731
+    repeated = jax.custom_vjp(lambda w: jnp.einsum("dkn,kj->djn", w, each()))
+    repeated.defvjp(lambda w: (inner(jnp.repeat(w, times, 1), 1), None),
+                    lambda _, change: (jnp.einsum("djn,kj->dkn", change, each()),))
+    return repeated(w)
 
 
 def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.Array:

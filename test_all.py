@@ -1046,7 +1046,8 @@ def test_the_table_tells_what_a_device_holds_and_why():
     # A layer a stage: nothing is computed again. Key heads that neither divide tensor nor are divided by it.
     slow("pipe=4,tensor=2", dict(schedule="1f1b", microbatches=2, remat="full")), slow("pipe=4,fsdp=2", dict(schedule="1f1b", remat="selective")),
     slow("pipe=4,expert=2", dict(experts=4, schedule="1f1b", remat="selective")), slow("pipe=4,seq=2", dict(schedule="1f1b", remat="selective")),
-    ("tensor=4", dict(heads=12, kv_heads=3, head_dim=8))])
+    ("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)), slow("fsdp=2,tensor=4", dict(heads=12, kv_heads=3, head_dim=32)),
+    slow("fsdp=2,tensor=4", dict(heads=12, kv_heads=3, head_dim=32, remat="selective"))])
 def test_the_formula_predicts_what_is_sent(mesh, changes):
     """Said beside the compiled program's figures: a gap is the compiler's, or a bug of ours."""
     program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
