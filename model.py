@@ -220,9 +220,9 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 
 
 def _kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """What _attention finds where each query sees the keys up to its own and no more, asked of cuDNN's kernel: to
+    """What _attention finds where each query sees the keys up to its own and no more, asked of the device's kernel: to
     change the one is to change the other, or to give shard.attend none."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return shard.causal(q, k, v)
 
 
 def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,

@@ -36,6 +36,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 
@@ -1539,8 +1540,8 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     [B, S, K, N]. It gives what was found [B, T, H, N] and the logarithm of the sum of its weights
     [B, H, T]. The mask is seen(asking, asked), of what is known of each query and of each key
     (trees of [B, T] and [B, S]: places, documents). Under `seq` the keys go round a ring; else, where no
-    query sees a key with a higher index (`ordered`), what it does not see is not computed. Where a GPU's own kernel
-    is faster, and `kernel(q, k, v)` says how the same is asked of it, that is what is computed."""
+    query sees a key with a higher index (`ordered`), what it does not see is not computed. Where the device has a kernel
+    of its own, and `kernel(q, k, v)` says how the same is asked of it, that is what is computed."""
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
@@ -1552,39 +1553,64 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     return inner(checkpoint_name(found, "attend"), 2)
 
 
-def fused(dtype: Any, time: int, width: int, mesh: Any = None) -> bool:
-    """Whether a device has a kernel, cuDNN's, for causal attention in this precision over so many with heads so wide."""
+def fused(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
+    """Which kernel a device has for causal attention in this precision over so many with heads so wide, if any."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
-    return (device is not None and device.device_kind.startswith("NVIDIA") and time % 2 == 0 and width % 8 == 0
-            and width <= 128 and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-            and float(getattr(jax.local_devices()[0], "compute_capability", 8)) >= 8)
+    kind, dtype = device.device_kind if device is not None else "", jnp.dtype(dtype)
+    if kind.startswith("TPU"):
+        return "splash" * (time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16)
+    return "cuDNN" * (kind.startswith("NVIDIA") and time % 2 == 0 and width % 8 == 0 and width <= 128
+                      and dtype in (jnp.bfloat16, jnp.float16)
+                      and float(getattr(jax.local_devices()[0], "compute_capability", 8)) >= 8)
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention by the device's kernel; q [B, T, H, N], k and v [B, T, K, N]."""
+    B, T, H, N = q.shape
+    if fused(q.dtype, T, N) != "splash":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    block = math.gcd(T, 512)
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
+        "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
+    # What it finds, and what it divided by, selective remat keeps.
+    kernel = splash.make_splash_mha_single_device(masks.MultiHeadMask([masks.CausalMask((T, T))] * B * H), block_sizes=sizes,
+                                                  residual_checkpoint_name="product")
+    found = kernel(*(x.swapaxes(1, 2).reshape(-1, T, N) for x in (q * N ** -0.5, k, v)))        # rows are heads, too
+    return found.reshape(B, H, T, N).swapaxes(1, 2)
 
 
 def _by_kernel(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """kernel(q, k, v) of each device's rows and heads: the compiler, which splits the rest, cannot split a kernel."""
     _, manual = _ambient()
-    place, form = _inside(q, 2), None
-    split = lambda fn, ins, outs: jax.shard_map(fn, in_specs=ins, out_specs=outs,       # noqa: E731
-                                                axis_names=set(AXES) - manual)
-    # What is kept for the backward pass is said to be split, too: where one shard_map is in another, jax says it wrong.
-    kinds = {4: place, 3: P(place[0], place[2]), 1: P()}        # [B, T, H, N], [B, H, T], what is not used
+    place, form, rest = _inside(q, 2), None, set(AXES) - manual
+    each = P(tuple(axis for axis in AXES if axis in rest))
+
+    def split(fn, ins, outs):
+        def plain(*args):
+            """fn, traced as if nothing differed from device to device: a kernel does not say of what it makes that it does."""
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+            traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)     # (not one of before)
+            return jax.tree.unflatten(jax.tree.structure(made), jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
+
+        whole = jax.shard_map(plain, in_specs=ins, out_specs=outs, axis_names=rest, check_vma=False)
+        return lambda *args: vary(whole(*args), args)
 
     def forward(q, k, v):
         def local(q, k, v):
             nonlocal form
             found, back = jax.vjp(kernel, q, k, v)
             kept, form = jax.tree.flatten(back)
-            form = form, [x.ndim for x in kept]
-            return found, {n: [x for x in kept if x.ndim == n] for n in kinds}
+            return found, [x[None] for x in kept]           # (each device's own)
 
-        return split(local, place, (place, kinds))(q, k, v)
+        return split(local, place, (place, each))(q, k, v)
 
     def backward(kept, change):
         def local(kept, change):
-            kept = {n: iter(some) for n, some in kept.items()}
-            return jax.tree.unflatten(form[0], [next(kept[n]) for n in form[1]])(change)
+            return jax.tree.unflatten(form, [x[0] for x in kept])(change)
 
-        return split(local, (kinds, place), place)(kept, change)
+        return split(local, (each, place), place)(kept, change)
 
     attention = jax.custom_vjp(split(kernel, place, place))
     attention.defvjp(forward, backward)
@@ -2281,7 +2307,7 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Operations of a compiled program's products and convolutions on one device, loops multiplied out
     (the compiler's own count takes a loop's body once): 2 for each product of two numbers. Branches count
     as if they were taken each time. Ragged products, a TPU's kernels and our loops of blocks, pass over the rows
-    that are in no group: `ragged` is the share that is in one. A GPU's causal attention is a kernel, too."""
+    that are in no group: `ragged` is the share that is in one. Causal attention may be a kernel, too."""
     total, shapes, of = 0.0, {}, None
     for line, times, part in _runs(compiled.as_text(), ragged):
         if part is not of:
@@ -2299,6 +2325,13 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
             (b, t, h, n), (_, s, *_) = (tuple(map(int, shape.split(","))) for shape in re.findall(
                 r"\w+\[([\d,]+)\]", line.split("operand_layout_constraints=")[1])[:2])
             total += times * (5 if "Backward" in line else 2) * b * t * s * h * n * (1 if '"CAUSAL"' in line else 2)
+            continue
+        if "tpu_custom_call" in line and (m := re.search(r"%splash_mha_(fwd|dq|dkv)", line)):
+            # Two products forward; backward three and four, of which each kernel makes two for itself. Of n x n blocks
+            # [1, n, n] those up to the diagonal; queries are [B H, T, N].
+            of = line.split("operand_layout_constraints=")[1]
+            n, (h, t, width) = int(re.search(r"(\d+)\]", of)[1]), map(int, re.search(r"bf16\[([\d,]+)", of)[1].split(","))
+            total += times * {"fwd": 2, "dq": 3, "dkv": 4}[m[1]] * h * t * t * width * (n + 1) / n
             continue
         if not (m := re.match(r".* = \w+\[([\d,]*)\]\S* (dot|convolution)\((.*?)\)(.*)", line)):
             continue

@@ -1912,7 +1912,7 @@ one_kernel.defvjp(lambda *qkv: ((found := FORWARD(*qkv))[0], (*qkv, *found, jnp.
     slow("expert=2,tensor=2", dict(experts=4, step="jit"))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
-    """As cuDNN's would be. Not where documents are told apart: of those it is not told."""
+    """As the device's own would be. Not where documents are told apart: of those it is not told."""
     config = make(**changes)
     want, batch, calls = gradients_of(make(**{**changes, "step": "shard_map"}), "", batch_of(config)), batch_of(config), []
 
@@ -1935,11 +1935,35 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
         assert len(calls) == times
 
 
+@pytest.mark.parametrize("mesh, changes", [
+    ("", {}), ("data=2,fsdp=2,tensor=2", dict(kv_heads=2)), slow("fsdp=4,tensor=2", dict(remat="full", step="jit")),
+    slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")), slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2))])
+def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
+    """Interpreted; in the whole step, with blocks that are skipped, and the map over every axis around it."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    config, calls, make_one = make(seq_len=1024, batch=4, **changes), [], splash.make_splash_mha_single_device
+    batch = batch_of(config)
+    want = gradients_of(dataclasses.replace(config, step="shard_map"), "", batch)
+
+    def interpreted(*args, **options):
+        calls.append(options)
+        return make_one(*args, **options, interpret=True)
+
+    monkeypatch.setattr(splash, "make_splash_mha_single_device", interpreted)
+    monkeypatch.setattr(shard, "fused", lambda *known: "splash" * bool((known[3:] or [jax.sharding.get_abstract_mesh()])[0].shape))
+    got = gradients_of(config, mesh, batch)
+    assert calls and "splash" in train.attends(config, mesh_of(mesh))
+    # Of sums of thousands in float32, in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()), got, want)
+
+
 def test_a_kernel_is_asked_for_what_it_can():
     of = lambda kind: SimpleNamespace(abstract_mesh=SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind)))     # noqa: E731
     assert shard.fused("bfloat16", 1024, 128, of("NVIDIA H100 80GB HBM3")) and shard.fused(jnp.float16, 2, 8, of("NVIDIA A100"))
+    assert shard.fused("bfloat16", 1024, 256, of("TPU v5 lite")) and shard.fused("bfloat16", 384, 64, of("TPU7x"))
     for dtype, length, width, kind in (("float32", 64, 64, "NVIDIA H100"), ("bfloat16", 63, 64, "NVIDIA H100"), ("bfloat16", 64, 20, "NVIDIA H100"),
-                                     ("bfloat16", 64, 256, "NVIDIA H100"), ("bfloat16", 64, 64, "AMD Instinct MI300X"), ("bfloat16", 64, 64, "TPU v5 lite")):
+                                     ("bfloat16", 64, 256, "NVIDIA H100"), ("bfloat16", 64, 64, "AMD Instinct MI300X"), ("bfloat16", 64, 64, "TPU v5 lite"),
+                                     ("bfloat16", 128, 80, "TPU v4"), ("float32", 128, 64, "TPU v4")):
         assert not shard.fused(dtype, length, width, of(kind))
     assert not shard.fused("bfloat16", 64, 64), "no mesh"
 

@@ -1645,8 +1645,8 @@ def attends(config: Config, mesh: Any) -> str:
     if config.step == "shard_map":
         if sizes["seq"] > 1:
             return "attend   each device's queries with keys that go around a ring"
-    if shard.fused(config.dtype, T, config.head_dim, mesh):
-        return "attend   by cuDNN's kernel"
+    if kernel := shard.fused(config.dtype, T, config.head_dim, mesh):
+        return f"attend   by the {kernel} kernel"
     if config.step == "shard_map":
         rows = max(1, rows // shard.rows(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
     ends, parts = shard.blocks(rows * config.heads * T * T // sizes["tensor"], T, looped=not shard.lone_cpu(mesh))
