@@ -1142,10 +1142,8 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             total[0], total[1] = total[0] + count, total[1] + size
 
     def scatter(axis, count, size):
-        if _platform(mesh) == "tpu":        # by exchanges
-            add("all-to-all", [axis], count * len(_stages(sizes[axis])), size)
-        else:
-            add("reduce-scatter", [axis], count, size)
+        kind, stages = scattering(sizes[axis], mesh)
+        add(kind, [axis], count * stages, size)
 
     specs = jax.tree.map(lambda d: d.spec, decisions)
     kept = over_data(params, specs, mesh) if zero else specs        # the optimizer's state
@@ -1427,7 +1425,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     e, own = sizes.get("expert", 1) if "expert" in manual else 1, back.shape[0]
     into = [jnp.moveaxis(w.reshape(own, D, n, -1), 2, 0) for w in into]         # [n, E, D, F / n]
     back = jnp.moveaxis(back.reshape(own, n, -1, D), 1, 0)                      # [n, E, F / n, D]
-    chosen, shares = (inner(a, None).reshape(-1, K) for a in (chosen, shares))
+    chosen, shares = (inner(a, None).reshape(-1, K) for a in (chosen, shares.astype(x.dtype)))
     rows = (_copies(x, n) if n > 1 else inner(x, None)[None]).reshape(n, B * T, D)
     if e > 1:
         rows, chosen, shares = _to_experts(rows, chosen, shares, e, own)
@@ -1442,7 +1440,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     sorted_rows = ours(rows[:, order // k])
     out = ours(product(between(*[product(sorted_rows, w) for w in into]), back))
     out = out[:, jnp.argsort(order)].reshape(n, -1, k, D)
-    out = (out * shares[..., None].astype(out.dtype)).sum(2)
+    out = (out * shares[..., None]).sum(2)
     if e > 1:
         out = _swap(out.reshape(n, e, -1, D)).sum(1, dtype=jnp.float32).astype(x.dtype)
     return _row(n, checkpoint_name(out, "experts").reshape(n, B, T, D), beside)
@@ -1456,7 +1454,7 @@ def _to_experts(rows: jax.Array, chosen: jax.Array, shares: jax.Array, e: int, o
     business there is zero."""
     asked = (chosen // own == jnp.arange(e)[:, None, None]).any(-1)             # [e, R]
     rows = _swap(jnp.where(asked[..., None], rows[:, None], 0)).reshape(rows.shape[0], -1, rows.shape[2])
-    chosen, shares = (lax.all_gather(a, "expert", tiled=True) for a in (chosen, shares))
+    chosen, shares = lax.all_gather(chosen, "expert", tiled=True), _gathered(shares, 0, "expert")
     chosen = chosen - lax.axis_index("expert") * own
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
     if chosen.shape[1] > own:       # at most as many of a row's choices are here as there are experts
@@ -1546,7 +1544,7 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
         return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
-    if kernel and q.shape[2] % sizes.get("tensor", 1) == 0 and fused(q.dtype, q.shape[1], q.shape[-1]):
+    if kernel and all(a.shape[2] % sizes.get("tensor", 1) == 0 for a in (q, k)) and fused(q.dtype, q.shape[1], q.shape[-1]):
         found = _by_kernel(kernel, q, k, v)
     else:
         found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
@@ -2115,18 +2113,18 @@ def gather(weights: Any, specs: Any) -> Any:
         if "fsdp" not in spec:
             return w
         dim = list(spec).index("fsdp")
-        return _keeping_tensor(lambda w: _gathered(w, dim), spec)(w)
+        return _keeping_tensor(lambda w: _gathered(w, dim, "fsdp"), spec)(w)
 
     return jax.tree.map(whole, weights, specs)
 
 
-def _gathered(w: jax.Array, dim: int) -> jax.Array:
-    """All-gather over fsdp. Its transpose is a reduce-scatter."""
-    plain = lambda w: lax.all_gather(w, "fsdp", axis=dim, tiled=True)       # noqa: E731
+def _gathered(w: jax.Array, dim: int, axis: str) -> jax.Array:
+    """All-gather over fsdp or expert. Its transpose is a reduce-scatter."""
+    plain = lambda w: lax.all_gather(w, axis, axis=dim, tiled=True)         # noqa: E731
     if _platform() != "tpu":                # autodiff's is the same
         return plain(w)
     whole = jax.custom_vjp(plain)           # (plain in the next line too: it is what remat looks at)
-    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_scattered(change, "fsdp", dim),))
+    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_scattered(change, axis, dim),))
     return whole(w)
 
 
@@ -2147,8 +2145,13 @@ def _stages(n: int) -> list[int]:
     return [few, *_stages(n // few)] if n > 1 else []
 
 
+def scattering(n: int, mesh: Any) -> tuple[str, int]:
+    """What a reduce-scatter over n devices is there (`_scattered`), and in how many stages."""
+    return ("all-to-all", len(_stages(n))) if _platform(mesh) == "tpu" else ("reduce-scatter", 1)
+
+
 def _scattered(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """A reduce-scatter over fsdp or data. A TPU's compiler makes of that an all-reduce, of twice the bytes: there parts
+    """A reduce-scatter over an axis. A TPU's compiler makes of that an all-reduce, of twice the bytes: there parts
     are sent to whom they belong, in stages of a few devices, and added there in float32: as many bytes in all."""
     if _platform() != "tpu":
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)

@@ -476,12 +476,14 @@ def formula(program: Program) -> list[shard.Collective]:
         if c.experts:
             add("all-gather", "tensor", runs * (1 + again + in_turns), tokens * c.experts * 4)
             add("all-reduce", "tensor", runs, c.d_model * c.experts * 4)
-            add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * 4)
+            add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * item)
     if c.experts:
         # Every token's place to every device, and back; its choices and their shares.
         add("all-to-all", "expert", runs * (4 + again + 2 * in_turns - alone), e * x)
-        add("all-gather", "expert", runs * 2 * (1 + again + in_turns), e * tokens * c.experts_per_token * 4)
-        add("reduce-scatter", "expert", runs, e * tokens * c.experts_per_token * 4)
+        kind, stages = shard.scattering(e, program.mesh)
+        for size in (4, item):
+            add("all-gather", "expert", runs * (1 + again + in_turns), e * tokens * c.experts_per_token * size)
+        add(kind, "expert", runs * stages, e * tokens * c.experts_per_token * item / stages)
         add("all-reduce", "seq", runs * (1 + again + in_turns), rows // M * (c.experts + 1) * 4)
     if S > 1:
         # What the last stage has made is shared out: a microbatch in each tick, or all at the end.
