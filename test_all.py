@@ -1907,8 +1907,7 @@ one_kernel.defvjp(lambda *qkv: ((found := FORWARD(*qkv))[0], (*qkv, *found, jnp.
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)), ("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
-    slow("data=2,tensor=4", dict(kv_heads=1, step="jit")), slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, remat="selective")),
+    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)), slow("data=2,tensor=4", dict(kv_heads=1, step="jit")),
     slow("expert=2,tensor=2", dict(experts=4, step="jit"))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
@@ -1936,12 +1935,12 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("", {}), ("data=2,fsdp=2,tensor=2", dict(kv_heads=2)), slow("fsdp=4,tensor=2", dict(remat="full", step="jit")),
+    ("", {}), ("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)), slow("fsdp=4,tensor=2", dict(remat="full", step="jit")),
     slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")), slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2))])
 def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
     """Interpreted; in the whole step, with blocks that are skipped, and the map over every axis around it."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    config, calls, make_one = make(seq_len=1024, batch=4, **changes), [], splash.make_splash_mha_single_device
+    config, calls, make_one = make(seq_len=384, batch=4, **changes), [], splash.make_splash_mha_single_device
     batch = batch_of(config)
     want = gradients_of(dataclasses.replace(config, step="shard_map"), "", batch)
 
@@ -1963,7 +1962,7 @@ def test_a_kernel_is_asked_for_what_it_can():
     assert shard.fused("bfloat16", 1024, 256, of("TPU v5 lite")) and shard.fused("bfloat16", 384, 64, of("TPU7x"))
     for dtype, length, width, kind in (("float32", 64, 64, "NVIDIA H100"), ("bfloat16", 63, 64, "NVIDIA H100"), ("bfloat16", 64, 20, "NVIDIA H100"),
                                      ("bfloat16", 64, 256, "NVIDIA H100"), ("bfloat16", 64, 64, "AMD Instinct MI300X"), ("bfloat16", 64, 64, "TPU v5 lite"),
-                                     ("bfloat16", 128, 80, "TPU v4"), ("float32", 128, 64, "TPU v4")):
+                                     ("bfloat16", 128, 80, "TPU v4"), ("float32", 128, 64, "TPU v4"), ("bfloat16", 128, 64, "TPU v3")):
         assert not shard.fused(dtype, length, width, of(kind))
     assert not shard.fused("bfloat16", 64, 64), "no mesh"
 
@@ -2515,7 +2514,7 @@ def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chips, mesh, changes, arithmetic", [
-    ("v5e:4x4", "fsdp=16", ("--remat", "full"), (1.25, 1.35)), ("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective"), (1.0, 1.1)),
+    ("v5e:4x4", "fsdp=16", ("--remat", "full"), (1.25, 1.35)), ("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective", "--experts", 4), (1.0, 1.1)),
     ("v5e:4x4", "data=2,pipe=2,tensor=4", ("--schedule", "1f1b", "--microbatches", 2, "--zero", 1), (3.2, 3.6)),
     ("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), (1.0, 1.1)), ("h100:1x2x8", "fsdp=4,tensor=4", (), (0.9, 1.0)),
     ("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), (0.98, 1.05)),
