@@ -1595,7 +1595,7 @@ def bench(config: Config) -> None:
     config, _ = choose(config)
     mesh = machine(shard.mesh_sizes(config.mesh, config.shards), config)
     check_model(config, mesh)
-    config = dataclasses.replace(config, out="", steps=WARM + TIMED, profile=0)
+    config = dataclasses.replace(resolve(config, mesh), out="", steps=WARM + TIMED, profile=0)
     say, collate = _Bench(config), lambda examples: data.collate(examples, config.seq_len)      # noqa: E731
     with tempfile.TemporaryDirectory() as folder, data.opened(config.data, Path(folder) / "run") as corpus:
         if not config.vocab_size:
