@@ -1320,8 +1320,8 @@ def heads(w: jax.Array, asking: int) -> jax.Array:
     times = count // w.shape[1] if asking % count == 0 else 1
     if times == 1:
         return w
-    # A product, for what the backward pass sums over is split, and of products the compiler knows what to send. But on
-    # the way forward a view, which no policy keeps for the backward pass: it would be a whole weight.
+    # A product: as a view the rule would cut it, and backward what it sums over is split, where of products the compiler
+    # knows what to send. But forward of a gradient a view, which no policy keeps for later: it would be a whole weight.
     each = lambda: inner(jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1), 1)      # noqa: E731
     repeated = jax.custom_vjp(lambda w: jnp.einsum("dkn,kj->djn", w, each()))
     repeated.defvjp(lambda w: (inner(jnp.repeat(w, times, 1), 1), None),
@@ -2330,7 +2330,7 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
             total += times * (5 if "Backward" in line else 2) * b * t * s * h * n * (1 if '"CAUSAL"' in line else 2)
             continue
         if "tpu_custom_call" in line and (m := re.search(r"%splash_mha_(fwd|dq|dkv)", line)):
-            # Two products forward; backward three and four, of which each kernel makes two for itself. Of n x n blocks
+            # Two products forward; backward three and four, of which two are made in both kernels. Of n x n blocks
             # [1, n, n] those up to the diagonal; queries are [B H, T, N].
             of = line.split("operand_layout_constraints=")[1]
             n, (h, t, width) = int(re.search(r"(\d+)\]", of)[1]), map(int, re.search(r"bf16\[([\d,]+)", of)[1].split(","))

@@ -1907,7 +1907,8 @@ one_kernel.defvjp(lambda *qkv: ((found := FORWARD(*qkv))[0], (*qkv, *found, jnp.
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)), slow("data=2,tensor=4", dict(kv_heads=1, step="jit")),
+    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)), ("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
+    slow("data=2,tensor=4", dict(kv_heads=1, step="jit")), slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, remat="selective")),
     slow("expert=2,tensor=2", dict(experts=4, step="jit"))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
@@ -2519,7 +2520,7 @@ def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypa
     ("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), (1.0, 1.1)), ("h100:1x2x8", "fsdp=4,tensor=4", (), (0.9, 1.0)),
     ("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), (0.98, 1.05)),
     ("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), (1.0, 1.3)),
-    ("v5e:2x4", "pipe=2,tensor=4", ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), (1.2, 1.5)),
+    ("v5e:2x4", "pipe=2,tensor=4", ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), (1.2, 1.4)),
     ("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), (1.05, 1.15))])
 def test_a_program_for_chips_that_are_not_here_sends_what_the_formula_says(tmp_path, chips, mesh, changes, arithmetic):
     """To 2%, of everything that is more than a hundredth of what is sent. And nothing is written. (The arithmetic is of
