@@ -40,8 +40,8 @@ import train
 HERE = Path(__file__).parent
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
-# The machine code is of the worst kind, made in a third of the time. What programs send is the same, and commands that
-# tests start are compiled as for anybody.
+# The machine code is of the worst kind, which halves the time of tests (of jax 0.10). What programs send is the same, and
+# commands that tests start are compiled as for anybody.
 jax.config.update("jax_disable_most_optimizations", True)
 with pytest.MonkeyPatch.context() as patch:
     if jax.__version_info__ < (0, 11):      # (later ones end at a flag that is gone)
@@ -1358,8 +1358,8 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
 
 def as_on_a_tpu(monkeypatch):
     """What is traced takes a TPU's ways; what is said of a mesh, and to its compiler, stays."""
-    platform = shard._platform
-    monkeypatch.setattr(shard, "_platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
+    platform = shard.platform
+    monkeypatch.setattr(shard, "platform", lambda *mesh: platform(*mesh) if mesh else "tpu")
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=2,tensor=2"])
@@ -1467,7 +1467,9 @@ def test_the_optimizers_state_is_split_over_data():
 
 
 @pytest.mark.parametrize("mesh, changes", [("fsdp=8", {}), ("data=4,tensor=2", dict(zero=1)), slow("data=2,fsdp=4", dict(zero=1, accumulate=2, batch=16)),
-                                           slow("fsdp=4,tensor=2", dict(remat="full")), slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b"))])
+                                           slow("fsdp=4,tensor=2", dict(remat="full")), slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b")),
+                                           ("fsdp=2", dict(remat="full")), slow("data=2,tensor=2", dict(remat="full", step="jit")),
+                                           slow("pipe=2,fsdp=2", dict(remat="full", microbatches=2))])
 def test_exchanges_add_up_what_a_reduce_scatter_does(mesh, changes, monkeypatch):
     """What stands for it on a TPU, on devices that are none; and that it does."""
     config = make(d_model=64, d_ff=256, seq_len=64, **changes)
@@ -2541,7 +2543,7 @@ def test_hardware_that_is_not_known_or_has_no_compiler_here_is_one_line(monkeypa
     ("v5e:2x4", "pipe=2,tensor=4", ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), (1.2, 1.4)),
     ("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), (1.05, 1.15))])
 def test_a_program_for_chips_that_are_not_here_sends_what_the_formula_says(tmp_path, chips, mesh, changes, arithmetic):
-    """To 2%, of everything that is more than a hundredth of what is sent. And nothing is written. (The arithmetic is of
+    """To 2%, and the digits that are printed, of each kind over each axis, but for scalars. Nothing is written. (The arithmetic is of
     pipelines with their idle ticks, of experts that have as much to do, of two key heads on four devices, a twelfth of it
     the kernel's; a TPU's kernel looks at blocks of 512, here one, and makes two of its five products backward twice.)"""
     if chips.startswith("v"):
@@ -2563,7 +2565,7 @@ def test_a_program_for_chips_that_are_not_here_sends_what_the_formula_says(tmp_p
     rows += [(0.0, size(b)) for b in re.findall(r"^sends +nothing.*formula: ([\d.]+ \w+) in", done.stdout, re.M)]
     assert len(rows) >= 3
     for sent, said in rows:
-        assert abs(sent - said) <= max(0.02 * said, 0.01 * sum(a for a, _ in rows)), done.stdout
+        assert abs(sent - said) <= 0.03 * said + 200, done.stdout
     assert "it fits" in done.stdout and "mfu at most" in done.stdout
     assert arithmetic[0] < float(re.search(r"([\d.]+) of 6 a weight", done.stdout)[1]) < arithmetic[1], done.stdout
     if chips.startswith("v"):

@@ -476,7 +476,7 @@ def formula(program: Program) -> list[shard.Collective]:
         if c.experts:
             add("all-gather", "tensor", runs * (1 + again + in_turns), tokens * c.experts * 4)
             # (The gradient of the router, which a TPU's compiler rounds before it is summed.)
-            tpu = shard.scattering(n, program.mesh)[0] == "all-to-all"
+            tpu = shard.platform(program.mesh) == "tpu"
             add("all-reduce", "tensor", runs, c.d_model * c.experts * (item if tpu else 4))
             add("all-reduce", "tensor", runs, e * tokens * min(c.experts_per_token, c.experts // e) * item)
     if c.experts:
