@@ -320,7 +320,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         whole = jax.tree.map(lambda _: P(), sums)
         grads, (total, asked, more) = split(gradients, (shard.manual(parts), whole))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
-        grads = jax.tree.map(lambda g: g / count, grads)
+        grads = jax.tree.map(lambda g: g * (1 / count.astype(g.dtype)), grads)      # one division, not one a number
         rate, norm = schedule(config, state["step"]), optax.tree.norm(grads)
         updates, opt = rule.update(grads, state["opt"], params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
