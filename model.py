@@ -195,19 +195,14 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x32.astype(x.dtype) * scale
 
 
-def _turns(positions: jax.Array, c: Config) -> tuple[jax.Array, jax.Array]:
-    """Sine and cosine [B, T, 1, N/2] of the angles that positions [B, T] turn the pairs of a head by: each pair's own
-    rate times the position. (The barrier: a TPU's compiler would move them into the loop over layers.)"""
-    half = c.head_dim // 2
-    rate = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)        # [N/2]
-    angle = positions[:, :, None, None].astype(jnp.float32) * rate
-    return jax.lax.optimization_barrier((jnp.sin(angle), jnp.cos(angle)))
-
-
-def _rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned, so that q.k depends on how far apart they
-    are. x: [B, T, H, N]."""
-    a, b = (half.astype(jnp.float32) for half in jnp.split(x, 2, -1))
+def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
+    position, so that q.k depends on how far apart they are. x: [B, T, H, N]."""
+    half = x.shape[-1] // 2
+    rate = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)               # [N/2]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rate              # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
@@ -278,14 +273,14 @@ def _experts(w: Params, h: jax.Array, c: Config, layer: Any, rows: Params, back:
 def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: Params | None = None,
            slot: Any = 0) -> tuple[jax.Array, Any, Params | None]:
     """One layer: x [B, T, D] -> x, what is added to the loss, and its keys and values if it keeps
-    them. `rows` is what is known of the rows: turns, places, documents, seeds, weights."""
+    them. `rows` is what is known of the rows: positions, places, documents, seeds, weights."""
     drop = lambda y, half: _drop(y, c.dropout, 2 * layer + half, rows["seeds"],     # noqa: E731
                                  rows["asking"]["place"])
     h = _norm(x, w["attn_norm"])
     dense = [w["w_gate"], w["w_up"]] if "w_gate" in w else []
     keys = [w["wk"], w["wv"]] if cache else [shard.heads(w[name], c.heads) for name in ("wk", "wv")]
     q, k, v, *mlp = shard.columns(h, w["wq"], *keys, *dense * c.parallel)
-    q, k = (_rotate(y, *rows["turns"]) for y in (q, k))
+    q, k = (_rotate(y, rows["positions"], c.rope_theta) for y in (q, k))
     if cache is not None:
         cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
                  "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
@@ -333,12 +328,12 @@ def _seen(asking: Params, asked: Params) -> jax.Array:
     return (before & (asked["document"][:, None, :] == asking["document"][:, :, None]))[:, None]
 
 
-def _known(tokens: jax.Array, batch: dict[str, jax.Array], c: Config) -> Params:
-    """What is known of the rows of a batch, and of each of their queries and keys: what their positions in the document
-    turn them by (made once, for all layers), and the place in the row and the document that decide who sees whom."""
+def _known(tokens: jax.Array, batch: dict[str, jax.Array]) -> Params:
+    """What is known of the rows of a batch, and of each of their queries and keys: positions [B, T]
+    in the document, and the place in the row and the document that decide who sees whom."""
     place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
     known = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
-    return {"seeds": None, **batch, "turns": _turns(batch.get("positions", place), c), "asking": known, "asked": known}
+    return {"seeds": None, "positions": place, **batch, "asking": known, "asked": known}
 
 
 def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
@@ -348,7 +343,7 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
         raise Refused("this model has no encoder to give a source to")
     params = shard.cast(params, config.dtype)
     given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
-    x, _ = _trunk(params, tokens, config, _known(tokens, given, config))
+    x, _ = _trunk(params, tokens, config, _known(tokens, given))
     return _logits(params, x, config)[..., :config.vocab_size]
 
 
@@ -358,7 +353,7 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     travel together and are divided once, so that masks and uneven shards change nothing.
     Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add what
     makes them equally busy; `more` then gives other sums of theirs, third."""
-    params, c, rows = shard.cast(params, config.dtype), config, _known(batch["tokens"], batch, config)
+    params, c, rows = shard.cast(params, config.dtype), config, _known(batch["tokens"], batch)
 
     def enter(params, rows):
         return _enter(params, rows["tokens"], c)
@@ -412,7 +407,7 @@ def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: j
     keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
     asking = {"place": slots, "document": jnp.zeros_like(slots)}
     asked = {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}
-    rows = {"turns": _turns(jnp.maximum(slots - start[:, None], 0), config), "asking": asking, "asked": asked,
+    rows = {"positions": jnp.maximum(slots - start[:, None], 0), "asking": asking, "asked": asked,
             "seeds": None}
     x, cache = _trunk(params, tokens, config, rows, cache, slot)
     return _logits(params, x[:, -1:], config)[:, 0], cache

@@ -2021,13 +2021,6 @@ def test_layers_are_no_loop_on_a_lone_cpu(monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(remat="full"), dict(accumulate=2, remat="selective")])
-def test_what_positions_turn_by_is_made_once_for_all_layers_there_and_back(changes):
-    program = program_of(make(**changes), "")
-    with jax.set_mesh(program.mesh):
-        assert program.step.lower(program.state, program.batch).as_text().count("stablehlo.sine") == 1
-
-
 def test_positions_are_relative():
     """Shifting every position must change nothing: rates that differ between q and k would."""
     config = make()
