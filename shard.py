@@ -275,6 +275,7 @@ class Decision:
     stacked: bool       # its dimension `pipe` counts layers
     sides: tuple = ((), ())     # its dimensions that are contracted with an activation, and the others of the product
     reductions: tuple = ()      # (count, bytes) of each that its thread costs, told by one leaf
+    used: P | None = None       # how the loss is given it, if not as it lies: only an override makes these differ
 
 
 # For how many devices the rule follows a function, which is traced without a mesh: it may have one of its own.
@@ -328,9 +329,23 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
                           + nearest(pattern, paths))
         for i in hits:
             _check_spec(paths[i], leaves[i].shape, spec, sizes)
-            decisions[i] = dataclasses.replace(decisions[i], spec=live(spec, mesh),
+            rule = decisions[i].used or decisions[i].spec
+            used = _as_used(live(spec, mesh), rule, len(leaves[i].shape), decisions[i].stacked)
+            decisions[i] = dataclasses.replace(decisions[i], spec=live(spec, mesh), used=used,
                                                reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
+
+
+def _as_used(stored: P, rule: P, rank: int, stacked: bool) -> P:
+    """How a loss is given a weight that lies as an override says. Layers go to their stages and experts
+    to their devices as the rule has it; `tensor` is as the override says, and so is `fsdp`, but on the
+    dimension that counts layers or experts, of which each device uses all that are its own. What else
+    the override splits is gathered before the loss sees it (`as_used`)."""
+    stored, rule = ([*spec, *[None] * (rank - len(spec))] for spec in (stored, rule))
+    native = [a if a in ("pipe", "expert") else None for a in rule]
+    free = [not (native[d] or stacked and d == 0) for d in range(rank)]
+    return _trimmed([native[d] or (a if a == "tensor" or a == "fsdp" and free[d] else None)
+                     for d, a in enumerate(stored)])
 
 
 def flatten(params: Any) -> tuple[list[str], list[Any], Any]:
@@ -1218,17 +1233,45 @@ def _ambient() -> tuple[dict[str, int], set[str]]:
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
-def seams(fn: Callable, *args: Any) -> set[str]:
-    """The names of the seams below that a function goes through: their results carry them."""
-    def names(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "name":
-                yield eqn.params["name"]
-            for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-                inside = getattr(inside, "jaxpr", inside)
-                yield from names(inside) if hasattr(inside, "eqns") else ()
+DIFFERENTIATED = "differentiated"
 
-    return set(names(jax.make_jaxpr(fn)(*args).jaxpr))
+
+def _seam(x: jax.Array, name: str) -> jax.Array:
+    """x with a name, for `seams` to see; with another one where a gradient is taken through it. Nothing
+    inside a shard_map: what a loss calls is looked at before."""
+    return x if _ambient()[1] else _named(x, name)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _named(x: jax.Array, name: str) -> jax.Array:
+    return checkpoint_name(x, name)
+
+
+@_named.defjvp
+def _named_jvp(name: str, primals: tuple, tangents: tuple) -> tuple:
+    return checkpoint_name(primals[0], DIFFERENTIATED), tangents[0]
+
+
+def seams(fn: Callable, *args: Any) -> set[str]:
+    """The names of the seams below that a function goes through: their results carry them. Among them is
+    DIFFERENTIATED if the function takes a gradient through one of them, within itself."""
+    return {eqn.params["name"] for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "name"}
+
+
+def computes_in_16_bits(fn: Callable, *args: Any) -> bool:
+    """Whether a function has floats of fewer than 32 bits anywhere, whatever it is given."""
+    kinds = {v.aval.dtype for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr) for v in eqn.outvars
+             if hasattr(v.aval, "dtype")}
+    return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+
+
+def _equations(jaxpr: Any) -> Any:
+    """Every equation of a jaxpr, and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inside = getattr(inside, "jaxpr", inside)
+            yield from _equations(inside) if hasattr(inside, "eqns") else ()
 
 
 def stream(x: jax.Array) -> jax.Array:
@@ -1361,7 +1404,7 @@ def _product(x: jax.Array, w: jax.Array, dims: tuple, dtype: Any = None) -> jax.
 def row(*pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The sum of the products of activations [B, T, F, ...] with weights [F, ..., D]: out of a block
     and into the stream [B, T, D]. All of them share one reduction."""
-    return _row(_time_shards(pairs[0][0].shape[1]), None, pairs)
+    return _seam(_row(_time_shards(pairs[0][0].shape[1]), None, pairs), "row")
 
 
 def _row(n: int, parts: jax.Array | None, pairs: Any) -> jax.Array:
@@ -1447,7 +1490,8 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     out = (out * shares[..., None]).sum(2)
     if e > 1:
         out = _swap(out.reshape(n, e, -1, D)).sum(1, dtype=jnp.float32).astype(x.dtype)
-    return _row(n, checkpoint_name(out, "experts").reshape(n, B, T, D), beside)
+    out = _seam(checkpoint_name(out, "experts"), "experts")
+    return _row(n, out.reshape(n, B, T, D), beside)
 
 
 def _to_experts(rows: jax.Array, chosen: jax.Array, shares: jax.Array, e: int, own: int) -> tuple:
@@ -1547,12 +1591,13 @@ def attend(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
     q, k, v = (inner(a, 2) for a in (q, k, v))
     sizes, manual = _ambient()
     if sizes.get("seq", 1) > 1 and "seq" in manual:
-        return inner(_ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
+        ring = _ring if ordered else _whole_ring
+        return inner(ring(attention, q, k, v, seen, asking, asked, sizes["seq"]), 2)
     if kernel and all(a.shape[2] % sizes.get("tensor", 1) == 0 for a in (q, k)) and fused(q.dtype, q.shape[1], q.shape[-1]):
         found = _by_kernel(kernel, q, k, v)
     else:
         found = _in_blocks(attention, q, k, v, seen, asking, asked, sizes.get("tensor", 1), ordered)
-    return inner(checkpoint_name(found, "attend"), 2)
+    return _seam(inner(checkpoint_name(found, "attend"), 2), "attend")
 
 
 def fused(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
@@ -1665,6 +1710,41 @@ def zigzag(time: int, devices: int) -> np.ndarray:
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
 
 
+def _look(attention: Callable, seen: Callable, query: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+    """What a query finds among some of the keys, in float32, and the logarithm of its weights' sum."""
+    (q, asking), (k, v, asked) = query, key
+    found, weight = attention(q, k, v, seen(asking, asked))
+    return found.astype(jnp.float32), weight
+
+
+def _join(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
+    """Two findings, each normalised by itself, as one."""
+    (x, s), (y, t) = a, b
+    both = jnp.logaddexp(s, t)
+    share = lambda s: jnp.exp(s - both).transpose(0, 2, 1)[..., None]       # noqa: E731
+    return x * share(s) + y * share(t), both
+
+
+def _around(key: Any, n: int) -> Any:
+    """Keys, values and what is known of them, from the device before in the ring."""
+    return jax.tree.map(lambda x: lax.ppermute(x, "seq", [(i, (i + 1) % n) for i in range(n)]), key)
+
+
+def _whole_ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
+                asking: Any, asked: Any, n: int) -> jax.Array:
+    """Attention in which a query may see any key: it looks at those of every device in turn."""
+    look = jax.checkpoint(functools.partial(_look, attention, seen, (q, asking)))
+
+    def turn(state, _):
+        key, found = state
+        key = _around(key, n)
+        return (key, _join(found, look(key))), None
+
+    key = vary((k, v, asked), q, lax.axis_index("seq"))
+    (_, (found, _)), _ = lax.scan(turn, (key, look(key)), None, length=n - 1)
+    return found.astype(q.dtype)
+
+
 def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: Callable,
           asking: Any, asked: Any, n: int) -> jax.Array:
     """Causal attention over a sequence in zigzag order. Device i asks with an early part and a
@@ -1676,34 +1756,21 @@ def _ring(attention: Callable, q: jax.Array, k: jax.Array, v: jax.Array, seen: C
     late = lambda tree: jax.tree.map(lambda x: x[:, half:], tree)       # noqa: E731
     choose = lambda p, a, b: jax.tree.map(lambda x, y: jnp.where(p, x, y), a, b)  # noqa: E731
 
-    def look(query, key):
-        (q, asking), (k, v, asked) = query, key
-        found, weight = attention(q, k, v, seen(asking, asked))
-        return found.astype(jnp.float32), weight
-
-    def join(a, b):
-        """Two findings, each normalised by itself, as one."""
-        (x, s), (y, t) = a, b
-        both = jnp.logaddexp(s, t)
-        share = lambda s: jnp.exp(s - both).transpose(0, 2, 1)[..., None]       # noqa: E731
-        return x * share(s) + y * share(t), both
-
+    look = functools.partial(_look, attention, seen)
     query, key = (q, asking), (k, v, asked)
     first, last = early(query), late(query)
 
     @jax.checkpoint         # of each turn the keys and what was found before are kept, no more
     def look_on(key, before, one, two):
-        two = join(two, look(last, early(key)))
+        two = _join(two, look(last, early(key)))
         found, weight = look(choose(before, first, last), choose(before, early(key), late(key)))
         never = jnp.full_like(weight, -jnp.inf)
-        return (join(one, (found, jnp.where(before, weight, never))),
-                join(two, (found, jnp.where(before, never, weight))))
+        return (_join(one, (found, jnp.where(before, weight, never))),
+                _join(two, (found, jnp.where(before, never, weight))))
 
     def turn(state, _):
         key, whose, one, two = state
-        key = jax.tree.map(lambda x: lax.ppermute(x, "seq", [(i, (i + 1) % n) for i in range(n)]),
-                           key)
-        whose = (whose - 1) % n
+        key, whose = _around(key, n), (whose - 1) % n
         return (key, whose, *look_on(key, whose < me, one, two)), None
 
     state = key, me, look(first, early(key)), look(last, key)
@@ -1849,7 +1916,7 @@ def through(enter: Callable, layer: Callable, leave: Callable, params: Any, weig
     if sizes.get("pipe", 1) == 1 or "pipe" not in manual:
         x, more = run(enter(params, rows), weights, each, rows)
         s, *others = _with(leave(params, x, rows), more)
-        return checkpoint_name(s, "through"), *others
+        return _seam(checkpoint_name(s, "through"), "through"), *others
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)):
         raise Refused(f"mesh axis pipe={sizes['pipe']}: the number of layers must divide by it, and "
                       f"shard.through must be given their specs")
@@ -2075,19 +2142,30 @@ def turned(tree: Any, chunks: int, back: bool = False) -> Any:
     """Weights (or what is placed as they are) with their layers in the order in which `pipe` holds
     them when each stage has several chunks, or back in their own. What is saved is in their own."""
     def turn(x):
-        spec = x.sharding.spec
-        if chunks == 1 or not spec or spec[0] != "pipe":
+        spec, stages = x.sharding.spec, dict(x.sharding.mesh.shape)["pipe"]
+        if chunks == 1 or not spec or spec[0] != "pipe" or x.shape[0] % (stages * chunks):
             return x
-        return _turner(x.shape[0], dict(x.sharding.mesh.shape)["pipe"], chunks, back, x.sharding)(x)
+        return _turner(x.shape[0], stages, chunks, back, x.sharding)(x)
 
     return jax.tree.map(turn, tree)
 
 
+def in_chunks(tree: Any, specs: Any, mesh: Any, chunks: int, back: bool = False) -> Any:
+    """As `turned`, of weights inside a jit, where no array knows where it lies."""
+    stages = dict(mesh.shape)["pipe"]
+    return jax.tree.map(lambda x, s: x if chunks == 1 or not s or s[0] != "pipe" or x.shape[0] % (stages * chunks)
+                        else x[_turning(x.shape[0], stages, chunks, back)], tree, specs)
+
+
 @functools.lru_cache(maxsize=None)
 def _turner(layers: int, stages: int, chunks: int, back: bool, place: Any) -> Callable:
-    order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
-    order = np.argsort(order) if back else order
+    order = _turning(layers, stages, chunks, back)
     return jax.jit(lambda x: x[order], out_shardings=place)
+
+
+def _turning(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray:
+    order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
+    return np.argsort(order) if back else order
 
 
 def spread(tree: Any) -> Any:
@@ -2127,14 +2205,46 @@ def gather(weights: Any, specs: Any) -> Any:
     return jax.tree.map(whole, weights, specs)
 
 
+# The precision in which the gradient of a weight that is split over fsdp is sent and added up; empty: its own.
+SUM_DTYPE = jax.make_user_context("")
+
+
 def _gathered(w: jax.Array, dim: int, axis: str) -> jax.Array:
     """All-gather over fsdp or expert. Its transpose is a reduce-scatter."""
     plain = lambda w: lax.all_gather(w, axis, axis=dim, tiled=True)         # noqa: E731
-    if platform() != "tpu":                # autodiff's is the same
+    wide = jnp.dtype(SUM_DTYPE.value if SUM_DTYPE.value and axis != "expert" else w.dtype)
+    if platform() != "tpu" and wide == w.dtype:         # autodiff's is the same
         return plain(w)
     whole = jax.custom_vjp(plain)           # (plain in the next line too: it is what remat looks at)
-    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (_scattered(change, axis, dim),))
+    whole.defvjp(lambda w: (plain(w), None), lambda _, change: (
+        _scattered(change.astype(wide), axis, dim).astype(change.dtype),))
     return whole(w)
+
+
+def as_used(weights: Any, stored: Any, used: Any, chunks: int = 1) -> Any:
+    """Weights as they lie, as the loss uses them: gathered over the axes that an override has named
+    and the loss knows nothing of; of layers and experts, where the override has not split them, this
+    device's own. The transposes, a reduce-scatter and a padding with zeros, put gradients back."""
+    sizes, manual = _ambient()
+
+    def convert(w, lies, spec):
+        lies, spec = ([*s, *[None] * (w.ndim - len(s))] for s in (lies, spec))
+        for d, axis in enumerate(lies):
+            if axis not in (None, "tensor", spec[d]):
+                rest = P(*[a if a == "tensor" else None for a in lies])
+                w = _keeping_tensor(lambda w, axis=axis, d=d: _gathered(w, d, axis), rest)(w)
+                if axis == "pipe" and d == 0 and w.shape[0] % (sizes["pipe"] * chunks) == 0:
+                    w = w[_turning(w.shape[0], sizes["pipe"], chunks, True)]
+        for d, axis in enumerate(spec):
+            if axis in ("pipe", "expert") and lies[d] != axis:
+                runs = chunks if axis == "pipe" else 1      # a stage has a run of layers in each chunk
+                w = jnp.moveaxis(w, d, 0)
+                parts = w.reshape(runs, sizes[axis], -1, *w.shape[1:])
+                own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
+                w = jnp.moveaxis(own.reshape(-1, *w.shape[1:]), 0, d)
+        return w
+
+    return jax.tree.map(convert, weights, stored, used)
 
 
 def lone_cpu(mesh: Any = None) -> bool:
@@ -2201,6 +2311,28 @@ def vary(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def on_one_device(fn: Callable, wrap: Callable = lambda plain: plain) -> Callable:
+    """fn as one device computes it: traced outside the mesh, where no value has a type that says over
+    which axes it differs, and where no function of this file sends anything."""
+    def call(*args):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
+        return jax.tree.unflatten(jax.tree.structure(made), wrap(jaxpr_as_fun(traced))(*jax.tree.leaves(args)))
+
+    return call
+
+
+def on_each_device(fn: Callable) -> Callable:
+    """fn inside a shard_map, computed by each device for itself on what it has. What it makes is marked as
+    differing wherever its arguments do. Any function goes through here, with whatever loops, sorts and
+    gradients it has inside: it is not asked to be typed."""
+    def untyped(plain):
+        return jax.shard_map(plain, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
+
+    return lambda *args: vary(on_one_device(fn, untyped)(*args), args)
+
+
 def once(tree: Any, axes: set[str]) -> Any:
     """Each leaf, if all devices of an axis computed it alike, on the first of them and 0 on the
     others: a sum over the axis then counts it once."""
@@ -2233,7 +2365,8 @@ def over_data(params: Any, specs: Any, mesh: Any) -> Any:
     largest dimension left."""
     def more(leaf, spec):
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        _on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"])
+        if "data" not in entries:
+            _on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"])
         return _trimmed(entries)
 
     return jax.tree.map(more, params, specs)

@@ -96,7 +96,9 @@ class Config(model.Config):
     seed: int = 0                   # of the weights, the order of the data and dropout
     shards: int = 0                 # size of the tensor axis
     mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
+    override: tuple[str, ...] = ()  # REGEX=axis,-,axis: where weights live; of several that match the last wins
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
+    sum_dtype: str = ""             # float32: fsdp sends and adds up gradients in it, not in dtype
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
@@ -127,6 +129,12 @@ class Config(model.Config):
         if self.step not in ("shard_map", "jit"):
             raise Refused(f"--step {self.step}: expected shard_map or jit"
                           + shard.nearest(self.step, ("shard_map", "jit")))
+        if self.sum_dtype not in ("", "float32"):
+            raise Refused(f"--sum_dtype {self.sum_dtype}: expected float32, or nothing for the precision of --dtype")
+        if "://" in self.out:
+            raise Refused(f"--out {self.out}: object stores are not supported yet; give a folder that every process sees, "
+                          f"{self.out.split('://')[1].split('/')[-1] or 'out'} for example")
+        _overrides(self.override)
         if self.verify not in ("on", "off"):
             raise Refused(f"--verify {self.verify}: expected on or off")
         if self.chunks > 1 and self.schedule != "interleaved":
@@ -185,6 +193,7 @@ ASKED = ("topology", "bench", "profile")
 
 class Program(NamedTuple):
     """Everything compiled or ready to be, for one configuration on one mesh."""
+    # (`compare` and `halves` are for `check_loss`.)
     config: Config
     mesh: Any
     decisions: Any          # where each weight lives, and why
@@ -194,6 +203,10 @@ class Program(NamedTuple):
     step: Any               # state, batch -> state, metrics
     evaluate: Any           # params, batch -> (sum, count)
     by_layer: bool          # whether the weights of a stack are gathered layer by layer
+    typed: bool             # whether the loss is traced inside the mesh: its collectives are its own
+    loss: Any               # as it was given
+    compare: Any            # params, batch, held, key, size -> the mesh's loss and one device's
+    halves: Any             # the same arguments -> one device's loss of a batch, and of its halves
 
 
 def schedule(config: Config, step: jax.Array) -> jax.Array:
@@ -219,9 +232,11 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
                        optax.add_decayed_weights(config.weight_decay, matrices))
 
 
-def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any) -> Program:
+def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
+          overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains `init`'s weights with `loss` on batches shaped like `batch` (a dict
-    of arrays with as many rows as an update has)."""
+    of arrays with as many rows as an update has). `typed` False computes the loss on each device as on one,
+    whatever functions of shard.py it calls."""
     config = resolve(config, mesh)
     check(config, mesh)
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
@@ -231,14 +246,24 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(f"parameter {path} is {leaf.dtype}: only float arrays can be trained; "
                           f"keep others out of what init returns")
-    takes_specs = "specs" in inspect.signature(loss).parameters
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
     narrow = jax.eval_shape(lambda p: shard.cast(p, config.dtype), params)
-    decisions = shard.decide(lambda p, b: _sums(loss(p, b))[:2], narrow, small, mesh=mesh)
+    pair = lambda p, b: _sums(loss(p, b))[:2]       # noqa: E731
+    overrides = [*_overrides(config.override), *overrides]
+    for pattern, spec in overrides:
+        if several := next((e for e in spec if isinstance(e, tuple) and len(e) > 1), None):
+            raise Refused(f"override {pattern!r}: {'+'.join(several)} on one dimension; give one axis a dimension")
+    decisions = shard.decide(pair, narrow, small, mesh=mesh, overrides=overrides)
+    known = getattr(loss, "known", None)
+    if known is None:
+        # What is a matrix must not follow from how many rows a device has: that is seen in a whole batch.
+        seen = shard.decide(pair, narrow, batch, mesh=shard.abstract_mesh({}))
+        decisions = jax.tree.map(lambda d, s: dataclasses.replace(d, matrix=s.matrix, sides=s.sides), decisions, seen)
     sums = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, small)
     specs = jax.tree.map(lambda d: d.spec, decisions)
+    used = jax.tree.map(lambda d: d.used or d.spec, decisions)
     rule = optimizer(config, decisions)
 
     def fresh(key):
@@ -255,50 +280,60 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
     # On these axes devices differ, whether or not the batch does.
     manual = set(shard.MANUAL) if config.step == "shard_map" else set()
     piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
-    held = {a for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
-    needs = [need for need in (("pipe", "through", "layers"), ("seq", "attend", "attention"),
-                               ("expert", "experts", "experts")) if need[0] in piped | held]
-    passes = shard.seams(lambda p, b: _sums(loss(p, b))[:2], narrow, small) if needs else set()
-    for axis, seam, what in needs:
-        if seam not in passes:
-            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call "
-                          f"shard.{seam}, which is what splits {what} over it")
+    held = {a for s in jax.tree.leaves(used, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
+    passes = shard.seams(pair, narrow, small) if known is None else known
+    takes_specs = "specs" in inspect.signature(loss).parameters
+    for axis, seam, what in (("pipe", "through", "layers"), ("seq", "attend", "attention"), ("expert", "experts", "experts")):
+        if axis in piped | held and seam not in passes:
+            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call shard.{seam}, which is what "
+                          f"splits {what} over it; any loss can have data, fsdp and tensor")
+    # A gradient inside of the loss is of each device's own rows: no collective may add up others' to it. Then,
+    # and where the loss calls nothing of shard.py, each device computes the loss as one device does.
+    if shard.DIFFERENTIATED in passes:
+        for axis in sorted(piped | held & {"expert"}):
+            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss takes a gradient inside itself, and over "
+                          f"{axis} that would be a part of it; any loss can have data, fsdp and tensor")
+        typed = False
+    typed = typed and (takes_specs or bool(passes))
+    takes_specs = takes_specs and typed
 
     def gather(weights):
         """Weights as they lie, whole: but those of a stack, which its layers gather where they use
         them, if the loss passes their specs on."""
-        return shard.gather(weights, jax.tree.map(lambda d: P() if takes_specs and d.stacked else d.spec, decisions))
+        weights = shard.as_used(weights, specs, used, config.chunks)
+        return shard.gather(weights, jax.tree.map(lambda d, u: P() if takes_specs and d.stacked else u, decisions, used))
 
     def local_loss(weights, batch):
-        s, c, more = _sums(loss(weights, batch, specs=specs) if takes_specs else loss(weights, batch))
+        s, c, more = _sums(loss(weights, batch, specs=used) if takes_specs else loss(weights, batch))
         if "seq" in piped and "seq" in shard.varying(s) - shard.varying(c):
             raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: this loss divides by a constant, and each "
                           f"device has a part of the time; let it count in the batch, as the sum of its weights")
         return s, c, more
 
-    def gradients(params, batch):
+    def with_sums(weights, part):
+        found = shard.once(local_loss(weights, part), piped) if typed else local_loss(weights, part)
+        return found[0], found
+
+    def gradients(params, batch, dtype=config.dtype):
         """The gradient, and the sums that the loss gives, over all micro-batches, in float32."""
-        weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
-
-        def with_sums(weights, part):
-            found = shard.once(local_loss(weights, part), piped)
-            return found[0], found
-
+        weights = shard.vary(shard.cast(params, dtype), batch, also=piped)
         grad = jax.value_and_grad(with_sums, has_aux=True)
-        whole, scatter = jax.vjp(gather, weights)       # once for all micro-batches
+        grad = grad if typed or config.step == "jit" else shard.on_each_device(grad)
+        with shard.SUM_DTYPE(config.sum_dtype):
+            whole, scatter = jax.vjp(gather, weights)       # once for all micro-batches
 
-        def micro(total, part):
-            (_, found), g = grad(whole, part)
-            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (*scatter(g), found)), None
+            def micro(total, part):
+                (_, found), g = grad(whole, part)
+                return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, (*scatter(g), found)), None
 
-        zeros = lambda x: jnp.zeros(x.shape, jnp.float32)      # noqa: E731
-        zero = (jax.tree.map(lambda w: shard.vary(zeros(w), w, batch), weights),
-                jax.tree.map(lambda x: shard.vary(zeros(x), batch, also=piped), sums))
-        if config.accumulate == 1:
-            g, found = micro(zero, batch)[0]
-        else:
-            g, found = jax.lax.scan(micro, zero, jax.tree.map(
-                lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
+            zeros = lambda x: jnp.zeros(x.shape, jnp.float32)      # noqa: E731
+            zero = (jax.tree.map(lambda w: shard.vary(zeros(w), w, batch), weights),
+                    jax.tree.map(lambda x: shard.vary(zeros(x), batch, also=piped), sums))
+            if config.accumulate == 1:
+                g, found = micro(zero, batch)[0]
+            else:
+                g, found = jax.lax.scan(micro, zero, jax.tree.map(
+                    lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
         return shard.reduce(g, specs, parts=parts), shard.reduce(found)
 
     def split(fn, outs, divides=True):
@@ -324,20 +359,25 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
         rate, norm = schedule(config, state["step"]), optax.tree.norm(grads)
         updates, opt = rule.update(grads, state["opt"], params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        # One number that is not finite would be in every weight from here on: then nothing changes.
+        # One number that is not finite would be in every weight from here on: then nothing changes. Nor where
+        # nothing was asked, for weights would decay and moments fade all the same.
         fine = jnp.isfinite(norm)
-        params, opt = jax.tree.map(lambda new, old: jnp.where(fine, new, old), (params, opt),
+        learns = fine & (asked != 0)
+        params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new, old), (params, opt),
                                    (state["params"], state["opt"]))
         metrics = {"loss": total / count, "lr": rate, "grad_norm": norm, "tokens": asked,
                    "skipped": 1 - fine, **{name: x / count for name, x in more.items()}}
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
-    def evaluate(params, batch):
+    def evaluate(params, batch, dtype=config.dtype):
         divides = jax.tree.leaves(batch)[0].shape[0] % shard.rows(mesh) == 0
+        one = local_loss if typed or config.step == "jit" else shard.on_each_device(local_loss)
 
         def fn(params, batch):
-            weights = shard.vary(shard.cast(params, config.dtype), batch, also=piped)
-            pair = shard.vary(shard.once(local_loss(gather(weights), batch)[:2], piped), batch)
+            # Where some weights are gathered and rows are not divided, all must be of one type.
+            weights = shard.vary(shard.cast(params, dtype), params, batch, also=piped)
+            pair = one(gather(weights), batch)[:2]
+            pair = shard.vary(shard.once(pair, piped) if typed else pair, params, batch)
             # Parts are added up; what each device computed for itself, they agree on.
             return shard.agree(shard.reduce(pair, only=shard.varying(batch) | piped))
 
@@ -345,22 +385,103 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any)
 
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
+    compare, halves = _comparisons(
+        loss, split(functools.partial(gradients, dtype="float32"), (shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
+        functools.partial(evaluate, dtype="float32"),
+        functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1))
     return Program(
         config, mesh, decisions, jax.tree.map(as_placed, state, places),
         jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
         jax.jit(fresh, out_shardings=places, compiler_options=options),
         jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
-        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs)
+        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, loss,
+        jax.jit(compare, out_shardings=whole, compiler_options=options),
+        jax.jit(halves, out_shardings=whole, compiler_options=options))
+
+
+def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chunks: Callable) -> tuple[Callable, Callable]:
+    """For check_loss: the mesh's `gradients` and `evaluate` of some rows beside those of one device; and one device's
+    of the rows together beside those of their halves. At weights that were moved a little, by `size` of their own:
+    behind a head of zeros nothing shows."""
+    def moved(params, key, size):
+        keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params)))))
+
+        def move(w, key):
+            rms = jnp.sqrt(jnp.mean(w * w))
+            return w + size * jnp.where(rms > 0, rms, 0.2) * jax.random.normal(key, w.shape, w.dtype)
+
+        return shard.cast(jax.tree.map(move, params, keys), "float32")
+
+    def sums_of(params, batch):
+        return _sums(loss(params, batch))
+
+    def plain(params, batch):
+        def with_sums(params):
+            found = sums_of(params, batch)
+            return found[0], found
+
+        (_, found), grad = jax.value_and_grad(with_sums, has_aux=True)(params)
+        return found, grad
+
+    def norms(tree):
+        return [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)]
+
+    def result(params, found, wanted):
+        (sums, grad), (wanted_sums, wanted_grad) = found, wanted
+        return {"sums": sums, "wanted": wanted_sums, "weights": optax.tree.norm(params), "norms": norms(wanted_grad),
+                "gaps": norms(jax.tree.map(lambda a, b: a - b, grad, wanted_grad))}
+
+    def compare(params, batch, held, key, size):
+        params = moved(params, key, size)
+        with jax.default_matmul_precision("highest"):
+            grad, sums = gradients(in_chunks(params), batch)
+            # (Whole on each device where that is little, so that no compiler splits what is to be compared with.)
+            whole = 4 * model.count(params) < 2**30
+            alike = lambda tree: jax.lax.with_sharding_constraint(tree, P()) if whole else tree     # noqa: E731
+            wanted = shard.on_one_device(plain)(alike(params), alike(batch))
+            found = result(params, (sums, in_chunks(grad, back=True)), wanted)
+            if held is not None:
+                found |= {"held": evaluate(in_chunks(params), held),
+                          "held_wanted": shard.on_one_device(sums_of)(alike(params), alike(held))[:2]}
+        return found
+
+    def halves(params, batch, held, key, size):
+        params = moved(params, key, size)
+        with jax.default_matmul_precision("highest"):
+            middle = jax.tree.leaves(batch)[0].shape[0] // 2
+            run = shard.on_one_device(plain)
+            first, second = (run(params, jax.tree.map(lambda x: x[part], batch))
+                             for part in (slice(None, middle), slice(middle, None)))
+            return result(params, jax.tree.map(jnp.add, first, second), run(params, batch))
+
+    return compare, halves
+
+
+def _overrides(given: Sequence[str]) -> list[tuple[str, P]]:
+    """--override's 'REGEX=axis,-,axis' as what shard.decide takes."""
+    found = []
+    for text in given:
+        pattern, equals, spec = text.rpartition("=")
+        if not equals or not pattern:
+            raise Refused(f"--override {text}: expected REGEX=axis,-,axis: of the weights whose path it finds, the axis "
+                          f"that splits each dimension, or -")
+        names = [name.strip() for name in spec.split(",")] if spec else []
+        for name in names:
+            if name not in (*shard.AXES, "-"):
+                raise Refused(f"--override {text}: the axis {name!r}; expected one of {', '.join(shard.AXES)}, or -"
+                              + shard.nearest(name, shard.AXES))
+        found.append((pattern, P(*[None if name == "-" else name for name in names])))
+    return found
 
 
 def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """What a loss gives, complete and in float32."""
     s, c, *more = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
     more = more[0] if more and more[0] is not None else {}
-    if s is None or jnp.shape(s) or jnp.shape(c) or not isinstance(more, dict):
-        raise TypeError("loss(params, batch) must return two scalars, the sum over the batch and the "
-                        "count to divide by, and perhaps a dict of other sums to be logged; it returned "
-                        f"{result}")
+    if s is None or jnp.shape(s) or jnp.shape(c) or not isinstance(more, dict) or any(map(jnp.ndim, (s, c))):
+        shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
+        raise Refused(f"loss(params, batch) must return two scalars, the sum over the batch and the count to divide by, and "
+                      f"perhaps a dict of other sums to be logged; it returned {shapes}: of a mean, give the sum and the count")
     if taken := LOGGED & more.keys():
         raise Refused(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: the step's own "
                       f"are {', '.join(sorted(LOGGED))}")
@@ -388,6 +509,10 @@ def check(config: Config, mesh: Any) -> None:
                       f"({' x '.join(a for a in shard.BATCH if sizes[a] > 1) or 'data'}) x "
                       f"{config.accumulate} accumulated parts = {each}; the nearest that does is "
                       f"--batch {near}")
+    idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
+    if config.step == "jit" and idle:
+        raise Refused(f"mesh axis {' and '.join(idle)}: with --step jit a compiler splits no work over it, and every device "
+                      f"would do all of it; give its devices to data, fsdp, expert or tensor")
     rows = config.batch // shard.rows(mesh) // config.accumulate
     if rows % config.microbatches:
         near = shard.nearest_divisor(rows, config.microbatches)
@@ -525,8 +650,12 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
     """Language modelling for `build`: init, loss, and the shape of a batch."""
     batch = {**model.a_batch(config, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    return (lambda key: model.init(config, key),
-            lambda params, batch, specs=None: model.loss(params, batch, config, specs, more=True), batch)
+    def loss(params, batch, specs=None):
+        return model.loss(params, batch, config, specs, more=True)
+
+    # What it calls. The tests hold it to one device on every mesh: it is not checked again at each start.
+    loss.known = {"through", "attend", "experts", "row"}
+    return lambda key: model.init(config, key), loss, batch
 
 
 def choose(config: Config) -> tuple[Config, tuple[Program, jax.stages.Compiled] | None]:
@@ -754,20 +883,28 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (),
         show: Callable | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
-        mesh: Any = None, say: Any = None) -> Fit:
+        mesh: Any = None, say: Any = None, overrides: Sequence[tuple[str, P]] = ()) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
     show(outputs) makes a text of predict's outputs. flops is the arithmetic of an update, for
     MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
     with the configuration and must be the same when the run continues. `say` is told all that
-    a person is to see (a _Say)."""
+    a person is to see (a _Say). `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after
+    --override: of those that find a weight the last wins."""
     stop: list[int] = []
     mesh = mesh or machine(shard.mesh_sizes(config.mesh, config.shards), config)
     with _on_signals(stop):
-        program = build(config, mesh, init, loss, _shapes(config, collate, examples))
+        shapes = _shapes(config, collate, examples)
+        program = build(config, mesh, init, loss, shapes, overrides)
         record = _record(program, record or {})
         agreed(record)
+        if not hasattr(loss, "known"):
+            _watch.expect("compiling")
+            with jax.set_mesh(mesh):
+                if not check_loss(program, collate, examples, len(held_out) > 0):
+                    program = build(config, mesh, init, loss, shapes, overrides, typed=False)
+                    check_loss(program, collate, examples, len(held_out) > 0)
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
             say = say or _Say(program.config)
             say.header(program)
@@ -775,6 +912,77 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                            flops, bits_per_nat)
     _watch.expect("")
     return result
+
+
+def check_loss(program: Program, collate: Callable, examples: Sequence, evaluates: bool) -> bool:
+    """Refuse a loss of somebody else's that is another function on this mesh, or in --accumulate parts, than it is
+    on one device, before anything is written: its sums and its gradient, of a few rows, in float32. False where it is
+    enough to compute it on each device as on one."""
+    config, mesh, sizes = program.config, program.mesh, dict(program.mesh.shape)
+    seen = [f"{a}={sizes[a]}" for a in ("pipe", "seq", "expert") if sizes[a] > 1]
+    groups = shard.rows(mesh) * config.accumulate
+    if config.step == "jit" and config.accumulate == 1 or not program.typed and groups == 1:
+        return True             # nothing is split but by the compiler
+    each = config.batch // groups
+    count = groups * math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
+    batch = _batch(program, collate, examples, 0, count)
+    held = {k: v for k, v in batch.items() if k != "seeds"} if evaluates else None
+    params = program.start(jax.random.key(config.seed))["params"]
+    narrow = shard.computes_in_16_bits(lambda p, b: program.loss(p, b), shard.cast(params, "float32"), batch)
+    elsewhere = "any loss can have data, fsdp and tensor"
+
+    def differs(fn):
+        """What fn finds twice, where that is not the same: at weights moved at random, twice, or where that is
+        nowhere finite, as they are."""
+        worst = None
+        for number, size in enumerate((0.1, 0.1, 0.0)):
+            if number == 2 and worst is not None:
+                break
+            found = jax.device_get(fn(params, batch, held, jax.random.key(number), size))
+            if all(np.isfinite(x).all() for x in jax.tree.leaves((found["wanted"], found["norms"]))):
+                if _same(found, narrow):
+                    return None
+                worst = found
+        return worst
+
+    try:
+        found = differs(program.compare)
+    except Refused:
+        raise
+    except Exception as e:
+        if program.typed and not seen:
+            return False
+        if not seen and not (sizes["tensor"] > 1 and isinstance(e, jax.errors.JaxRuntimeError)):
+            raise
+        raise Refused(f"mesh axis {seen[0] if seen else 'tensor'}: this loss cannot be computed over it ({_brief(e)}); "
+                      f"{elsewhere if seen else 'give its devices to data or fsdp'}") from None
+    if found is None:
+        return True
+    mean = lambda sums: f"{float(sums[0]):.6g} / {float(sums[1]):.6g}"        # noqa: E731
+    if count > 1 and groups > 1 and (apart := differs(program.halves)):
+        cut = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in shard.BATCH if sizes[a] > 1)}"] * (groups > config.accumulate)
+        cut += [f"--accumulate {config.accumulate}"] * (config.accumulate > 1)
+        raise Refused(f"this loss is no sum over the rows of a batch: of {count} rows it is {mean(apart['wanted'])} (sum / "
+                      f"count), of their halves added up {mean(apart['sums'])}, or the gradients differ so; {' and '.join(cut)} "
+                      f"cut the batch: return sums over rows, or give --step jit --accumulate 1"
+                      + " and no pipe or seq in --mesh" * (sizes["pipe"] * sizes["seq"] > 1))
+    if program.typed and not seen:
+        return False
+    raise Refused(f"mesh axis {' and '.join(seen) or program.mesh.shape}: on this mesh the loss of {count} rows is "
+                  f"{mean(found['sums'])} (sum / count), on one device {mean(found['wanted'])}, or the gradients differ so; what "
+                  f"picks or pools positions of the time sees a part of them there: {elsewhere}")
+
+
+def _same(found: dict[str, Any], narrow: bool) -> bool:
+    """Whether the two results that _comparisons gives are the same but for rounding: in float32, or in 16 bits somewhere."""
+    near, far = (1e-2, 5e-2) if narrow else (3e-5, 1e-3)
+    total = float(np.linalg.norm(found["norms"]))
+    # Sums whose terms cancel are rounded as the weights' effect on them is.
+    slack = (1e-2 if narrow else 1e-6) * total * float(found["weights"])
+    pairs = list(zip(*(jax.tree.leaves(found[k]) for k in ("sums", "wanted"))))
+    pairs += list(zip(found.get("held", ()), found.get("held_wanted", ())))
+    return (all(abs(a - b) <= near * abs(b) + slack * (i != 1) for i, (a, b) in enumerate(pairs))
+            and all(gap <= far * norm + near * total for gap, norm in zip(found["gaps"], found["norms"])))
 
 
 def _shapes(config: Config, collate: Callable, examples: Sequence) -> dict[str, Any]:
@@ -941,8 +1149,8 @@ def _chosen(config: Config, examples: Sequence, at: int, first: int, last: int) 
     return data.order(len(examples), config.seed, at * config.batch + first, last - first)
 
 
-def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> Any:
-    """Update number `at`'s batch: a pure function of the seed and the number."""
+def _batch(program: Program, collate: Callable, examples: Sequence, at: int, count: int = 0) -> Any:
+    """Update number `at`'s batch, or its first rows: a pure function of the seed and the number."""
     config = program.config
 
     def make(first, last):
@@ -953,7 +1161,7 @@ def _batch(program: Program, collate: Callable, examples: Sequence, at: int) -> 
         batch["seeds"] = data.mix(spot).astype(np.uint32)
         return batch
 
-    return _place(program, make, config.batch)
+    return _place(program, make, count or config.batch)
 
 
 def _evaluate(program: Program, params: Any, natural: Callable, collate: Callable,
@@ -969,7 +1177,8 @@ def _evaluate(program: Program, params: Any, natural: Callable, collate: Callabl
 
     while first < len(held_out):
         n = min(size, len(held_out) - first)
-        n = n // groups * groups or n           # the last few, fewer than groups, by everyone
+        if config.step == "shard_map":          # (with jit rows may be coupled: those of one device stay together)
+            n = n // groups * groups or n       # the last few, fewer than groups, by everyone
         pairs.append(program.evaluate(params, placed(first, n)))
         pairs[-1][0].block_until_ready()        # un-awaited collectives deadlock the CPU backend
         first += n
@@ -1489,6 +1698,8 @@ def parse(argv: Sequence[str] | None = None) -> Config:
             model.load_hf(name)
         raise Refused(f"--model {name}: expected one of {', '.join(model.PRESETS)}"
                       + shard.nearest(name, model.PRESETS))
+    if given.get("shards") == 0:
+        raise Refused("--shards 0: must be at least 1; left out, the tensor axis is what --mesh says, or 1")
     base = dataclasses.asdict(model.PRESETS[name])
     # What followed from a width that is now another follows from that one.
     if {"d_model", "heads"} & set(given):
