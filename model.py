@@ -174,6 +174,15 @@ def count(params: Params) -> int:
     return sum(math.prod(w.shape) for w in jax.tree.leaves(params))
 
 
+def parameters(config: Config) -> tuple[int, int]:
+    """How many parameters a model has, without the vocabulary's rows that no token has, and how many of
+    them one token visits: of experts, those that it chooses."""
+    c = config
+    total = count(jax.eval_shape(lambda: init(c, jax.random.key(0))))
+    total -= (padded(c.vocab_size) - c.vocab_size) * c.d_model * (1 if c.tied else 2)
+    return total, total - c.layers * max(0, c.experts - c.experts_per_token) * 3 * c.d_model * c.d_ff
+
+
 def flops(config: Config, tokens: int) -> float:
     """Arithmetic of training on that many tokens: 6 per weight of a product and token, and the
     attention's two products with every key (causal or not), 12 T H N a layer and token."""

@@ -319,21 +319,30 @@ def decide(fn: Callable, params: Any, *args: Any, mesh: Any,
     for k, i in enumerate(arrays):
         found = _decide_leaf(walk, k, chosen[k], sizes)
         decisions[i] = dataclasses.replace(found, spec=live(found.spec, mesh))
+    for i, pattern, spec in overridden([(paths[i], i, leaves[i].shape) for i in arrays], overrides, sizes):
+        rule = decisions[i].used if decisions[i].used is not None else decisions[i].spec
+        used = _as_used(live(spec, mesh), rule, len(leaves[i].shape), decisions[i].stacked)
+        decisions[i] = dataclasses.replace(decisions[i], spec=live(spec, mesh), used=used,
+                                           reason=f"override {pattern!r}")
+    return jax.tree.unflatten(tree, decisions)
+
+
+def overridden(weights: Sequence[tuple[str, Any, tuple[int, ...]]], overrides: Sequence[tuple[str, P]],
+               sizes: dict[str, int]) -> list[tuple[Any, str, P]]:
+    """Of weights, as (path, key, shape), the key of each that an override matches, with the override."""
+    found = []
     for pattern, spec in overrides:
         try:
-            hits = [i for i in arrays if re.search(pattern, paths[i])]
+            hits = [(path, key, shape) for path, key, shape in weights if re.search(pattern, path)]
         except re.error as e:
             raise Refused(f"override {pattern!r} is not a regular expression: {e}") from None
         if not hits:
             raise Refused(f"override {pattern!r} matches no parameter"
-                          + nearest(pattern, paths))
-        for i in hits:
-            _check_spec(paths[i], leaves[i].shape, spec, sizes)
-            rule = decisions[i].used or decisions[i].spec
-            used = _as_used(live(spec, mesh), rule, len(leaves[i].shape), decisions[i].stacked)
-            decisions[i] = dataclasses.replace(decisions[i], spec=live(spec, mesh), used=used,
-                                               reason=f"override {pattern!r}")
-    return jax.tree.unflatten(tree, decisions)
+                          + nearest(pattern, [path for path, *_ in weights]))
+        for path, key, shape in hits:
+            _check_spec(path, shape, spec, sizes)
+            found.append((key, pattern, spec))
+    return found
 
 
 def _as_used(stored: P, rule: P, rank: int, stacked: bool) -> P:
@@ -1142,11 +1151,11 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False) -> str:
 
 
 def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: int = 1,
-            zero: bool = False, turns: float = 1, gathered: int = 1) -> list["Collective"]:
+            zero: bool = False, turns: float = 1, gathered: int = 1, sum_size: int = 0) -> list["Collective"]:
     """What an update must send by the formula, in the rows of `collectives`: the reductions that
     the rule counted (of each value once, whoever shares it), each weight of fsdp gathered and its
     gradient scattered in each of the micro-batches (those of layers in each of `turns` in a pipeline,
-    and gathered again for the backward pass), and the sum of the gradients."""
+    and gathered again for the backward pass), in numbers of `sum_size` bytes, and the sum of the gradients."""
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     n, found = sizes["tensor"], {}
 
@@ -1165,18 +1174,29 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
     for leaf, d, part in zip(*[jax.tree.leaves(t, is_leaf=_is_spec) for t in (params, decisions, kept)]):
         for count, size in d.reductions:
             add("all-reduce", ["tensor"], parts * count, parts * size * 2 * (n - 1) / n)
-        split = _axes_in(d.spec)
-        local = math.prod(leaf.shape) / math.prod([sizes[a] for a in split - {"fsdp"}])
-        if "fsdp" in split:
+        split, used = _axes_in(d.spec), _axes_in(d.spec if d.used is None else d.used)
+        local, summed_size = math.prod(leaf.shape) / math.prod([sizes[a] for a in used - {"fsdp"}]), sum_size or itemsize
+        if "fsdp" in used:
             f, layers = sizes["fsdp"], leaf.shape[0] // sizes["pipe"] if d.stacked else 1
-            size = local * itemsize * (f - 1) / f
+            size = local * (f - 1) / f
             again = parts * turns if d.stacked else parts
             gathers = again * gathered if d.stacked else 1  # what no layer owns, once for all parts
-            add("all-gather", ["fsdp"], gathers * layers, gathers * size)
-            scatter("fsdp", again * layers, again * size)
+            add("all-gather", ["fsdp"], gathers * layers, gathers * size * itemsize)
+            scatter("fsdp", again * layers, again * size * summed_size)
             local /= f
+        # What an override has put elsewhere than the loss uses it: gathered once for all parts.
+        local *= math.prod([sizes[a] for a in used - split])
+        here = [*d.spec, *[None] * (len(leaf.shape) - len(d.spec))]
+        for at, axis in enumerate(here):
+            if axis in set(MANUAL) and (d.used is not None and (*d.used, *[None] * len(here))[at] != axis):
+                g = sizes[axis]
+                rest = math.prod([sizes[a] for a in here[at + 1:] if a in set(MANUAL) - used])
+                size = local / rest * (g - 1) / g
+                add("all-gather", [axis], 1, size * itemsize)
+                scatter(axis, parts, size * summed_size)
+        local /= math.prod([sizes[a] for a in split - used])
         summed = [a for a in MANUAL if a not in split]
-        if "data" in part:                  # the update is scattered, and the weights gathered again
+        if "data" in summed and "data" in part:     # the update is scattered, and the weights gathered again
             summed.remove("data")
             g = sizes["data"]
             scatter("data", 1, 4 * local * (g - 1) / g)
@@ -2186,7 +2206,9 @@ def _keeping_tensor(collective: Callable, spec: P) -> Callable:
     if _ambient()[0]["tensor"] == 1:
         return collective
     local = P(*[a if a == "tensor" else None for a in spec])
-    return jax.shard_map(collective, in_specs=local, out_specs=local, axis_names={"tensor"})
+    # (Where values have types, what a collective is for differs over its axis.)
+    return lambda x: jax.shard_map(collective, in_specs=local, out_specs=local, axis_names={"tensor"},
+                                   check_vma=bool(varying(x)))(x)
 
 
 def gather(weights: Any, specs: Any) -> Any:
@@ -2311,26 +2333,17 @@ def vary(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def on_one_device(fn: Callable, wrap: Callable = lambda plain: plain) -> Callable:
+def on_one_device(fn: Callable) -> Callable:
     """fn as one device computes it: traced outside the mesh, where no value has a type that says over
-    which axes it differs, and where no function of this file sends anything."""
+    which axes it differs, and where no function of this file sends anything. In a shard_map with
+    check_vma=False each device computes so on what it has, whatever loops, sorts and gradients are in fn."""
     def call(*args):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
-        return jax.tree.unflatten(jax.tree.structure(made), wrap(jaxpr_as_fun(traced))(*jax.tree.leaves(args)))
+        return jax.tree.unflatten(jax.tree.structure(made), jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
 
     return call
-
-
-def on_each_device(fn: Callable) -> Callable:
-    """fn inside a shard_map, computed by each device for itself on what it has. What it makes is marked as
-    differing wherever its arguments do. Any function goes through here, with whatever loops, sorts and
-    gradients it has inside: it is not asked to be typed."""
-    def untyped(plain):
-        return jax.shard_map(plain, in_specs=P(), out_specs=P(), axis_names=set(), check_vma=False)
-
-    return lambda *args: vary(on_one_device(fn, untyped)(*args), args)
 
 
 def once(tree: Any, axes: set[str]) -> Any:
@@ -2344,12 +2357,13 @@ def once(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(first, tree)
 
 
-def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any = None) -> Any:
+def reduce(tree: Any, specs: Any = None, only: set[str] = set(AXES), parts: Any = None, differ: Any = None) -> Any:
     """Each leaf summed over every axis on which it differs, but for those that split it: there
     the differences are different parts (and a gathered weight's gradient is already summed). Where
-    `parts` splits a leaf over data, each device gets its part of the sum alone."""
+    `parts` splits a leaf over data, each device gets its part of the sum alone. `differ` names the axes
+    where types do not."""
     def total(x, spec, part):
-        axes = varying(x) & only - _axes_in(spec)
+        axes = (varying(x) if differ is None else differ) & only - _axes_in(spec)
         scattered = axes & _axes_in(part) & {"data"}
         if scattered:       # first: what is left to sum is less
             dim = list(part).index("data")

@@ -98,7 +98,7 @@ class Config(model.Config):
     mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: where weights live; of several that match the last wins
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
-    sum_dtype: str = ""             # float32: fsdp sends and adds up gradients in it, not in dtype
+    sum_dtype: str = ""             # float32: fsdp adds up gradients in it, not in dtype (a third more is sent)
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
@@ -130,7 +130,8 @@ class Config(model.Config):
             raise Refused(f"--step {self.step}: expected shard_map or jit"
                           + shard.nearest(self.step, ("shard_map", "jit")))
         if self.sum_dtype not in ("", "float32"):
-            raise Refused(f"--sum_dtype {self.sum_dtype}: expected float32, or nothing for the precision of --dtype")
+            raise Refused(f"--sum_dtype {self.sum_dtype}: expected float32, or nothing for the precision of --dtype"
+                          + shard.nearest(self.sum_dtype, ("float32",)))
         if "://" in self.out:
             raise Refused(f"--out {self.out}: object stores are not supported yet; give a folder that every process sees, "
                           f"{self.out.split('://')[1].split('/')[-1] or 'out'} for example")
@@ -263,7 +264,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         decisions = jax.tree.map(lambda d, s: dataclasses.replace(d, matrix=s.matrix, sides=s.sides), decisions, seen)
     sums = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, small)
     specs = jax.tree.map(lambda d: d.spec, decisions)
-    used = jax.tree.map(lambda d: d.used or d.spec, decisions)
+    used = jax.tree.map(lambda d: d.spec if d.used is None else d.used, decisions)
     rule = optimizer(config, decisions)
 
     def fresh(key):
@@ -296,6 +297,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         typed = False
     typed = typed and (takes_specs or bool(passes))
     takes_specs = takes_specs and typed
+    # Then types do not say over which axes devices differ: it is those that split the rows.
+    untyped = None if typed or config.step == "jit" else {a for a in shard.BATCH if dict(mesh.shape)[a] > 1}
 
     def gather(weights):
         """Weights as they lie, whole: but those of a stack, which its layers gather where they use
@@ -311,14 +314,14 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         return s, c, more
 
     def with_sums(weights, part):
-        found = shard.once(local_loss(weights, part), piped) if typed else local_loss(weights, part)
+        found = shard.once(local_loss(weights, part), piped)
         return found[0], found
 
     def gradients(params, batch, dtype=config.dtype):
         """The gradient, and the sums that the loss gives, over all micro-batches, in float32."""
         weights = shard.vary(shard.cast(params, dtype), batch, also=piped)
         grad = jax.value_and_grad(with_sums, has_aux=True)
-        grad = grad if typed or config.step == "jit" else shard.on_each_device(grad)
+        grad = grad if untyped is None else shard.on_one_device(grad)
         with shard.SUM_DTYPE(config.sum_dtype):
             whole, scatter = jax.vjp(gather, weights)       # once for all micro-batches
 
@@ -334,7 +337,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
             else:
                 g, found = jax.lax.scan(micro, zero, jax.tree.map(
                     lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
-        return shard.reduce(g, specs, parts=parts), shard.reduce(found)
+        return shard.reduce(g, specs, parts=parts, differ=untyped), shard.reduce(found, differ=untyped)
 
     def split(fn, outs, divides=True):
         """`fn(params, batch)` with our collectives: each group of devices runs it on its rows, and
@@ -345,7 +348,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         def call(params, batch):
             batch, parts = shard.along_time(batch, mesh)
             parts = {k: P(*(rows if divides and rows else (None,)), *s[1:]) for k, s in parts.items()}
-            return jax.shard_map(fn, mesh=mesh, in_specs=(ours, parts), out_specs=outs,
+            return jax.shard_map(fn, mesh=mesh, in_specs=(ours, parts), out_specs=outs, check_vma=typed,
                                  axis_names=set(shard.MANUAL))(params, batch)
 
         return call
@@ -371,13 +374,14 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 
     def evaluate(params, batch, dtype=config.dtype):
         divides = jax.tree.leaves(batch)[0].shape[0] % shard.rows(mesh) == 0
-        one = local_loss if typed or config.step == "jit" else shard.on_each_device(local_loss)
 
         def fn(params, batch):
             # Where some weights are gathered and rows are not divided, all must be of one type.
             weights = shard.vary(shard.cast(params, dtype), params, batch, also=piped)
-            pair = one(gather(weights), batch)[:2]
-            pair = shard.vary(shard.once(pair, piped) if typed else pair, params, batch)
+            if untyped is not None:
+                pair = shard.on_one_device(local_loss)(gather(weights), batch)[:2]
+                return shard.reduce(pair, differ=untyped) if divides else pair
+            pair = shard.vary(shard.once(local_loss(gather(weights), batch)[:2], piped), params, batch)
             # Parts are added up; what each device computed for itself, they agree on.
             return shard.agree(shard.reduce(pair, only=shard.varying(batch) | piped))
 
@@ -423,6 +427,10 @@ def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chu
         (_, found), grad = jax.value_and_grad(with_sums, has_aux=True)(params)
         return found, grad
 
+    def alike(tree):
+        """Whole on each device where that is little: no compiler splits what is to be compared with."""
+        return jax.lax.with_sharding_constraint(tree, P()) if 4 * model.count(tree) < 2**30 else tree
+
     def norms(tree):
         return [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)]
 
@@ -435,9 +443,6 @@ def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chu
         params = moved(params, key, size)
         with jax.default_matmul_precision("highest"):
             grad, sums = gradients(in_chunks(params), batch)
-            # (Whole on each device where that is little, so that no compiler splits what is to be compared with.)
-            whole = 4 * model.count(params) < 2**30
-            alike = lambda tree: jax.lax.with_sharding_constraint(tree, P()) if whole else tree     # noqa: E731
             wanted = shard.on_one_device(plain)(alike(params), alike(batch))
             found = result(params, (sums, in_chunks(grad, back=True)), wanted)
             if held is not None:
@@ -446,7 +451,7 @@ def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chu
         return found
 
     def halves(params, batch, held, key, size):
-        params = moved(params, key, size)
+        params, batch = alike(moved(params, key, size)), alike(batch)
         with jax.default_matmul_precision("highest"):
             middle = jax.tree.leaves(batch)[0].shape[0] // 2
             run = shard.on_one_device(plain)
@@ -531,6 +536,12 @@ def check_model(config: model.Config, mesh: Any) -> None:
         if value % n:
             raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
                           f"does is --shards {shard.nearest_divisor(value, n)}")
+    if isinstance(config, Config) and config.override:
+        # (A vocabulary that is still to follow from the data divides by everything.)
+        some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
+        params = jax.eval_shape(lambda: model.init(some, jax.random.key(0)))
+        shard.overridden([(path, path, leaf.shape) for path, leaf in _by_path(params).items()],
+                         _overrides(config.override), dict(mesh.shape))
     with_chunks = f" x --chunks {config.chunks}" * (config.chunks > 1)
     for axis, size, name, why, parts in (
             ("pipe", stages, "layers", "", stages * config.chunks),
@@ -548,7 +559,9 @@ def formula(program: Program) -> list[shard.Collective]:
     into and out of its blocks, from stage to stage, around the ring, and to experts and back."""
     c, sizes = program.config, dict(program.mesh.shape)
     n, e, ring, S = (sizes[a] for a in ("tensor", "expert", "seq", "pipe"))
-    item, rows = jnp.dtype(c.dtype).itemsize, c.batch // shard.rows(program.mesh) // c.accumulate
+    # (What XLA sends between CPU devices in 16 bits it sends in 32.)
+    item = 4 if shard.platform(program.mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
+    rows = c.batch // shard.rows(program.mesh) // c.accumulate
     time, M = c.seq_len // ring, math.gcd(c.microbatches, rows) if S > 1 else 1
     ticks, chunks = shard.ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
     # 1F1B goes forward once more, too. Where a stage has one layer that is all that is computed again, and no
@@ -558,7 +571,7 @@ def formula(program: Program) -> list[shard.Collective]:
     again = c.remat != "none" and not alone
     decisions = jax.tree.map(lambda d: dataclasses.replace(d, stacked=d.stacked and program.by_layer), program.decisions)
     found = shard.predict(decisions, program.state["params"], program.mesh, item,
-                          c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns - alone)
+                          c.accumulate, bool(c.zero), ticks / chunks, 2 + in_turns - alone, 4 if c.sum_dtype else 0)
     if c.step == "jit" or not _is_ours(program):
         return found
     spread = time % n == 0 and n > 1
@@ -1591,6 +1604,16 @@ def _foretold(program: Program, step: jax.stages.Compiled, found: list[shard.Col
             f"{chip.bandwidth / 1e9:.0f} GB/s, {chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
 
+def _counted(program: Program) -> str:
+    """How many parameters there are, for a person."""
+    held = model.count(program.state["params"])
+    if not _is_ours(program):
+        return f"{held:,} parameters"
+    total, visited = model.parameters(program.config)
+    return (f"{total:,} parameters" + (f", of which a token visits {visited:,}" if visited < total else "")
+            + (f" (and {held - total:,} of padding, in rows of the vocabulary that no token has)" if held > total else ""))
+
+
 class _Say:
     """A live line on a terminal, plain lines elsewhere; nothing from other processes."""
 
@@ -1623,7 +1646,7 @@ class _Say:
             text += word
         self.line(text)
         params = program.state["params"]
-        self.line(f"weights  {model.count(params):,} parameters")
+        self.line(f"weights  {_counted(program)}")
         self.line(shard.explain(program.decisions, params, mesh, bool(config.zero)))
         if dict(mesh.shape)["pipe"] > 1 and config.step == "shard_map":
             self.line(shard.timeline(dict(mesh.shape)["pipe"], config.microbatches, config.schedule,
@@ -1788,7 +1811,7 @@ class _Bench(_Say):
 
     def header(self, program: Program) -> None:
         self.program = program
-        self.line(f"{model.count(program.state['params']):,} parameters, a batch of {program.config.batch} x "
+        self.line(f"{_counted(program)}, a batch of {program.config.batch} x "
                   f"{program.config.seq_len}, {program.config.dtype}, on {program.mesh.size} x "
                   f"{program.mesh.devices.flat[0].device_kind}: "
                   + " ".join(f"{a}={s}" for a, s in program.mesh.shape.items() if s > 1))
