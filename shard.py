@@ -2248,6 +2248,8 @@ def as_used(weights: Any, stored: Any, used: Any, chunks: int = 1) -> Any:
     and the loss knows nothing of; of layers and experts, where the override has not split them, this
     device's own. The transposes, a reduce-scatter and a padding with zeros, put gradients back."""
     sizes, manual = _ambient()
+    if not manual:          # --step jit: the compiler moves what it needs
+        return weights
 
     def convert(w, lies, spec):
         lies, spec = ([*s, *[None] * (w.ndim - len(s))] for s in (lies, spec))

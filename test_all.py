@@ -2232,6 +2232,325 @@ def test_evaluation_is_exact_for_any_number_of_examples(mesh):
 
 
 # -------------------------------------------------------------------------------------------
+# Right or refused: losses and overrides of somebody else's
+
+def pairs(count=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=16).astype(np.float32), rng.normal(size=16).astype(np.float32)) for _ in range(count)]
+
+
+def perceptron(key):
+    a, b = jax.random.split(key)
+    return {"up": jax.random.normal(a, (16, 320)) / 4, "bias": jnp.zeros(320), "scale": jnp.ones(320),
+            "down": jax.random.normal(b, (320, 16)) / 16}
+
+
+def through_perceptron(p, x):
+    return (jnp.tanh(x @ p["up"] + p["bias"]) * p["scale"]) @ p["down"]
+
+
+def errors(p, b):
+    return ((through_perceptron(p, b["x"]) - b["y"]) ** 2).sum(-1)
+
+
+def in_batch_softmax(p, b):
+    logits = through_perceptron(p, b["x"]) @ b["y"].T
+    return -jnp.trace(jax.nn.log_softmax(logits)), len(b["x"])
+
+
+def batch_statistics(p, b):
+    h = b["x"] @ p["up"]
+    return jnp.sum((jnp.tanh((h - h.mean(0)) / (h.std(0) + 0.1)) @ p["down"] - b["y"]) ** 2), len(b["x"])
+
+
+def a_step_of_learning(p, b):
+    def of_one(x, y):
+        error = lambda p: jnp.mean((through_perceptron(p, x) - y) ** 2)
+        return error(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(error)(p)))
+    return jax.vmap(of_one)(b["x"], b["y"]).sum(), len(b["x"])
+
+
+def recurrent(p, b):
+    """A loop that begins with zeros, which no types on a mesh allow, a search and a target that does not learn."""
+    h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(0.5 * h + x @ p["up"][:4]), None), jnp.zeros((len(b["x"]), 320)),
+                        b["x"].reshape(-1, 4, 4).swapaxes(0, 1))
+    weight = 1 + 0.1 * jnp.searchsorted(jnp.linspace(-1, 1, 8), jax.lax.stop_gradient(h[:, 0]))
+    return jnp.sum(((h @ p["down"] - b["y"]) ** 2).sum(-1) * weight), len(b["x"])
+
+
+def two_stacks(p, b):
+    layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+    (x, _), (y, _) = jax.lax.scan(layer, b["x"], p["a"]), jax.lax.scan(layer, b["y"], p["b"])
+    return jnp.sum((x - y) ** 2), len(b["x"])
+
+
+def norms(p):
+    return sum(jnp.sum(w ** 2) for w in jax.tree.leaves(p))
+
+
+OWN = make(layers=4, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
+
+
+def own_block(ordered, seen, leave, schedule="gpipe"):
+    """A loss with the transformer's weights and attention of its own, through shard.through."""
+    def layer(w, x, i, rows):
+        q, k, v = shard.columns(model._norm(x, w["attn_norm"]), w["wq"], w["wk"], w["wv"])
+        a = shard.attend(model._attention, q, k, v, seen, rows["asking"], rows["asked"], ordered)
+        x = shard.stream(x + shard.row((a, w["wo"])))
+        up, = shard.columns(model._norm(x, w["mlp_norm"]), w["w_up"])
+        return shard.stream(x + shard.row((jax.nn.gelu(up), w["w_down"]))), None
+
+    def loss(p, b, specs=None):
+        others = {k: w for k, w in p.items() if k != "layers"}
+        return shard.through(lambda p, rows: model._enter(p, rows["tokens"], OWN), layer, leave, others, p["layers"],
+                             jnp.arange(OWN.layers), model._known(b["tokens"], b), specs and specs["layers"], "none", 2, schedule)
+
+    return loss
+
+
+def everywhere(asking, asked):
+    return jnp.ones((len(asking["place"]), 1, asking["place"].shape[1], asked["place"].shape[1]), bool)
+
+
+def each_token(p, x, rows):
+    logp = jax.nn.log_softmax(model._logits(p, model._norm(x, p["norm"]), OWN))
+    return -jnp.sum(jnp.where(jnp.arange(logp.shape[-1]) == rows["targets"][..., None], logp, 0)), jnp.sum(rows["weights"])
+
+
+def pooled(p, x, rows):
+    logp = jax.nn.log_softmax(model._norm(x, p["norm"]).mean(1) @ p["head"][:, :8])
+    return -jnp.sum(jnp.take_along_axis(logp, rows["label"][:, None], 1)), jnp.sum(rows["one"])
+
+
+def a_step_of_the_transformers(p, b, specs=None):
+    def of_one(row):
+        row = jax.tree.map(lambda x: x[None], row)
+        mean = lambda p: (lambda s, c: s / c)(*model.loss(p, row, OWN, specs))
+        return mean(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(mean)(p)))
+    return jax.vmap(of_one)({k: b[k] for k in ("tokens", "targets", "weights")}).sum(), len(b["tokens"])
+
+
+def own_masks(p, b, specs=None):
+    return model.loss(p, {**b, "weights": b["weights"] * b["mask"]}, OWN, specs)
+
+
+def penalised(p, b, specs=None):
+    s, c = model.loss(p, b, OWN, specs)
+    return s + 1e-2 * c * norms(p), c
+
+
+VECTORS = dict(init=perceptron, collate=lambda e: dict(zip("xy", map(np.stack, zip(*e)))), examples=pairs(),
+               held_out=pairs(13, 9))
+TOKENS = dict(init=lambda key: model.init(OWN, key), examples=tokens_of(OWN), held_out=tokens_of(OWN, 13, 5),
+              collate=lambda e: {**data.collate(e, 16), "label": np.array([x[0] % 8 for x in e]), "one": np.ones(len(e), "float32"),
+                                 "mask": (np.stack(e)[:, :-1] % 3 == 0).astype("float32")})
+SUM, INSIDE, POOLS = "no sum over the rows", "takes a gradient inside itself", "picks or pools"
+# Each loss with what it is given, and of each axis that it cannot have, why ("": however its rows are split).
+THEIRS = {
+    "a sum": (lambda p, b: (errors(p, b).sum(), len(b["x"])), VECTORS, {"pipe": "shard.through", "seq": "shard.attend"}),
+    "coupled rows": (in_batch_softmax, VECTORS, {"": SUM}),
+    "batch statistics": (batch_statistics, VECTORS, {"": SUM}),
+    "a gentle coupling": (lambda p, b: (errors(p, b).sum() * (1 + 1e-3 * jnp.tanh(b["x"].sum())), len(b["x"])), VECTORS, {"": SUM}),
+    "a mean": (lambda p, b: (errors(p, b).mean(), 1), VECTORS, {"": SUM}),
+    "a constant count": (lambda p, b: (errors(p, b).sum(), 1), VECTORS, {"": SUM}),
+    "a penalty": (lambda p, b: (errors(p, b).sum() + norms(p), len(b["x"])), VECTORS, {"": SUM}),
+    "one scalar": (lambda p, b: errors(p, b).mean(), VECTORS, {"": "two scalars"}),
+    "a count of zero": (lambda p, b: (0 * errors(p, b).sum(), 0 * b["x"].sum()), VECTORS, {}),
+    "a step of learning": (a_step_of_learning, VECTORS, {}),
+    "a loop, a search, a stop": (recurrent, VECTORS, {}),
+    "two stacks": (two_stacks, {**VECTORS, "init": lambda key: {"a": jax.random.normal(key, (4, 16, 16)) / 8,
+                                                              "b": jax.random.normal(key, (2, 16, 16)) / 8}}, {}),
+    "attention both ways": (own_block(False, everywhere, each_token), TOKENS, {}),
+    "attention both ways, 1F1B": (own_block(False, everywhere, each_token, "1f1b"), TOKENS, {}),
+    "a pooled loss": (own_block(True, model._seen, pooled), TOKENS, {"pipe": POOLS, "seq": POOLS}),
+    "a step of the transformer's": (a_step_of_the_transformers, TOKENS, {"pipe": INSIDE, "seq": INSIDE}),
+    "masks of its own": (own_masks, TOKENS, {}),
+    "a penalty by its count": (penalised, TOKENS, {}),
+    "a count of places": (lambda p, b, specs=None: (model.loss(p, b, OWN, specs)[0], b["tokens"].size), TOKENS,
+                          {"seq": "divides by a constant"}),
+}
+COUPLED = [name for name, (*_, cannot) in THEIRS.items() if cannot.get("") == SUM]
+
+
+@functools.cache
+def theirs(name, mesh="", **changes):
+    """Of a loss of somebody else's the losses of 20 steps, and of two evaluations."""
+    loss, given, _ = THEIRS[name]
+    rows, _ = learn(dataclasses.replace(OWN, batch=16, **changes), mesh, loss=loss, **given)
+    return [row.get("loss", row.get("eval_loss")) for row in rows]
+
+
+@pytest.mark.parametrize("name, mesh", [
+    ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), ("coupled rows", "data=2"), ("batch statistics", "tensor=2"),
+    ("a gentle coupling", "fsdp=2"), ("a mean", "data=4"), ("a constant count", "expert=2"), ("a penalty", "fsdp=2,tensor=2"),
+    ("one scalar", "data=2"), ("a count of zero", "data=2"), ("a step of learning", "data=2,fsdp=2,tensor=2"),
+    ("a loop, a search, a stop", "fsdp=4,tensor=2"), ("two stacks", "data=2,fsdp=2"), ("attention both ways", "seq=2"),
+    ("a pooled loss", "pipe=2"), ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
+    slow("a loop, a search, a stop", "expert=2,data=2"), slow("attention both ways", "seq=4,tensor=2"),
+    slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"), slow("a pooled loss", "fsdp=2,tensor=2"),
+    slow("a step of the transformer's", "fsdp=2,tensor=2"), slow("a step of the transformer's", "seq=2"),
+    slow("masks of its own", "pipe=2,seq=2"), slow("a penalty by its count", "data=2,tensor=2"), slow("a count of places", "pipe=2")])
+def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
+    """Losses that no test had were other numbers on other meshes, without a word, or ended inside jax: rows
+    that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its evaluation, a
+    bidirectional encoder on a ring."""
+    sizes = shard.mesh_sizes(mesh)
+    says = next((why for axis, why in THEIRS[name][2].items() if axis == "" or sizes.get(axis, 1) > 1), None)
+    if says:
+        with pytest.raises(shard.Refused, match=says) as e:
+            theirs(name, mesh, accumulate=2)
+        assert "\n" not in str(e.value) and ("jit" in str(e.value) or "data, fsdp and tensor" in str(e.value)
+                                              or "the sum of its weights" in str(e.value) or "count" in str(e.value))
+        return
+    got, want = theirs(name, mesh, accumulate=2), theirs(name)
+    assert np.isfinite(got).all() and len(got) == 22
+    assert got == pytest.approx(want, rel=5e-5)
+    assert got[0] == pytest.approx(want[0], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["coupled rows", slow("a penalty"), slow("a mean")])
+def test_where_a_loss_is_refused_the_step_that_is_named_trains_it(name):
+    """Its evaluation, too: batches of held-out examples are those of one device there."""
+    assert theirs(name, "data=2,tensor=2", step="jit") == pytest.approx(theirs(name), rel=5e-5)
+    assert theirs(name, "tensor=2") == pytest.approx(theirs(name), rel=5e-5)
+
+
+def test_a_refused_loss_leaves_nothing_behind(tmp_path):
+    loss, given, _ = THEIRS["coupled rows"]
+    with pytest.raises(shard.Refused, match="--mesh data=2 cut the batch.*--step jit --accumulate 1"):
+        learn(make(batch=16, out=str(tmp_path / "run")), "data=2", loss=loss, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
+    """Its commands would compile twice."""
+    monkeypatch.setattr(train, "check_loss", None)
+    learn(make(steps=1), "data=2")
+    with pytest.raises(TypeError):
+        learn(make(steps=1), "data=2", loss=lambda p, b: model.loss(p, b, make()))
+
+
+def test_a_count_of_zero_changes_nothing():
+    """Weights decayed, and moments faded."""
+    loss, given, _ = THEIRS["a sum"]
+    masked = lambda p, b: (jnp.sum(errors(p, b) * b["mask"]), jnp.sum(b["mask"]))
+    collate = lambda e: {**given["collate"](e), "mask": np.array([float(x[0] > 9) for x, _ in e], "float32")}
+    program = train.build(make(batch=8), mesh_of("data=2"), perceptron, masked, train._shapes(make(), collate, given["examples"]))
+    with jax.set_mesh(program.mesh):
+        state = program.start(jax.random.key(0))
+        before = jax.device_get(state)
+        after, metrics = program.step(state, train._batch(program, collate, given["examples"], 0))
+    assert float(metrics["tokens"]) == 0 and not float(metrics["skipped"]) and int(after["step"]) == 1
+    for a, b in zip(jax.tree.leaves((before["params"], before["opt"])), jax.tree.leaves((after["params"], after["opt"]))):
+        assert (a == np.asarray(b)).all()
+
+
+def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
+    """x * s with one row is as large as s: on eight devices the scale decayed, on one it did not."""
+    loss, given, _ = THEIRS["a sum"]
+    shapes = train._shapes(make(), given["collate"], given["examples"])
+    init = lambda key: {**perceptron(key), "scale": jnp.ones((1, 320))}
+    for mesh in ("", "fsdp=8", "tensor=8", "data=4,tensor=2"):
+        program = train.build(make(), mesh_of(mesh), init, loss, shapes)
+        assert {k for k, d in program.decisions.items() if d.matrix} == {"up", "down"}, mesh
+
+
+def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
+    """Weights that were gathered differ in type from those that lie whole: a TypeError at the first evaluation."""
+    config = make(experts=4, layers=2, steps=1)
+    held = tokens_of(config, 13, 5)
+    one, other = (learn(config, mesh, held_out=held)[0][-1]["eval_loss"] for mesh in ("", "fsdp=2,expert=2"))
+    assert other == pytest.approx(one, rel=5e-6)
+
+
+def test_a_gradient_inside_a_loss_is_seen():
+    """Under jit, too, and through a vmap; a stop_gradient is none."""
+    config = make()
+    params, batch = model.init(config, jax.random.key(0)), data.collate(tokens_of(config, 2), 16)
+    plain = lambda p, b: model.loss(p, b, config)[0]
+    inside = lambda p, b: optax.tree.norm(jax.grad(jax.jit(plain))(p, b))
+    assert shard.DIFFERENTIATED in shard.seams(inside, params, batch) >= {"through", "attend"}
+    stopped = lambda p, b: plain(jax.lax.stop_gradient(p), b)
+    assert shard.DIFFERENTIATED not in shard.seams(stopped, params, batch) >= {"through", "attend", "row"}
+
+
+FSDP_SUMS = {"": 2, "float32": 4}
+
+
+@pytest.mark.parametrize("dtype", FSDP_SUMS)
+def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype):
+    """The text said float32, and gradients were added up in bfloat16. (What jax is asked for: a CPU's compiler adds
+    16 bits up in 32.)"""
+    program = program_of(make(dtype="bfloat16", sum_dtype=dtype, d_ff=128), "fsdp=4")
+    with jax.set_mesh(program.mesh):
+        text = program.step.lower(program.state, program.batch).as_text()
+    kinds = set(re.findall(r'"stablehlo.reduce_scatter".*?\}\) : \(tensor<[\dx]*(\w+)>\)', text, re.S))
+    assert kinds == {"bf16" if FSDP_SUMS[dtype] == 2 else "f32"}
+
+
+def drawn_overrides(count, seed=0):
+    """Meshes, models and overrides at random: of any leaf, one or two axes on any dimensions, some in a tuple."""
+    rng, found = np.random.default_rng(seed), []
+    choices = [("data=2,fsdp=2,tensor=2", {}), ("pipe=2,fsdp=2,data=2", dict(microbatches=2)), ("data=4,tensor=2", dict(zero=1)),
+               ("pipe=2,tensor=2,fsdp=2", dict(schedule="interleaved", chunks=2, microbatches=2)),
+               ("seq=2,tensor=2,pipe=2", dict(schedule="1f1b", microbatches=2)), ("fsdp=4,seq=2", dict(remat="full")),
+               ("expert=2,fsdp=2,tensor=2", dict(experts=4)), ("expert=2,pipe=2,data=2", dict(experts=4, zero=1))]
+    for _ in range(count):
+        mesh, what = choices[rng.integers(len(choices))]
+        paths, leaves, _ = shard.flatten(jax.eval_shape(lambda: model.init(make(layers=4, **what), jax.random.key(0))))
+        leaf, axes = rng.integers(len(leaves)), list(shard.mesh_sizes(mesh))
+        entries = [None] * leaves[leaf].ndim
+        for axis in rng.permutation(axes)[:rng.integers(1, 3)]:
+            entries[rng.integers(len(entries))] = str(axis)
+        if rng.random() < 0.25:
+            entries[rng.integers(len(entries))] = tuple(map(str, rng.permutation(axes)[:2]))
+        found.append((mesh, tuple(what.items()), paths[leaf], leaves[leaf].shape, tuple(entries)))
+    return found
+
+
+@functools.cache
+def without_overrides(experts):
+    return [r["loss"] for r in learn(make(layers=4, experts=experts, steps=6))[0]]
+
+
+@pytest.mark.parametrize("mesh, what, path, shape, entries", [
+    pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i in (0, 2) else pytest.mark.slow)
+    for i, d in enumerate(drawn_overrides(20))])
+def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries):
+    """Of twelve that were tried five passed validation and ended inside jax: `data`, tuples, `pipe` off the stack,
+    `fsdp` on the layers."""
+    sizes, config = shard.mesh_sizes(mesh), make(layers=4, steps=6, accumulate=2, **dict(what))
+    flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
+    if len(set(flat)) < len(flat) or any(isinstance(e, tuple) or e and n % sizes[e] for e, n in zip(entries, shape)):
+        with pytest.raises(shard.Refused, match="give one axis a dimension|which does not divide"):
+            program = train.build(config, mesh_of(mesh), *train.language(config), overrides=[(path, P(*entries))])
+            program.step.lower(program.state, program.batch)
+        return
+    flag = f"^{re.escape(path)}$=" + ",".join(e or "-" for e in entries)
+    rows, _ = learn(dataclasses.replace(config, override=("embed=-", flag)), mesh)
+    assert [r["loss"] for r in rows] == pytest.approx(without_overrides(config.experts), rel=5e-5)
+
+
+def test_of_several_overrides_the_last_that_matches_wins():
+    config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
+    program = train.build(config, mesh_of("data=2,fsdp=2"), *train.language(config), overrides=[("norm", P("data"))])
+    specs = {path.split(".")[-1]: d.spec for path, d in train._by_path(program.decisions).items()}
+    assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data") and specs["norm"] == P("data")
+    sent, said = ({(c.kind, c.axis): c.bytes for c in rows} for rows in (shard.collectives(train.compiled(program)), train.formula(program)))
+    for key in sent.keys() | said.keys():
+        assert sent.get(key, 0) == pytest.approx(said.get(key, 0), rel=0.02, abs=200), key
+
+
+def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
+    """951,424 were said where 918,912 are."""
+    tiny = dataclasses.replace(model.PRESETS["tiny"], vocab_size=257)
+    assert model.parameters(tiny) == (918_912, 918_912)
+    total, visited = model.parameters(model.PRESETS["mixtral-8x7b"])
+    assert (round(total / 1e9, 1), round(visited / 1e9, 1)) == (46.7, 12.9)         # as published
+    assert model.parameters(model.PRESETS["124m"])[0] == 50257 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
+
+
+# -------------------------------------------------------------------------------------------
 # Generation
 
 @pytest.fixture(scope="module")
@@ -2332,6 +2651,10 @@ def refused(capsys, *words, main=train.main):
     (["--coordinator", "a:70000", "--processes", 2, "--process_id", 0], "HOST:PORT"),
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 2], "0 to 1"),
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 0, "--distributed"], "one of them"),
+    (["--shards", 0], "at least 1"), (["--out", "gs://bucket/run"], "a folder that every process sees"), (["--sum_dtype", "float23"], "'float32'"),
+    (["--step", "jit", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"), (["--override", "w_up"], "REGEX=axis"),
+    (["--override", "w_up=-,tensr"], "'tensor'"), (["--override", "w_upp=-"], "'layers.w_up'"), (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),
+    (["--override", "_norm=-,data", "w_up=data", "--mesh", "data=8"], "splits 4 into 8"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"), (["--seq_len", "1e3"], "whole number")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
@@ -3182,7 +3505,7 @@ def test_dropout_differs_between_rows_places_and_sites():
 
 
 def test_a_mean_for_a_loss_is_a_clear_error():
-    with pytest.raises(TypeError, match="two scalars"):
+    with pytest.raises(shard.Refused, match=r"two scalars.*it returned float32\[\]: of a mean"):
         learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
 
 
