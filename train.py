@@ -194,7 +194,7 @@ ASKED = ("topology", "bench", "profile")
 
 class Program(NamedTuple):
     """Everything compiled or ready to be, for one configuration on one mesh."""
-    # (`compare` and `halves` are for `check_loss`.)
+    # (`compare` and `in_parts` are for `check_loss`.)
     config: Config
     mesh: Any
     decisions: Any          # where each weight lives, and why
@@ -207,7 +207,7 @@ class Program(NamedTuple):
     typed: bool             # whether the loss is traced inside the mesh: its collectives are its own
     loss: Any               # as it was given
     compare: Any            # params, batch, held, key, size -> the mesh's loss and one device's
-    halves: Any             # the same arguments -> one device's loss of a batch, and of its halves
+    in_parts: Any           # the same arguments -> one device's loss of a batch in parts, and of all of it
 
 
 def schedule(config: Config, step: jax.Array) -> jax.Array:
@@ -389,10 +389,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
-    compare, halves = _comparisons(
+    compare, in_parts = _comparisons(
         loss, split(functools.partial(gradients, dtype="float32"), (shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
         functools.partial(evaluate, dtype="float32"),
-        functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1))
+        functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1),
+        shard.rows(mesh) * config.accumulate)
     return Program(
         config, mesh, decisions, jax.tree.map(as_placed, state, places),
         jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
@@ -400,12 +401,13 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
         jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, loss,
         jax.jit(compare, out_shardings=whole, compiler_options=options),
-        jax.jit(halves, out_shardings=whole, compiler_options=options))
+        jax.jit(in_parts, out_shardings=whole, compiler_options=options))
 
 
-def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chunks: Callable) -> tuple[Callable, Callable]:
+def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chunks: Callable, parts: int
+                 ) -> tuple[Callable, Callable]:
     """For check_loss: the mesh's `gradients` and `evaluate` of some rows beside those of one device; and one device's
-    of the rows together beside those of their halves. At weights that were moved a little, by `size` of their own:
+    of the rows in so many parts beside those of all together. At weights that were moved a little, by `size` of their own:
     behind a head of zeros nothing shows."""
     def moved(params, key, size):
         keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params)))))
@@ -450,16 +452,16 @@ def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chu
                           "held_wanted": shard.on_one_device(sums_of)(alike(params), alike(held))[:2]}
         return found
 
-    def halves(params, batch, held, key, size):
+    def in_parts(params, batch, held, key, size):
+        def added(params, batch):
+            batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(lambda part: plain(params, part), batch))
+
         params, batch = alike(moved(params, key, size)), alike(batch)
         with jax.default_matmul_precision("highest"):
-            middle = jax.tree.leaves(batch)[0].shape[0] // 2
-            run = shard.on_one_device(plain)
-            first, second = (run(params, jax.tree.map(lambda x: x[part], batch))
-                             for part in (slice(None, middle), slice(middle, None)))
-            return result(params, jax.tree.map(jnp.add, first, second), run(params, batch))
+            return result(params, *(shard.on_one_device(fn)(params, batch) for fn in (added, plain)))
 
-    return compare, halves
+    return compare, in_parts
 
 
 def _overrides(given: Sequence[str]) -> list[tuple[str, P]]:
@@ -972,16 +974,17 @@ def check_loss(program: Program, collate: Callable, examples: Sequence, evaluate
     if found is None:
         return True
     mean = lambda sums: f"{float(sums[0]):.6g} / {float(sums[1]):.6g}"        # noqa: E731
-    if count > 1 and groups > 1 and (apart := differs(program.halves)):
+    if groups > 1 and (apart := differs(program.in_parts)):
         cut = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in shard.BATCH if sizes[a] > 1)}"] * (groups > config.accumulate)
         cut += [f"--accumulate {config.accumulate}"] * (config.accumulate > 1)
         raise Refused(f"this loss is no sum over the rows of a batch: of {count} rows it is {mean(apart['wanted'])} (sum / "
-                      f"count), of their halves added up {mean(apart['sums'])}, or the gradients differ so; {' and '.join(cut)} "
-                      f"cut the batch: return sums over rows, or give --step jit --accumulate 1"
+                      f"count), of {count // groups} at a time, added up, {mean(apart['sums'])}, or its gradients differ so; "
+                      f"{' and '.join(cut)} cut the batch: return sums over rows, or give --step jit --accumulate 1"
                       + " and no pipe or seq in --mesh" * (sizes["pipe"] * sizes["seq"] > 1))
     if program.typed and not seen:
         return False
-    raise Refused(f"mesh axis {' and '.join(seen) or program.mesh.shape}: on this mesh the loss of {count} rows is "
+    seen = seen or [f"{a}={n}" for a, n in sizes.items() if n > 1]
+    raise Refused(f"mesh axis {' and '.join(seen)}: on this mesh the loss of {count} rows is "
                   f"{mean(found['sums'])} (sum / count), on one device {mean(found['wanted'])}, or the gradients differ so; what "
                   f"picks or pools positions of the time sees a part of them there: {elsewhere}")
 
