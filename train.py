@@ -205,6 +205,7 @@ class Program(NamedTuple):
     evaluate: Any           # params, batch -> (sum, count)
     by_layer: bool          # whether the weights of a stack are gathered layer by layer
     typed: bool             # whether the loss is traced inside the mesh: its collectives are its own
+    needs: list[str]        # the axes over which they split it, as axis=size
     loss: Any               # as it was given
     compare: Any            # params, batch, held, key, size -> the mesh's loss and one device's
     in_parts: Any           # the same arguments -> one device's loss of a batch in parts, and of all of it
@@ -284,18 +285,20 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     held = {a for s in jax.tree.leaves(used, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
     passes = shard.seams(pair, narrow, small) if known is None else known
     takes_specs = "specs" in inspect.signature(loss).parameters
+    needs = []
     for axis, seam, what in (("pipe", "through", "layers"), ("seq", "attend", "attention"), ("expert", "experts", "experts")):
-        if axis in piped | held and seam not in passes:
-            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss does not call shard.{seam}, which is what "
-                          f"splits {what} over it; any loss can have data, fsdp and tensor")
-    # A gradient inside of the loss is of each device's own rows: no collective may add up others' to it. Then,
-    # and where the loss calls nothing of shard.py, each device computes the loss as one device does.
-    if shard.DIFFERENTIATED in passes:
-        for axis in sorted(piped | held & {"expert"}):
-            raise Refused(f"mesh axis {axis}={dict(mesh.shape)[axis]}: this loss takes a gradient inside itself, and over "
-                          f"{axis} that would be a part of it; any loss can have data, fsdp and tensor")
-        typed = False
-    typed = typed and (takes_specs or bool(passes))
+        if axis not in piped | held:
+            continue
+        needs.append(f"{axis}={dict(mesh.shape)[axis]}")
+        if seam not in passes:
+            raise Refused(f"mesh axis {needs[-1]}: this loss does not call shard.{seam}, which is what splits {what} over it; "
+                          f"{ANY_LOSS}")
+        # A gradient inside of the loss would be of each device's part: no collective may add up others' to it.
+        if shard.DIFFERENTIATED in passes:
+            raise Refused(f"mesh axis {needs[-1]}: this loss takes a gradient inside itself, and over {axis} that would be a "
+                          f"part of it; {ANY_LOSS}")
+    # With such a gradient, and where the loss calls nothing of shard.py, each device computes it as one device does.
+    typed = typed and (takes_specs or bool(passes)) and shard.DIFFERENTIATED not in passes
     takes_specs = takes_specs and typed
     # Then types do not say over which axes devices differ: it is those that split the rows.
     untyped = None if typed or config.step == "jit" else {a for a in shard.BATCH if dict(mesh.shape)[a] > 1}
@@ -318,7 +321,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         return found[0], found
 
     def gradients(params, batch, dtype=config.dtype):
-        """The gradient, and the sums that the loss gives, over all micro-batches, in float32."""
+        """The gradient, and the sums that the loss gives, added up in float32 over micro-batches and over all
+        axes but fsdp: there in the precision of dtype, unless --sum_dtype says otherwise, in each micro-batch."""
         weights = shard.vary(shard.cast(params, dtype), batch, also=piped)
         grad = jax.value_and_grad(with_sums, has_aux=True)
         grad = grad if untyped is None else shard.on_one_device(grad)
@@ -393,13 +397,13 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         loss, split(functools.partial(gradients, dtype="float32"), (shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
         functools.partial(evaluate, dtype="float32"),
         functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1),
-        shard.rows(mesh) * config.accumulate)
+        _parts(config, mesh))
     return Program(
         config, mesh, decisions, jax.tree.map(as_placed, state, places),
         jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
         jax.jit(fresh, out_shardings=places, compiler_options=options),
         jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
-        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, loss,
+        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, needs, loss,
         jax.jit(compare, out_shardings=whole, compiler_options=options),
         jax.jit(in_parts, out_shardings=whole, compiler_options=options))
 
@@ -929,64 +933,77 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     return result
 
 
+# What to give the devices to, of an axis that a loss cannot have.
+ANY_LOSS = "any loss can have data, fsdp and tensor"
+
+
 def check_loss(program: Program, collate: Callable, examples: Sequence, evaluates: bool) -> bool:
     """Refuse a loss of somebody else's that is another function on this mesh, or in --accumulate parts, than it is
     on one device, before anything is written: its sums and its gradient, of a few rows, in float32. False where it is
     enough to compute it on each device as on one."""
     config, mesh, sizes = program.config, program.mesh, dict(program.mesh.shape)
-    seen = [f"{a}={sizes[a]}" for a in ("pipe", "seq", "expert") if sizes[a] > 1]
-    groups = shard.rows(mesh) * config.accumulate
-    if config.step == "jit" and config.accumulate == 1 or not program.typed and groups == 1:
+    parts = _parts(config, mesh)
+    if parts == 1 and (config.step == "jit" or not program.typed):
         return True             # nothing is split but by the compiler
-    each = config.batch // groups
-    count = groups * math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
-    batch = _batch(program, collate, examples, 0, count)
-    held = {k: v for k, v in batch.items() if k != "seeds"} if evaluates else None
+    cut = shard.rows(mesh) * config.accumulate
+    each = config.batch // cut
+    count = cut * math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
     params = program.start(jax.random.key(config.seed))["params"]
-    narrow = shard.computes_in_16_bits(lambda p, b: program.loss(p, b), shard.cast(params, "float32"), batch)
-    elsewhere = "any loss can have data, fsdp and tensor"
+    batches = [_batch(program, collate, examples, at, count) for at in range(3)]
+    held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None for batch in batches]
+    if evaluates:
+        jax.eval_shape(program.loss, params, held[0])       # (what a held-out batch has not is missed here)
+    narrow = shard.computes_in_16_bits(lambda p, b: program.loss(p, b), shard.cast(params, "float32"), batches[0])
 
     def differs(fn):
-        """What fn finds twice, where that is not the same: at weights moved at random, twice, or where that is
-        nowhere finite, as they are."""
-        worst = None
-        for number, size in enumerate((0.1, 0.1, 0.0)):
-            if number == 2 and worst is not None:
+        """What fn finds two of three times, where that is not the same: of other rows and at weights moved at random;
+        where that is nowhere finite, or of nothing, at the weights as they are."""
+        agreed, apart = 0, []
+        for size in (0.1, 0.0):
+            for i in range(3):
+                if max(agreed, len(apart)) == 2:
+                    break
+                found = jax.device_get(fn(params, batches[i], held[i], jax.random.key(i), size))
+                if np.any(found["norms"]) and all(np.isfinite(x).all() for x in jax.tree.leaves((found["wanted"], found["norms"]))):
+                    same = _same(found, narrow)
+                    agreed, apart = agreed + same, apart + [found] * (not same)
+            if agreed or apart:
                 break
-            found = jax.device_get(fn(params, batch, held, jax.random.key(number), size))
-            if all(np.isfinite(x).all() for x in jax.tree.leaves((found["wanted"], found["norms"]))):
-                if _same(found, narrow):
-                    return None
-                worst = found
-        return worst
+        return apart[-1] if len(apart) > agreed else None
 
     try:
         found = differs(program.compare)
     except Refused:
         raise
     except Exception as e:
-        if program.typed and not seen:
+        if program.typed and not program.needs:
             return False
-        if not seen and not (sizes["tensor"] > 1 and isinstance(e, jax.errors.JaxRuntimeError)):
+        if not program.needs and not (sizes["tensor"] > 1 and isinstance(e, jax.errors.JaxRuntimeError)):
             raise
-        raise Refused(f"mesh axis {seen[0] if seen else 'tensor'}: this loss cannot be computed over it ({_brief(e)}); "
-                      f"{elsewhere if seen else 'give its devices to data or fsdp'}") from None
+        axis, instead = (program.needs[0], ANY_LOSS) if program.needs else ("tensor", "give its devices to data or fsdp")
+        raise Refused(f"mesh axis {axis}: this loss cannot be computed over it ({_brief(e)}); {instead}") from None
     if found is None:
         return True
     mean = lambda sums: f"{float(sums[0]):.6g} / {float(sums[1]):.6g}"        # noqa: E731
-    if groups > 1 and (apart := differs(program.in_parts)):
-        cut = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in shard.BATCH if sizes[a] > 1)}"] * (groups > config.accumulate)
-        cut += [f"--accumulate {config.accumulate}"] * (config.accumulate > 1)
+    if parts > 1 and (apart := differs(program.in_parts)):
+        by_mesh = parts > config.accumulate
+        cuts = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in shard.BATCH if sizes[a] > 1)}"] * by_mesh
+        cuts += [f"--accumulate {config.accumulate}"] * (config.accumulate > 1)
         raise Refused(f"this loss is no sum over the rows of a batch: of {count} rows it is {mean(apart['wanted'])} (sum / "
-                      f"count), of {count // groups} at a time, added up, {mean(apart['sums'])}, or its gradients differ so; "
-                      f"{' and '.join(cut)} cut the batch: return sums over rows, or give --step jit --accumulate 1"
-                      + " and no pipe or seq in --mesh" * (sizes["pipe"] * sizes["seq"] > 1))
-    if program.typed and not seen:
+                      f"count), of {count // parts} at a time, added up, {mean(apart['sums'])}, or its gradients differ so; "
+                      f"{' and '.join(cuts)} cut the batch: return sums over rows, or give {'--step jit ' * by_mesh}"
+                      f"--accumulate 1" + " and no pipe or seq in --mesh" * (by_mesh and sizes["pipe"] * sizes["seq"] > 1))
+    if program.typed and not program.needs:
         return False
-    seen = seen or [f"{a}={n}" for a, n in sizes.items() if n > 1]
-    raise Refused(f"mesh axis {' and '.join(seen)}: on this mesh the loss of {count} rows is "
-                  f"{mean(found['sums'])} (sum / count), on one device {mean(found['wanted'])}, or the gradients differ so; what "
-                  f"picks or pools positions of the time sees a part of them there: {elsewhere}")
+    axes = " and ".join(program.needs or [f"{a}={n}" for a, n in sizes.items() if n > 1])
+    raise Refused(f"mesh axis {axes}: on this mesh the loss of {count} rows is {mean(found['sums'])} (sum / count), on one device "
+                  f"{mean(found['wanted'])}, or the gradients differ so; what picks or pools positions of the time sees a part "
+                  f"of them there: {ANY_LOSS}")
+
+
+def _parts(config: Config, mesh: Any) -> int:
+    """In how many parts the loss of a batch is computed, but for what a compiler does."""
+    return config.accumulate * (shard.rows(mesh) if config.step == "shard_map" else 1)
 
 
 def _same(found: dict[str, Any], narrow: bool) -> bool:
