@@ -802,6 +802,8 @@ class _Walk:
         heads), or on those of the next one, where the outermost has fewer than there are shards
         but divides them (2 groups of 4 query heads over 4 shards)."""
         a, b = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        if 0 in a:          # nothing to split
+            return
         i = j = 0
         while i < len(a) and j < len(b):
             i0, j0, p, q = i, j, a[i], b[j]
@@ -842,11 +844,7 @@ class _Walk:
 
     def scan(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
         body, consts, length = eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, eqn.params["length"]
-        # What is carried looks the same inside and out; what is scanned over has one dimension
-        # more outside. (The numbers of each have other names in every version of jax.)
-        nk = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars))
-        nx = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(eqn.invars, body.invars))
-        nc = len(ins) - nk - nx
+        nc, nk, nx = _parts_of_scan(eqn)
         for x in ins[nc + nk:]:
             self.role(x, [0], "stacked")
         inner = ins[:nc + nk] + [dataclasses.replace(x, ids=x.ids[1:], source=x.source[1:])
@@ -1097,6 +1095,15 @@ class _Walk:
                             "it reads and writes what is whole between the layers")
 
 
+def _parts_of_scan(eqn: Any) -> tuple[int, int, int]:
+    """How many constants, carried values and scanned-over ones it has. What is carried looks the same inside and out;
+    what is scanned over has one dimension more outside. (The numbers of each have other names in every version of jax.)"""
+    body = eqn.params["jaxpr"].jaxpr
+    carried = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars))
+    scanned = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(eqn.invars, body.invars))
+    return len(eqn.invars) - carried - scanned, carried, scanned
+
+
 def _inner(eqn: Any) -> Any:
     """The jaxpr that an operation carries, and its constants: of one that calls it with the last
     of its operands (jit, remat, custom_vjp, shard_map, and what future versions add)."""
@@ -1188,12 +1195,13 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
         local *= math.prod([sizes[a] for a in used - split])
         here = [*d.spec, *[None] * (len(leaf.shape) - len(d.spec))]
         for at, axis in enumerate(here):
-            if axis in set(MANUAL) and (d.used is not None and (*d.used, *[None] * len(here))[at] != axis):
+            if axis and d.used is not None and (*d.used, *[None] * len(here))[at] != axis:
                 g = sizes[axis]
-                rest = math.prod([sizes[a] for a in here[at + 1:] if a in set(MANUAL) - used])
+                rest = math.prod([sizes[a] for a in here[at + 1:] if a and a not in used])
                 size = local / rest * (g - 1) / g
                 add("all-gather", [axis], 1, size * itemsize)
-                scatter(axis, parts, size * summed_size)
+                if axis != "tensor":        # (whose devices have equal gradients then)
+                    scatter(axis, parts, size * summed_size)
         local /= math.prod([sizes[a] for a in split - used])
         summed = [a for a in MANUAL if a not in split]
         if "data" in summed and "data" in part:     # the update is scattered, and the weights gathered again
@@ -1283,6 +1291,47 @@ def computes_in_16_bits(fn: Callable, *args: Any) -> bool:
     kinds = {v.aval.dtype for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr) for v in eqn.outvars
              if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+
+
+def needs_no_tensor(fn: Callable, params: Any, batch: Any) -> str:
+    """Why no compiler may split fn over tensor, or nothing: branches and loops that some rows take and others do not
+    (an exchange in them waits for ever for devices that do not come), and calls out of the program."""
+    closed, why = jax.make_jaxpr(fn)(params, batch), ""
+
+    def run(jaxpr, data):
+        """For each result whether it follows from the batch."""
+        nonlocal why
+        env = dict(zip(jaxpr.invars, data))
+        for eqn in jaxpr.eqns:
+            ins, name, more = [not hasattr(v, "val") and env.get(v, False) for v in eqn.invars], eqn.primitive.name, eqn.params
+            if name == "cond":
+                why = "branches follow from the data" if ins[0] else why
+                outs = [ins[0] or any(each) for each in zip(*[run(b.jaxpr, ins[1:]) for b in more["branches"]])]
+            elif name == "while":
+                n, m = more["cond_nconsts"], more["body_nconsts"]
+                outs = until_same(lambda carry: run(more["body_jaxpr"].jaxpr, ins[n:n + m] + carry), ins[n + m:])
+                why = "the length of a loop follows from the data" if run(more["cond_jaxpr"].jaxpr, ins[:n] + outs)[0] else why
+            elif name == "scan":
+                consts, carried, _ = _parts_of_scan(eqn)
+                first, each, body = ins[:consts], ins[consts + carried:], more["jaxpr"].jaxpr
+                carry = until_same(lambda carry: run(body, first + carry + each)[:carried], ins[consts:consts + carried])
+                outs = carry + run(body, first + carry + each)[carried:]
+            elif name not in REDUCE and (inner := _inner(eqn)) is not None:
+                outs = run(inner[0], ins[len(ins) - len(inner[0].invars):])
+            else:
+                why = "the program calls Python" if "callback" in name or name == "debug_print" else why
+                outs = [any(ins)] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outs))
+        return [not hasattr(v, "val") and env.get(v, False) for v in jaxpr.outvars]
+
+    def until_same(body, carry):
+        while (new := [a or b for a, b in zip(carry, body(carry))]) != carry:
+            carry = new
+        return carry
+
+    given = len(jax.tree.leaves(params))
+    run(closed.jaxpr, [i >= given for i in range(len(closed.jaxpr.invars))])
+    return why
 
 
 def _equations(jaxpr: Any) -> Any:
@@ -2203,7 +2252,8 @@ def spread(tree: Any) -> Any:
 def _keeping_tensor(collective: Callable, spec: P) -> Callable:
     """The collective for an array that `tensor` splits, too. The partitioner would gather that
     split along (right values, four times the bytes), so it is made manual just around it."""
-    if _ambient()[0]["tensor"] == 1:
+    sizes, manual = _ambient()
+    if sizes["tensor"] == 1 or "tensor" in manual:
         return collective
     local = P(*[a if a == "tensor" else None for a in spec])
     # (Where values have types, what a collective is for differs over its axis.)
@@ -2243,6 +2293,15 @@ def _gathered(w: jax.Array, dim: int, axis: str) -> jax.Array:
     return whole(w)
 
 
+def _gathered_copies(w: jax.Array, dim: int, axis: str) -> jax.Array:
+    """All-gather where every device of the axis then computes the same: of a gradient each keeps its own part."""
+    whole = jax.custom_vjp(lambda w: lax.all_gather(w, axis, axis=dim, tiled=True))
+    own = w.shape[dim]
+    whole.defvjp(lambda w: (lax.all_gather(w, axis, axis=dim, tiled=True), None),
+                 lambda _, change: (lax.dynamic_slice_in_dim(change, lax.axis_index(axis) * own, own, dim),))
+    return whole(w)
+
+
 def as_used(weights: Any, stored: Any, used: Any, chunks: int = 1) -> Any:
     """Weights as they lie, as the loss uses them: gathered over the axes that an override has named
     and the loss knows nothing of; of layers and experts, where the override has not split them, this
@@ -2254,7 +2313,9 @@ def as_used(weights: Any, stored: Any, used: Any, chunks: int = 1) -> Any:
     def convert(w, lies, spec):
         lies, spec = ([*s, *[None] * (w.ndim - len(s))] for s in (lies, spec))
         for d, axis in enumerate(lies):
-            if axis not in (None, "tensor", spec[d]):
+            if axis == "tensor" and axis in manual and spec[d] != axis:
+                w = _gathered_copies(w, d, axis)
+            elif axis in manual and spec[d] != axis:
                 rest = P(*[a if a == "tensor" else None for a in lies])
                 w = _keeping_tensor(lambda w, axis=axis, d=d: _gathered(w, d, axis), rest)(w)
                 if axis == "pipe" and d == 0 and w.shape[0] % (sizes["pipe"] * chunks) == 0:
@@ -2343,6 +2404,9 @@ def on_one_device(fn: Callable) -> Callable:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
+        # What it closes over may lie on a mesh (the weights that an earlier `fit` gave back): its values are meant.
+        traced = traced.replace(consts=[np.asarray(c) if isinstance(c, jax.Array) and c.is_fully_addressable else c
+                                        for c in traced.consts])
         return jax.tree.unflatten(jax.tree.structure(made), jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
 
     return call

@@ -2288,6 +2288,21 @@ def norms(p):
     return sum(jnp.sum(w ** 2) for w in jax.tree.leaves(p))
 
 
+def statistics_beside_a_metric(p, b):
+    """Where a metric is not a number the whole check was off."""
+    return *batch_statistics(p, b), {"errors": errors(p, b)[:1].sum(), "of_none": jnp.sum(b["x"] > 99) / jnp.sum(b["x"] > 99)}
+
+
+def branches(p, b):
+    """Those that some groups of devices take: an exchange over tensor inside waited for the others for ever."""
+    def of_one(row):
+        x, y = row
+        taken = jax.lax.cond(x[0] > 0, lambda h: h, lambda h: jnp.roll(h, 3), jnp.tanh(x @ p["up"]))
+        tried, _ = jax.lax.while_loop(lambda s: s[1] < 3 * jnp.abs(y[0]), lambda s: (s[0] * 0.9, s[1] + 1), (y, 0.0))
+        return jnp.sum((taken @ p["down"] - tried) ** 2)
+    return jax.lax.map(of_one, (b["x"], b["y"])).sum(), len(b["x"])
+
+
 OWN = make(layers=4, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
 
 
@@ -2351,6 +2366,9 @@ THEIRS = {
     "coupled rows": (in_batch_softmax, VECTORS, {"": SUM}),
     "batch statistics": (batch_statistics, VECTORS, {"": SUM}),
     "a gentle coupling": (lambda p, b: (errors(p, b).sum() * (1 + 1e-3 * jnp.tanh(b["x"].sum())), len(b["x"])), VECTORS, {"": SUM}),
+    "the hardest of a batch": (lambda p, b: (jax.lax.top_k(errors(p, b), min(6, len(b["x"])))[0].sum(), 6), VECTORS, {"": SUM}),
+    "statistics beside a metric": (statistics_beside_a_metric, VECTORS, {"": SUM}),
+    "branches": (branches, VECTORS, {}),
     "a mean": (lambda p, b: (errors(p, b).mean(), 1), VECTORS, {"": SUM}),
     "a constant count": (lambda p, b: (errors(p, b).sum(), 1), VECTORS, {"": SUM}),
     "a penalty": (lambda p, b: (errors(p, b).sum() + norms(p), len(b["x"])), VECTORS, {"": SUM}),
@@ -2365,7 +2383,7 @@ THEIRS = {
     "a pooled loss": (own_block(True, model._seen, pooled), TOKENS, {"pipe": POOLS, "seq": POOLS}),
     "a step of the transformer's": (a_step_of_the_transformers, TOKENS, {"pipe": INSIDE, "seq": INSIDE}),
     "masks of its own": (own_masks, TOKENS, {}),
-    "a penalty by its count": (penalised, TOKENS, {}),
+    "a penalty by its count": (penalised, TOKENS, {"pipe": "adds up layers' weights"}),
     "a count of places": (lambda p, b, specs=None: (model.loss(p, b, OWN, specs)[0], b["tokens"].size), TOKENS,
                           {"seq": "divides by a constant"}),
 }
@@ -2382,14 +2400,16 @@ def theirs(name, mesh="", **changes):
 
 @pytest.mark.parametrize("name, mesh", [
     ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), ("coupled rows", "data=2"), ("batch statistics", "tensor=2"),
-    ("a gentle coupling", "fsdp=2"), ("a mean", "data=4"), ("a constant count", "expert=2"), ("a penalty", "fsdp=2,tensor=2"),
+    ("a gentle coupling", "fsdp=2"), ("the hardest of a batch", "data=2"), ("statistics beside a metric", "data=2"),
+    ("branches", "data=2,tensor=2"), ("a mean", "data=4"), ("a constant count", "expert=2"), ("a penalty", "fsdp=2,tensor=2"),
     ("one scalar", "data=2"), ("a count of zero", "data=2"), ("a step of learning", "data=2,fsdp=2,tensor=2"),
     ("a loop, a search, a stop", "fsdp=4,tensor=2"), ("two stacks", "data=2,fsdp=2"), ("attention both ways", "seq=2"),
     ("a pooled loss", "pipe=2"), ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     slow("a loop, a search, a stop", "expert=2,data=2"), slow("attention both ways", "seq=4,tensor=2"),
     slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"), slow("a pooled loss", "fsdp=2,tensor=2"),
     slow("a step of the transformer's", "fsdp=2,tensor=2"), slow("a step of the transformer's", "seq=2"),
-    slow("masks of its own", "pipe=2,seq=2"), slow("a penalty by its count", "data=2,tensor=2"), slow("a count of places", "pipe=2")])
+    slow("masks of its own", "pipe=2,seq=2"), slow("a penalty by its count", "fsdp=2,tensor=2"),
+    slow("a penalty by its count", "pipe=2"), slow("a penalty by its count", "seq=2"), slow("a count of places", "pipe=2")])
 def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     """Losses that no test had were other numbers on other meshes, without a word, or ended inside jax: rows
     that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its evaluation, a
@@ -2419,6 +2439,44 @@ def test_a_refused_loss_leaves_nothing_behind(tmp_path):
     loss, given, _ = THEIRS["coupled rows"]
     with pytest.raises(shard.Refused, match="--mesh data=2 cut the batch.*--step jit --accumulate 1"):
         learn(make(batch=16, out=str(tmp_path / "run")), "data=2", loss=loss, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_else_a_task_may_bring(capfd):
+    """Weights of 16 bits, or none at all; a print inside the loss; what an earlier run gave back, off its mesh; other sums
+    that are arrays. Each ended inside jax."""
+    sums = lambda p, b: (errors(p, b).sum(), len(b["x"]))
+    def run(loss, mesh, **given):
+        rows, result = learn(make(steps=3, batch=16), mesh, loss=loss, **{**VECTORS, "held_out": (), **given})
+        return [r["loss"] for r in rows], result.params, rows
+
+    of_16 = lambda key: jax.tree.map(lambda w: w.astype("bfloat16"), perceptron(key))
+    assert run(sums, "data=2,tensor=2", init=of_16)[0] == pytest.approx(run(sums, "", init=of_16)[0], rel=2e-2)
+    empty = lambda key: {**perceptron(key), "none": jnp.zeros((4, 0))}
+    want, params, _ = run(sums, "fsdp=2", init=empty)
+    def prints(p, b):
+        jax.debug.print("one is {}", jnp.float32(1))
+        return sums(p, b)
+    assert run(prints, "data=2,tensor=2")[0] == pytest.approx(want) == run(prints, "")[0]
+    assert "one is 1.0" in capfd.readouterr().out
+    def distils(p, b, teacher):
+        return jnp.sum((through_perceptron(p, b["x"]) - through_perceptron(teacher, b["x"])) ** 2), len(b["x"])
+    with pytest.raises(shard.Refused, match="jax.device_get takes it off.*--step jit"):
+        run(lambda p, b: distils(p, b, params), "data=2")
+    of = jax.device_get(params)
+    assert run(lambda p, b: distils(p, b, of), "data=2")[0] == pytest.approx(run(lambda p, b: distils(p, b, of), "")[0])
+    each = lambda p, b: (*sums(p, b), {"by_place": ((through_perceptron(p, b["x"]) - b["y"]) ** 2).sum(0)})
+    (one, *_), (other, *_) = (run(each, mesh)[2] for mesh in ("", "data=2"))
+    assert len(one["by_place"]) == 16 and other["by_place"] == pytest.approx(one["by_place"], rel=1e-5)
+    with pytest.raises(shard.Refused, match="what adds up over rows"):
+        run(lambda p, b: (*sums(p, b), {"rows": errors(p, b)}), "data=2")
+
+
+def test_a_collate_whose_shapes_change_is_refused(tmp_path):
+    pad = lambda e: {"x": np.stack([np.pad(x, (0, max(map(len, e)) - len(x))) for x in e])}
+    with pytest.raises(shard.Refused, match="pad every batch to the same shape"):
+        learn(make(out=str(tmp_path / "run")), "", loss=lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), collate=pad,
+              init=lambda key: {"w": jnp.ones(())}, examples=[np.ones(n, "float32") for n in range(3, 20)])
     assert not list(tmp_path.iterdir())
 
 

@@ -258,12 +258,18 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         if several := next((e for e in spec if isinstance(e, tuple) and len(e) > 1), None):
             raise Refused(f"override {pattern!r}: {'+'.join(several)} on one dimension; give one axis a dimension")
     decisions = shard.decide(pair, narrow, small, mesh=mesh, overrides=overrides)
-    known = getattr(loss, "known", None)
+    known = getattr(loss, "_calls", None)
     if known is None:
         # What is a matrix must not follow from how many rows a device has: that is seen in a whole batch.
         seen = shard.decide(pair, narrow, batch, mesh=shard.abstract_mesh({}))
         decisions = jax.tree.map(lambda d, s: dataclasses.replace(d, matrix=s.matrix, sides=s.sides), decisions, seen)
     sums = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, small)
+    if _parts(config, mesh) > 1 and known is None:
+        all_rows = jax.eval_shape(lambda p, b: _sums(loss(p, b)), narrow, batch)
+        for name, x in sums[2].items():
+            if x.shape != all_rows[2][name].shape:
+                raise Refused(f"the loss's other sum {name!r} has the shape {list(x.shape)} for {part} rows and "
+                              f"{list(all_rows[2][name].shape)} for {config.batch}: give what adds up over rows")
     specs = jax.tree.map(lambda d: d.spec, decisions)
     used = jax.tree.map(lambda d: d.spec if d.used is None else d.used, decisions)
     rule = optimizer(config, decisions)
@@ -278,7 +284,6 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
                               "opt": shard.state_specs(rule, params, parts)}, mesh)
     whole = NamedSharding(mesh, P())
     rows = shard.batch_spec(mesh)
-    ours = shard.manual(specs)
     # On these axes devices differ, whether or not the batch does.
     manual = set(shard.MANUAL) if config.step == "shard_map" else set()
     piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
@@ -297,11 +302,24 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         if shard.DIFFERENTIATED in passes:
             raise Refused(f"mesh axis {needs[-1]}: this loss takes a gradient inside itself, and over {axis} that would be a "
                           f"part of it; {ANY_LOSS}")
+    why = "" if known is not None or config.step == "jit" else shard.needs_no_tensor(pair, narrow, small)
+    split_over_tensor = f"tensor={dict(mesh.shape)['tensor']}" if dict(mesh.shape)["tensor"] > 1 else ""
+    if why and needs and split_over_tensor:
+        raise Refused(f"mesh axis {split_over_tensor}: {why}, of this loss, so no compiler may split it, beside {needs[0]}; "
+                      f"give a mesh without tensor")
     # With such a gradient, and where the loss calls nothing of shard.py, each device computes it as one device does.
-    typed = typed and (takes_specs or bool(passes)) and shard.DIFFERENTIATED not in passes
+    typed = typed and (takes_specs or bool(passes)) and shard.DIFFERENTIATED not in passes and not (why and split_over_tensor)
     takes_specs = takes_specs and typed
     # Then types do not say over which axes devices differ: it is those that split the rows.
     untyped = None if typed or config.step == "jit" else {a for a in shard.BATCH if dict(mesh.shape)[a] > 1}
+    # And tensor is the compiler's to split, but where it may not: then weights lie split and are used whole.
+    alone = untyped is not None and (bool(why) or not split_over_tensor)
+    if alone and split_over_tensor:
+        decisions = jax.tree.map(lambda d: dataclasses.replace(d, reductions=(), used=P(*[
+            None if a == "tensor" else a for a in (d.spec if d.used is None else d.used)]),
+            reason=d.reason + f"; gathered: {why}" * ("tensor" in d.spec)), decisions)
+        used = jax.tree.map(lambda d: d.used, decisions)
+    ours, axes = (specs, shard.AXES) if alone else (shard.manual(specs), shard.MANUAL)
 
     def gather(weights):
         """Weights as they lie, whole: but those of a stack, which its layers gather where they use
@@ -353,14 +371,14 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
             batch, parts = shard.along_time(batch, mesh)
             parts = {k: P(*(rows if divides and rows else (None,)), *s[1:]) for k, s in parts.items()}
             return jax.shard_map(fn, mesh=mesh, in_specs=(ours, parts), out_specs=outs, check_vma=typed,
-                                 axis_names=set(shard.MANUAL))(params, batch)
+                                 axis_names=set(axes))(params, batch)
 
         return call
 
     def step(state, batch):
         params = state["params"]
         whole = jax.tree.map(lambda _: P(), sums)
-        grads, (total, asked, more) = split(gradients, (shard.manual(parts), whole))(params, batch)
+        grads, (total, asked, more) = split(gradients, (parts if alone else shard.manual(parts), whole))(params, batch)
         count = jnp.where(asked == 0, 1, asked)         # nothing was asked: nothing is learned
         grads = jax.tree.map(lambda g: g * (1 / count.astype(g.dtype)), grads)      # one division, not one a number
         rate, norm = schedule(config, state["step"]), optax.tree.norm(grads)
@@ -370,7 +388,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         # nothing was asked, for weights would decay and moments fade all the same.
         fine = jnp.isfinite(norm)
         learns = fine & (asked != 0)
-        params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new, old), (params, opt),
+        params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old), (params, opt),
                                    (state["params"], state["opt"]))
         metrics = {"loss": total / count, "lr": rate, "grad_norm": norm, "tokens": asked,
                    "skipped": 1 - fine, **{name: x / count for name, x in more.items()}}
@@ -394,7 +412,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
     compare, in_parts = _comparisons(
-        loss, split(functools.partial(gradients, dtype="float32"), (shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
+        loss, split(functools.partial(gradients, dtype="float32"), (parts if alone else shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
         functools.partial(evaluate, dtype="float32"),
         functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1),
         _parts(config, mesh))
@@ -489,10 +507,11 @@ def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """What a loss gives, complete and in float32."""
     s, c, *more = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
     more = more[0] if more and more[0] is not None else {}
-    if s is None or jnp.shape(s) or jnp.shape(c) or not isinstance(more, dict) or any(map(jnp.ndim, (s, c))):
+    plain = isinstance(more, dict) and all(jax.tree_util.all_leaves([x]) for x in (s, c, *more.values()))
+    if s is None or not plain or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         raise Refused(f"loss(params, batch) must return two scalars, the sum over the batch and the count to divide by, and "
-                      f"perhaps a dict of other sums to be logged; it returned {shapes}: of a mean, give the sum and the count")
+                      f"perhaps a dict of other sums to be logged (arrays); it returned {shapes}: of a mean, give the sum and the count")
     if taken := LOGGED & more.keys():
         raise Refused(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: the step's own "
                       f"are {', '.join(sorted(LOGGED))}")
@@ -673,7 +692,7 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
         return model.loss(params, batch, config, specs, more=True)
 
     # What it calls. The tests hold it to one device on every mesh: it is not checked again at each start.
-    loss.known = {"through", "attend", "experts", "row"}
+    loss._calls = {"through", "attend", "experts", "row"}
     return lambda key: model.init(config, key), loss, batch
 
 
@@ -918,12 +937,16 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         program = build(config, mesh, init, loss, shapes, overrides)
         record = _record(program, record or {})
         agreed(record)
-        if not hasattr(loss, "known"):
+        if not hasattr(loss, "_calls"):
             _watch.expect("compiling")
             with jax.set_mesh(mesh):
                 if not check_loss(program, collate, examples, len(held_out) > 0):
                     program = build(config, mesh, init, loss, shapes, overrides, typed=False)
                     check_loss(program, collate, examples, len(held_out) > 0)
+                try:
+                    jax.eval_shape(program.step, program.state, program.batch)      # (kept for when it is compiled)
+                except (TypeError, ValueError, NotImplementedError) as e:
+                    raise e if isinstance(e, Refused) or config.step == "jit" else _untraceable(e, program.needs) from None
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
             say = say or _Say(program.config)
             say.header(program)
@@ -943,13 +966,15 @@ def check_loss(program: Program, collate: Callable, examples: Sequence, evaluate
     enough to compute it on each device as on one."""
     config, mesh, sizes = program.config, program.mesh, dict(program.mesh.shape)
     parts = _parts(config, mesh)
+    # All rows of a batch, where they are small: so are they coupled as in an update. Else some for each device.
+    size, cut = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(program.batch)), shard.rows(mesh) * config.accumulate
+    each = config.batch // cut
+    few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
+    count = cut * (each if config.batch * size <= 2**17 else few)
+    batches = [_batch(program, collate, examples, at, count) for at in range(3)]
     if parts == 1 and (config.step == "jit" or not program.typed):
         return True             # nothing is split but by the compiler
-    cut = shard.rows(mesh) * config.accumulate
-    each = config.batch // cut
-    count = cut * math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
     params = program.start(jax.random.key(config.seed))["params"]
-    batches = [_batch(program, collate, examples, at, count) for at in range(3)]
     held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None for batch in batches]
     if evaluates:
         jax.eval_shape(program.loss, params, held[0])       # (what a held-out batch has not is missed here)
@@ -964,7 +989,7 @@ def check_loss(program: Program, collate: Callable, examples: Sequence, evaluate
                 if max(agreed, len(apart)) == 2:
                     break
                 found = jax.device_get(fn(params, batches[i], held[i], jax.random.key(i), size))
-                if np.any(found["norms"]) and all(np.isfinite(x).all() for x in jax.tree.leaves((found["wanted"], found["norms"]))):
+                if np.any(found["norms"]) and all(np.isfinite(x).all() for x in (*found["wanted"][:2], *found["norms"])):
                     same = _same(found, narrow)
                     agreed, apart = agreed + same, apart + [found] * (not same)
             if agreed or apart:
@@ -978,10 +1003,9 @@ def check_loss(program: Program, collate: Callable, examples: Sequence, evaluate
     except Exception as e:
         if program.typed and not program.needs:
             return False
-        if not program.needs and not (sizes["tensor"] > 1 and isinstance(e, jax.errors.JaxRuntimeError)):
+        if "RESOURCE_EXHAUSTED" in str(e):
             raise
-        axis, instead = (program.needs[0], ANY_LOSS) if program.needs else ("tensor", "give its devices to data or fsdp")
-        raise Refused(f"mesh axis {axis}: this loss cannot be computed over it ({_brief(e)}); {instead}") from None
+        raise _untraceable(e, program.needs) from None
     if found is None:
         return True
     mean = lambda sums: f"{float(sums[0]):.6g} / {float(sums[1]):.6g}"        # noqa: E731
@@ -997,8 +1021,17 @@ def check_loss(program: Program, collate: Callable, examples: Sequence, evaluate
         return False
     axes = " and ".join(program.needs or [f"{a}={n}" for a, n in sizes.items() if n > 1])
     raise Refused(f"mesh axis {axes}: on this mesh the loss of {count} rows is {mean(found['sums'])} (sum / count), on one device "
-                  f"{mean(found['wanted'])}, or the gradients differ so; what picks or pools positions of the time sees a part "
-                  f"of them there: {ANY_LOSS}")
+                  f"{mean(found['wanted'])}, or the gradients differ so; what picks or pools positions of the time, or adds "
+                  f"up layers' weights outside of shard.through, sees a part of them there"
+                  + f", and --chunks {config.chunks} is for shard.through to be told" * (config.chunks > 1) + f": {ANY_LOSS}")
+
+
+def _untraceable(e: Exception, needs: Sequence[str] = ()) -> Refused:
+    """What to say of a loss that one device can compute, and that ends inside jax on a mesh."""
+    if needs:
+        return Refused(f"mesh axis {' and '.join(needs)}: this loss cannot be computed over it ({_brief(e)}); {ANY_LOSS}")
+    return Refused(f"this loss cannot be computed inside a shard_map ({_brief(e)}); what it closes over must not lie on a mesh "
+                   f"(jax.device_get takes it off), nor may it say where arrays lie; or give --step jit")
 
 
 def _parts(config: Config, mesh: Any) -> int:
@@ -1014,7 +1047,7 @@ def _same(found: dict[str, Any], narrow: bool) -> bool:
     slack = (1e-2 if narrow else 1e-6) * total * float(found["weights"])
     pairs = list(zip(*(jax.tree.leaves(found[k]) for k in ("sums", "wanted"))))
     pairs += list(zip(found.get("held", ()), found.get("held_wanted", ())))
-    return (all(abs(a - b) <= near * abs(b) + slack * (i != 1) for i, (a, b) in enumerate(pairs))
+    return (all(np.allclose(a, b, near, slack * (i != 1), equal_nan=True) for i, (a, b) in enumerate(pairs))
             and all(gap <= far * norm + near / 3 * total for gap, norm in zip(found["gaps"], found["norms"])))
 
 
@@ -1188,6 +1221,10 @@ def _batch(program: Program, collate: Callable, examples: Sequence, at: int, cou
 
     def make(first, last):
         batch = _arrays(collate, [examples[int(i)] for i in _chosen(config, examples, at, first, last)])
+        for k, x in batch.items():
+            if x.shape[1:] != program.batch[k].shape[1:]:
+                raise Refused(f"collate made {k!r} of rows of shape {list(x.shape[1:])} of some examples, and "
+                              f"{list(program.batch[k].shape[1:])} of the first one: pad every batch to the same shape")
         # A seed for each row: randomness belongs to the example, wherever it is computed.
         spot = np.arange(first, last, dtype=np.uint64) + np.uint64(at * config.batch)
         spot = spot * np.uint64(2**32) + np.uint64(config.seed)
