@@ -2385,7 +2385,7 @@ THEIRS = {
     "masks of its own": (own_masks, TOKENS, {}),
     "a penalty by its count": (penalised, TOKENS, {"pipe": "adds up layers' weights"}),
     "a count of places": (lambda p, b, specs=None: (model.loss(p, b, OWN, specs)[0], b["tokens"].size), TOKENS,
-                          {"seq": "divides by a constant"}),
+                          {"seq": "divides by a constant or by its rows"}),
 }
 COUPLED = [name for name, (*_, cannot) in THEIRS.items() if cannot.get("") == SUM]
 

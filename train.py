@@ -330,8 +330,9 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     def local_loss(weights, batch):
         s, c, more = _sums(loss(weights, batch, specs=used) if takes_specs else loss(weights, batch))
         if "seq" in piped and "seq" in shard.varying(s) - shard.varying(c):
-            raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: this loss divides by a constant, and each "
-                          f"device has a part of the time; let it count in the batch, as the sum of its weights")
+            raise Refused(f"mesh axis seq={dict(mesh.shape)['seq']}: this loss divides by a constant or by its rows, as a "
+                          f"pooled one does, and each device has a part of the time; let it count in the batch, as the sum "
+                          f"of its weights; {ANY_LOSS}")
         return s, c, more
 
     def with_sums(weights, part):
