@@ -1192,17 +1192,15 @@ def predict(decisions: Any, params: Any, mesh: Any, itemsize: int = 4, parts: in
             scatter("fsdp", again * layers, again * size * summed_size)
             local /= f
         # What an override has put elsewhere than the loss uses it: gathered once for all parts.
-        local *= math.prod([sizes[a] for a in used - split])
-        here = [*d.spec, *[None] * (len(leaf.shape) - len(d.spec))]
-        for at, axis in enumerate(here):
-            if axis and d.used is not None and (*d.used, *[None] * len(here))[at] != axis:
-                g = sizes[axis]
-                rest = math.prod([sizes[a] for a in here[at + 1:] if a and a not in used])
-                size = local / rest * (g - 1) / g
-                add("all-gather", [axis], 1, size * itemsize)
-                if axis != "tensor":        # (whose devices have equal gradients then)
-                    scatter(axis, parts, size * summed_size)
-        local /= math.prod([sizes[a] for a in split - used])
+        local = math.prod(leaf.shape) / math.prod([sizes[a] for a in split])
+        lies, uses = ([*s, *[None] * (len(leaf.shape) - len(s))] for s in (d.spec, d.spec if d.used is None else d.used))
+        whole = local
+        for axis in [a for a, u in zip(lies, uses) if a and a != u]:
+            whole *= sizes[axis]
+            size = whole * (sizes[axis] - 1) / sizes[axis]
+            add("all-gather", [axis], 1, size * itemsize)
+            if axis != "tensor":        # (whose devices have equal gradients then)
+                scatter(axis, parts, parts * size * (itemsize if axis == "expert" else summed_size))
         summed = [a for a in MANUAL if a not in split]
         if "data" in summed and "data" in part:     # the update is scattered, and the weights gathered again
             summed.remove("data")
@@ -2712,7 +2710,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     train.check_model(config, mesh)
     found = decide(lambda p, b: model.loss(p, b, config), params, model.a_batch(config, 1),
-                   mesh=mesh)
+                   mesh=mesh, overrides=train._overrides(config.override))
     print(explain(found, params, mesh, bool(config.zero)))
 
 

@@ -45,6 +45,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -132,6 +133,8 @@ class Config(model.Config):
         if self.sum_dtype not in ("", "float32"):
             raise Refused(f"--sum_dtype {self.sum_dtype}: expected float32, or nothing for the precision of --dtype"
                           + shard.nearest(self.sum_dtype, ("float32",)))
+        if self.sum_dtype and self.step == "jit":
+            raise Refused(f"--sum_dtype {self.sum_dtype}: with --step jit the compiler chooses; give --step shard_map")
         if "://" in self.out:
             raise Refused(f"--out {self.out}: object stores are not supported yet; give a folder that every process sees, "
                           f"{self.out.split('://')[1].split('/')[-1] or 'out'} for example")
@@ -207,7 +210,8 @@ class Program(NamedTuple):
     typed: bool             # whether the loss is traced inside the mesh: its collectives are its own
     needs: list[str]        # the axes over which they split it, as axis=size
     loss: Any               # as it was given
-    compare: Any            # params, batch, held, key, size -> the mesh's loss and one device's
+    checked: str            # the precision in which the check computes it
+    compare: Any            # batch, held, key, size -> the mesh's loss and one device's
     in_parts: Any           # the same arguments -> one device's loss of a batch in parts, and of all of it
 
 
@@ -252,13 +256,17 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     part = config.batch // shard.rows(mesh) // config.accumulate
     small = jax.tree.map(lambda x: jax.ShapeDtypeStruct((part, *x.shape[1:]), x.dtype), batch)
     narrow = jax.eval_shape(lambda p: shard.cast(p, config.dtype), params)
+    known = _known(loss)
+    takes_specs = "specs" in (takes := inspect.signature(loss).parameters)
+    if takes_specs and takes["specs"].default is inspect.Parameter.empty:
+        with_specs = loss
+        loss = lambda params, batch, specs=None: with_specs(params, batch, specs=specs)     # noqa: E731
     pair = lambda p, b: _sums(loss(p, b))[:2]       # noqa: E731
     overrides = [*_overrides(config.override), *overrides]
     for pattern, spec in overrides:
         if several := next((e for e in spec if isinstance(e, tuple) and len(e) > 1), None):
             raise Refused(f"override {pattern!r}: {'+'.join(several)} on one dimension; give one axis a dimension")
     decisions = shard.decide(pair, narrow, small, mesh=mesh, overrides=overrides)
-    known = getattr(loss, "_calls", None)
     if known is None:
         # What is a matrix must not follow from how many rows a device has: that is seen in a whole batch.
         seen = shard.decide(pair, narrow, batch, mesh=shard.abstract_mesh({}))
@@ -289,7 +297,6 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     piped = {a for a in ("pipe", "seq") if dict(mesh.shape)[a] > 1} & manual
     held = {a for s in jax.tree.leaves(used, is_leaf=lambda s: isinstance(s, P)) for a in s} & manual
     passes = shard.seams(pair, narrow, small) if known is None else known
-    takes_specs = "specs" in inspect.signature(loss).parameters
     needs = []
     for axis, seam, what in (("pipe", "through", "layers"), ("seq", "attend", "attention"), ("expert", "experts", "experts")):
         if axis not in piped | held:
@@ -339,7 +346,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
         found = shard.once(local_loss(weights, part), piped)
         return found[0], found
 
-    def gradients(params, batch, dtype=config.dtype):
+    def gradients(params, batch, dtype=config.dtype, accumulate=config.accumulate):
         """The gradient, and the sums that the loss gives, added up in float32 over micro-batches and over all
         axes but fsdp: there in the precision of dtype, unless --sum_dtype says otherwise, in each micro-batch."""
         weights = shard.vary(shard.cast(params, dtype), batch, also=piped)
@@ -355,11 +362,11 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
             zeros = lambda x: jnp.zeros(x.shape, jnp.float32)      # noqa: E731
             zero = (jax.tree.map(lambda w: shard.vary(zeros(w), w, batch), weights),
                     jax.tree.map(lambda x: shard.vary(zeros(x), batch, also=piped), sums))
-            if config.accumulate == 1:
+            if accumulate == 1:
                 g, found = micro(zero, batch)[0]
             else:
                 g, found = jax.lax.scan(micro, zero, jax.tree.map(
-                    lambda x: x.reshape(config.accumulate, -1, *x.shape[1:]), batch))[0]
+                    lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch))[0]
         return shard.reduce(g, specs, parts=parts, differ=untyped), shard.reduce(found, differ=untyped)
 
     def split(fn, outs, divides=True):
@@ -412,34 +419,50 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 
     options = shard.compiler_options(mesh)
     as_placed = lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p)  # noqa: E731
+    # The check is in float32, where the loss can be traced in it (a loop of its own may be bound to another).
+    try:
+        checked = "float32"
+        jax.eval_shape(pair, jax.eval_shape(lambda p: shard.cast(p, checked), params), small)
+    except (TypeError, ValueError):
+        checked = config.dtype
     compare, in_parts = _comparisons(
-        loss, split(functools.partial(gradients, dtype="float32"), (parts if alone else shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
-        functools.partial(evaluate, dtype="float32"),
+        init, loss, split(functools.partial(gradients, dtype=checked, accumulate=min(2, config.accumulate)), (
+            parts if alone else shard.manual(parts), jax.tree.map(lambda _: P(), sums))),
+        functools.partial(evaluate, dtype=checked), places["params"],
         functools.partial(shard.in_chunks, specs=specs, mesh=mesh, chunks=config.chunks if config.step == "shard_map" else 1),
-        _parts(config, mesh))
+        _parts(dataclasses.replace(config, accumulate=min(2, config.accumulate)), mesh), checked)
     return Program(
         config, mesh, decisions, jax.tree.map(as_placed, state, places),
         jax.tree.map(lambda x: as_placed(x, NamedSharding(mesh, rows)), batch),
         jax.jit(fresh, out_shardings=places, compiler_options=options),
         jax.jit(step, donate_argnums=0, out_shardings=(places, whole), compiler_options=options),
-        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, needs, loss,
+        jax.jit(evaluate, out_shardings=whole, compiler_options=options), takes_specs, typed, needs, loss, checked,
         jax.jit(compare, out_shardings=whole, compiler_options=options),
         jax.jit(in_parts, out_shardings=whole, compiler_options=options))
 
 
-def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chunks: Callable, parts: int
-                 ) -> tuple[Callable, Callable]:
+# So much are weights moved, of their own size, to see what rounding does to a loss and its gradient: by computation in
+# float32, and where there are 16 bits in it.
+ROUNDING = {False: 2.0**-20, True: 2.0**-8}
+
+
+def _comparisons(init: Callable, loss: Callable, gradients: Callable, evaluate: Callable, places: Any, in_chunks: Callable,
+                 parts: int, dtype: str) -> tuple[Callable, Callable]:
     """For check_loss: the mesh's `gradients` and `evaluate` of some rows beside those of one device; and one device's
-    of the rows in so many parts beside those of all together. At weights that were moved a little, by `size` of their own:
-    behind a head of zeros nothing shows."""
+    of the rows in so many parts beside those of all together. At new weights that were moved at random, by `size` of
+    their own: behind a head of zeros nothing shows. Beside both, what one device finds at weights moved by `rounding`."""
     def moved(params, key, size):
         keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params)))))
 
         def move(w, key):
             rms = jnp.sqrt(jnp.mean(w * w))
-            return w + size * jnp.where(rms > 0, rms, 0.2) * jax.random.normal(key, w.shape, w.dtype)
+            return w + (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype) * jax.random.normal(key, w.shape, w.dtype)
 
-        return shard.cast(jax.tree.map(move, params, keys), "float32")
+        return jax.tree.map(move, params, keys)
+
+    def start(key, size):
+        params = jax.lax.with_sharding_constraint(init(key), places)
+        return shard.cast(moved(params, jax.random.fold_in(key, 1), size), dtype)
 
     def sums_of(params, batch):
         return _sums(loss(params, batch))
@@ -456,33 +479,45 @@ def _comparisons(loss: Callable, gradients: Callable, evaluate: Callable, in_chu
         """Whole on each device where that is little: no compiler splits what is to be compared with."""
         return jax.lax.with_sharding_constraint(tree, P()) if 4 * model.count(tree) < 2**30 else tree
 
-    def norms(tree):
-        return [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)]
+    def norms(a, b):
+        return jax.tree.map(lambda a, b: jnp.linalg.norm((a - b).astype(jnp.float32)), a, b)
 
-    def result(params, found, wanted):
-        (sums, grad), (wanted_sums, wanted_grad) = found, wanted
-        return {"sums": sums, "wanted": wanted_sums, "weights": optax.tree.norm(params), "norms": norms(wanted_grad),
-                "gaps": norms(jax.tree.map(lambda a, b: a - b, grad, wanted_grad))}
+    def wanted(params, batch, key, rounding):
+        """What one device finds, and how far off it is where weights are moved by their rounding, twice."""
+        def three(params, batch, key, rounding):
+            return jax.lax.map(lambda i: plain(moved(params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding)), batch),
+                               jnp.arange(3))
 
-    def compare(params, batch, held, key, size):
-        params = moved(params, key, size)
+        sums, grads = shard.on_one_device(three)(alike(params), alike(batch), key, rounding)
+        (sums, grad), *others = [jax.tree.map(lambda x: x[i], (sums, grads)) for i in range(3)]
+        noise = [(jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b), initial=0), sums, s), norms(grad, g)) for s, g in others]
+        return sums, grad, jax.tree.map(jnp.maximum, *noise)
+
+    def result(sums, grad, wanted):
+        wanted_sums, wanted_grad, (sums_noise, grad_noise) = wanted
+        zero = jax.tree.map(jnp.zeros_like, wanted_grad)
+        return {"sums": sums, "wanted": wanted_sums, "sums_noise": sums_noise, "norms": norms(wanted_grad, zero),
+                "gaps": norms(grad, wanted_grad), "gaps_noise": grad_noise}
+
+    def compare(batch, held, key, size, rounding):
+        params = start(key, size)
         with jax.default_matmul_precision("highest"):
             grad, sums = gradients(in_chunks(params), batch)
-            wanted = shard.on_one_device(plain)(alike(params), alike(batch))
-            found = result(params, (sums, in_chunks(grad, back=True)), wanted)
+            found = result(sums, in_chunks(grad, back=True), wanted(params, batch, key, rounding))
             if held is not None:
                 found |= {"held": evaluate(in_chunks(params), held),
                           "held_wanted": shard.on_one_device(sums_of)(alike(params), alike(held))[:2]}
         return found
 
-    def in_parts(params, batch, held, key, size):
+    def in_parts(batch, held, key, size, rounding):
         def added(params, batch):
             batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(lambda part: plain(params, part), batch))
 
-        params, batch = alike(moved(params, key, size)), alike(batch)
+        params = start(key, size)
         with jax.default_matmul_precision("highest"):
-            return result(params, *(shard.on_one_device(fn)(params, batch) for fn in (added, plain)))
+            sums, grad = shard.on_one_device(added)(alike(params), alike(batch))
+            return result(sums, grad, wanted(params, batch, key, rounding))
 
     return compare, in_parts
 
@@ -551,7 +586,17 @@ def check(config: Config, mesh: Any) -> None:
                       f"device has at a time; the nearest that does is --microbatches {near}")
 
 
-def check_model(config: model.Config, mesh: Any) -> None:
+def check_overrides(config: Config, mesh: Any) -> None:
+    """Refuse what --override asks of the transformer and cannot have."""
+    if config.override:
+        # (A vocabulary that is still to follow from the data divides by everything.)
+        some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
+        params = jax.eval_shape(lambda: model.init(some, jax.random.key(0)))
+        shard.overridden([(path, path, leaf.shape) for path, leaf in _by_path(params).items()],
+                         _overrides(config.override), dict(mesh.shape))
+
+
+def check_model(config: Config, mesh: Any) -> None:
     """The same for what the transformer cannot split."""
     n, stages, ring, e = (dict(mesh.shape)[a] for a in ("tensor", "pipe", "seq", "expert"))
     if config.experts % e:
@@ -562,12 +607,7 @@ def check_model(config: model.Config, mesh: Any) -> None:
         if value % n:
             raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
                           f"does is --shards {shard.nearest_divisor(value, n)}")
-    if isinstance(config, Config) and config.override:
-        # (A vocabulary that is still to follow from the data divides by everything.)
-        some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
-        params = jax.eval_shape(lambda: model.init(some, jax.random.key(0)))
-        shard.overridden([(path, path, leaf.shape) for path, leaf in _by_path(params).items()],
-                         _overrides(config.override), dict(mesh.shape))
+    check_overrides(config, mesh)
     with_chunks = f" x --chunks {config.chunks}" * (config.chunks > 1)
     for axis, size, name, why, parts in (
             ("pipe", stages, "layers", "", stages * config.chunks),
@@ -685,6 +725,18 @@ def machine(sizes: dict[str, int], config: Config | None = None) -> Any:
     return shard.make_mesh(shard.topology(config.topology) if config and config.topology else None, **sizes)
 
 
+# The transformer's own losses, and what of shard.py they call. The tests hold them to one device on every mesh: they are
+# not checked again at each start. (By identity: what wraps one is another loss.)
+OURS: Any = weakref.WeakKeyDictionary()
+
+
+def _known(loss: Callable) -> set[str] | None:
+    try:
+        return OURS.get(loss)
+    except TypeError:           # of a kind that cannot be looked up
+        return None
+
+
 def language(config: Config) -> tuple[Callable, Callable, Any]:
     """Language modelling for `build`: init, loss, and the shape of a batch."""
     batch = {**model.a_batch(config, config.batch),
@@ -692,8 +744,7 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
     def loss(params, batch, specs=None):
         return model.loss(params, batch, config, specs, more=True)
 
-    # What it calls. The tests hold it to one device on every mesh: it is not checked again at each start.
-    loss._calls = {"through", "attend", "experts", "row"}
+    OURS[loss] = {"through", "attend", "experts", "row"}
     return lambda key: model.init(config, key), loss, batch
 
 
@@ -710,6 +761,7 @@ def choose(config: Config) -> tuple[Config, tuple[Program, jax.stages.Compiled] 
     given, config = config, dataclasses.replace(resolve(config, shard.make_mesh(devices[:1])), shards=0,
                                                 vocab_size=config.vocab_size or data.Bytes.vocab_size)
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    check_overrides(config, shard.abstract_mesh({}))
     for sizes in shard.meshes(len(devices)):
         one = dataclasses.replace(config, mesh=",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1")
         mesh = shard.abstract_mesh(sizes)
@@ -938,18 +990,18 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         program = build(config, mesh, init, loss, shapes, overrides)
         record = _record(program, record or {})
         agreed(record)
-        if not hasattr(loss, "_calls"):
+        say = say or _Say(program.config)
+        if _known(loss) is None:
             _watch.expect("compiling")
             with jax.set_mesh(mesh):
-                if not check_loss(program, collate, examples, len(held_out) > 0):
+                if not check_loss(program, collate, examples, len(held_out) > 0, say.line):
                     program = build(config, mesh, init, loss, shapes, overrides, typed=False)
-                    check_loss(program, collate, examples, len(held_out) > 0)
+                    check_loss(program, collate, examples, len(held_out) > 0, say.line)
                 try:
                     jax.eval_shape(program.step, program.state, program.batch)      # (kept for when it is compiled)
                 except (TypeError, ValueError, NotImplementedError) as e:
                     raise e if isinstance(e, Refused) or config.step == "jit" else _untraceable(e, program.needs) from None
         with Run(program, record) if config.out else contextlib.nullcontext() as run, jax.set_mesh(mesh):
-            say = say or _Say(program.config)
             say.header(program)
             result = _loop(program, run, say, stop, collate, predict, examples, held_out, show,
                            flops, bits_per_nat)
@@ -961,70 +1013,83 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
 ANY_LOSS = "any loss can have data, fsdp and tensor"
 
 
-def check_loss(program: Program, collate: Callable, examples: Sequence, evaluates: bool) -> bool:
+def check_loss(program: Program, collate: Callable, examples: Sequence, evaluates: bool, say: Callable) -> bool:
     """Refuse a loss of somebody else's that is another function on this mesh, or in --accumulate parts, than it is
-    on one device, before anything is written: its sums and its gradient, of a few rows, in float32. False where it is
-    enough to compute it on each device as on one."""
+    on one device, before anything is written: its sums and its gradient, of a few rows. False where it is enough to
+    compute it on each device as on one."""
     config, mesh, sizes = program.config, program.mesh, dict(program.mesh.shape)
-    parts = _parts(config, mesh)
+    parts, accumulate = _parts(config, mesh), min(2, config.accumulate)
     # All rows of a batch, where they are small: so are they coupled as in an update. Else some for each device.
-    size, cut = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(program.batch)), shard.rows(mesh) * config.accumulate
+    row, cut = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(program.batch)), shard.rows(mesh) * accumulate
     each = config.batch // cut
     few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
-    count = cut * (each if config.batch * size <= 2**17 else few)
+    count = cut * (each if config.batch * row <= 2**14 else few)
     batches = [_batch(program, collate, examples, at, count) for at in range(3)]
+    held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None for batch in batches]
+    if evaluates:               # (what a held-out batch has not is missed here)
+        jax.eval_shape(program.loss, program.state["params"], held[0])
     if parts == 1 and (config.step == "jit" or not program.typed):
         return True             # nothing is split but by the compiler
-    params = program.start(jax.random.key(config.seed))["params"]
-    held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None for batch in batches]
-    if evaluates:
-        jax.eval_shape(program.loss, params, held[0])       # (what a held-out batch has not is missed here)
-    narrow = shard.computes_in_16_bits(lambda p, b: program.loss(p, b), shard.cast(params, "float32"), batches[0])
+    narrow = program.checked != "float32" or shard.computes_in_16_bits(
+        program.loss, jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, "float32"), program.state["params"]), batches[0])
 
     def differs(fn):
-        """What fn finds two of three times, where that is not the same: of other rows and at weights moved at random;
-        where that is nowhere finite, or of nothing, at the weights as they are."""
-        agreed, apart = 0, []
+        """What fn finds, where that is not the same: once by three times what rounding may be, or two of three times. Of
+        other rows each time and at weights moved at random; where that is nowhere finite, at the weights as they are."""
+        agreed, apart, step = 0, [], None
         for size in (0.1, 0.0):
             for i in range(3):
-                if max(agreed, len(apart)) == 2:
-                    break
-                found = jax.device_get(fn(params, batches[i], held[i], jax.random.key(i), size))
-                if np.any(found["norms"]) and all(np.isfinite(x).all() for x in (*found["wanted"][:2], *found["norms"])):
-                    same = _same(found, narrow)
-                    agreed, apart = agreed + same, apart + [found] * (not same)
+                given = batches[i], held[i], jax.random.key(config.seed + i), jnp.float32(size), jnp.float32(ROUNDING[narrow])
+                if step is None:
+                    step = fn.lower(*given).compile()
+                    everyone("compiled")        # before the devices first wait for each other
+                found = jax.device_get(step(*given))
+                norms = jax.tree.leaves(found["norms"])
+                if np.any(norms) and all(np.isfinite(x).all() for x in (*found["wanted"][:2], *norms)):
+                    found["why"], far = next(filter(any, everyone([_differences(found, narrow, k) for k in (1, 3)])), ("", ""))
+                    agreed, apart = agreed + (not found["why"]), apart + [found] * bool(found["why"])
+                    if far or len(apart) == 2:
+                        return found
             if agreed or apart:
-                break
-        return apart[-1] if len(apart) > agreed else None
+                return None
+        say("this loss is not checked on this mesh: its gradient is zero, or not finite, of the first three batches")
 
     try:
         found = differs(program.compare)
     except Refused:
         raise
     except Exception as e:
-        if program.typed and not program.needs:
-            return False
         if "RESOURCE_EXHAUSTED" in str(e):
-            raise
+            say("this loss is not checked on this mesh: for that there is no room")
+            return True
+        if program.typed and not program.needs:
+            say(f"this loss is computed as on one device, with all weights gathered at once: on a mesh it ends in {_brief(e)}")
+            return False
         raise _untraceable(e, program.needs) from None
     if found is None:
         return True
     mean = lambda sums: f"{float(sums[0]):.6g} / {float(sums[1]):.6g}"        # noqa: E731
     if parts > 1 and (apart := differs(program.in_parts)):
-        by_mesh = parts > config.accumulate
+        by_mesh, part = parts > config.accumulate, count // _parts(dataclasses.replace(config, accumulate=accumulate), mesh)
         cuts = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in shard.BATCH if sizes[a] > 1)}"] * by_mesh
         cuts += [f"--accumulate {config.accumulate}"] * (config.accumulate > 1)
         raise Refused(f"this loss is no sum over the rows of a batch: of {count} rows it is {mean(apart['wanted'])} (sum / "
-                      f"count), of {count // parts} at a time, added up, {mean(apart['sums'])}, or its gradients differ so; "
+                      f"count), of {part} at a time, added up, {mean(apart['sums'])}, and what differs is {apart['why']}; "
                       f"{' and '.join(cuts)} cut the batch: return sums over rows, or give {'--step jit ' * by_mesh}"
                       f"--accumulate 1" + " and no pipe or seq in --mesh" * (by_mesh and sizes["pipe"] * sizes["seq"] > 1))
     if program.typed and not program.needs:
+        say(f"this loss is computed as on one device, with all weights gathered at once: on a mesh {found['why']} would differ")
         return False
     axes = " and ".join(program.needs or [f"{a}={n}" for a, n in sizes.items() if n > 1])
     raise Refused(f"mesh axis {axes}: on this mesh the loss of {count} rows is {mean(found['sums'])} (sum / count), on one device "
-                  f"{mean(found['wanted'])}, or the gradients differ so; what picks or pools positions of the time, or adds "
-                  f"up layers' weights outside of shard.through, sees a part of them there"
+                  f"{mean(found['wanted'])}, and what differs is {found['why']}; what picks or pools positions of the time, or "
+                  f"adds up layers' weights outside of shard.through, sees a part of them there"
                   + f", and --chunks {config.chunks} is for shard.through to be told" * (config.chunks > 1) + f": {ANY_LOSS}")
+
+
+def _parts(config: Config, mesh: Any) -> int:
+    """In how many parts the loss of a batch is computed, but for what a compiler does."""
+    return config.accumulate * (shard.rows(mesh) if config.step == "shard_map" else 1)
 
 
 def _untraceable(e: Exception, needs: Sequence[str] = ()) -> Refused:
@@ -1035,21 +1100,22 @@ def _untraceable(e: Exception, needs: Sequence[str] = ()) -> Refused:
                    f"(jax.device_get takes it off), nor may it say where arrays lie; or give --step jit")
 
 
-def _parts(config: Config, mesh: Any) -> int:
-    """In how many parts the loss of a batch is computed, but for what a compiler does."""
-    return config.accumulate * (shard.rows(mesh) if config.step == "shard_map" else 1)
-
-
-def _same(found: dict[str, Any], narrow: bool) -> bool:
-    """Whether the two results that _comparisons gives are the same but for rounding: in float32, or in 16 bits somewhere."""
-    near, far = (1e-2, 5e-2) if narrow else (3e-5, 2e-4)
-    total = float(np.linalg.norm(found["norms"]))
-    # Sums whose terms cancel are rounded as the weights' effect on them is.
-    slack = (1e-2 if narrow else 1e-6) * total * float(found["weights"])
-    pairs = list(zip(*(jax.tree.leaves(found[k]) for k in ("sums", "wanted"))))
-    pairs += list(zip(found.get("held", ()), found.get("held_wanted", ())))
-    return (all(np.allclose(a, b, near, slack * (i != 1), equal_nan=True) for i, (a, b) in enumerate(pairs))
-            and all(gap <= far * norm + near / 3 * total for gap, norm in zip(found["gaps"], found["norms"])))
+def _differences(found: dict[str, Any], narrow: bool, times: int) -> str:
+    """What of the two results that _comparisons gives differs by more than so many times what rounding may be: a share of
+    it (larger where there are 16 bits, in which sums may be rounded), and four times what moving the weights by their
+    rounding does."""
+    near, far = (6e-3 * times, 2e-2 * times) if narrow else (3e-5 * times, 2e-4 * times)
+    names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found["wanted"][2]))]
+    noise = jax.tree.leaves(found["sums_noise"])
+    pairs = list(zip(names, jax.tree.leaves(found["sums"]), jax.tree.leaves(found["wanted"]), noise))
+    pairs += zip(("the held-out sum", "the held-out count"), found.get("held", ()), found.get("held_wanted", ()), noise)
+    why = [name for name, a, b, slack in pairs if not np.allclose(a, b, near, 4 * times * np.nan_to_num(slack), equal_nan=True)]
+    gaps = [_by_path(found[k]) for k in ("gaps", "norms", "gaps_noise")]
+    # (The smallest of gradients are rounding whatever is done: that of a bias that shifts all scores alike.)
+    least = 1e-9 * float(np.linalg.norm(list(gaps[1].values())))
+    why += [f"the gradient of {path}" for path, gap in gaps[0].items()
+            if not gap <= far * gaps[1][path] + 4 * times * gaps[2][path] + least]
+    return ", ".join(why[:3]) + f" and {len(why) - 3} more" * (len(why) > 3)
 
 
 def _shapes(config: Config, collate: Callable, examples: Sequence) -> dict[str, Any]:
