@@ -596,7 +596,7 @@ def check_overrides(config: Config, mesh: Any) -> None:
                          _overrides(config.override), dict(mesh.shape))
 
 
-def check_model(config: Config, mesh: Any) -> None:
+def check_model(config: model.Config, mesh: Any) -> None:
     """The same for what the transformer cannot split."""
     n, stages, ring, e = (dict(mesh.shape)[a] for a in ("tensor", "pipe", "seq", "expert"))
     if config.experts % e:
@@ -607,7 +607,8 @@ def check_model(config: Config, mesh: Any) -> None:
         if value % n:
             raise Refused(f"{n} tensor shards do not divide {name} {value}; the nearest that "
                           f"does is --shards {shard.nearest_divisor(value, n)}")
-    check_overrides(config, mesh)
+    if isinstance(config, Config):          # (sample.py has no overrides)
+        check_overrides(config, mesh)
     with_chunks = f" x --chunks {config.chunks}" * (config.chunks > 1)
     for axis, size, name, why, parts in (
             ("pipe", stages, "layers", "", stages * config.chunks),
