@@ -1055,7 +1055,7 @@ def test_the_table_tells_what_a_device_holds_and_why():
     # What a CPU sends in 16 bits it sends in 32. Weights that lie elsewhere than they are used.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")), slow("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
     ("data=2,fsdp=2", dict(override=("w_up=-,data", "wo=fsdp,data"))), slow("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
-    slow("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "w_=data")))])
+    slow("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
 def test_the_formula_predicts_what_is_sent(mesh, changes):
     """Said beside the compiled program's figures: a gap is the compiler's, or a bug of ours."""
     program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
