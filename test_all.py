@@ -2307,7 +2307,7 @@ def branches(p, b):
     return jax.lax.map(of_one, (b["x"], b["y"])).sum(), len(b["x"])
 
 
-OWN = make(layers=4, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
+OWN = make(layers=2, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
 
 
 def own_block(ordered, seen, leave, schedule="gpipe"):
@@ -2410,10 +2410,10 @@ def theirs(name, mesh="", **changes):
     ("a loop, a search, a stop", "fsdp=4,tensor=2"), ("two stacks", "data=2,fsdp=2"), ("attention both ways", "seq=2"),
     ("a pooled loss", "pipe=2"), ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     slow("a loop, a search, a stop", "expert=2,data=2"), slow("attention both ways", "seq=4,tensor=2"),
-    slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"), slow("a pooled loss", "fsdp=2,tensor=2"),
+    slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"),
     slow("a step of the transformer's", "fsdp=2,tensor=2"), slow("a step of the transformer's", "seq=2"),
     slow("masks of its own", "pipe=2,seq=2"), slow("a penalty by its count", "fsdp=2,tensor=2"),
-    slow("a penalty by its count", "pipe=2"), slow("a penalty by its count", "seq=2"), slow("a count of places", "pipe=2")])
+    slow("a penalty by its count", "pipe=2"), slow("a count of places", "pipe=2")])
 def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     """Losses that no test had were other numbers on other meshes, without a word, or ended inside jax: rows
     that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its evaluation, a
@@ -2599,16 +2599,16 @@ def drawn_overrides(count, seed=0):
 
 @functools.cache
 def without_overrides(experts):
-    return [r["loss"] for r in learn(make(layers=4, experts=experts, steps=6))[0]]
+    return [r["loss"] for r in learn(make(layers=4, experts=experts, steps=6, batch=16))[0]]
 
 
 @pytest.mark.parametrize("mesh, what, path, shape, entries", [
     pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i in (0, 2) else pytest.mark.slow)
-    for i, d in enumerate(drawn_overrides(20))])
+    for i, d in enumerate(drawn_overrides(12))])
 def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries):
     """Of twelve that were tried five passed validation and ended inside jax: `data`, tuples, `pipe` off the stack,
     `fsdp` on the layers."""
-    sizes, config = shard.mesh_sizes(mesh), make(layers=4, steps=6, accumulate=2, **dict(what))
+    sizes, config = shard.mesh_sizes(mesh), make(layers=4, steps=6, batch=16, accumulate=2, **dict(what))
     flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
     if len(set(flat)) < len(flat) or any(isinstance(e, tuple) or e and n % sizes[e] for e, n in zip(entries, shape)):
         with pytest.raises(shard.Refused, match="give one axis a dimension|which does not divide"):
