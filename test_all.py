@@ -2307,7 +2307,7 @@ def branches(p, b):
     return jax.lax.map(of_one, (b["x"], b["y"])).sum(), len(b["x"])
 
 
-OWN = make(layers=2, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
+OWN = make(layers=4, eval_every=10)         # (tests of this section train it in parts: 16 rows, --accumulate 2)
 
 
 def own_block(ordered, seen, leave, schedule="gpipe"):
