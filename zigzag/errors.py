@@ -1,0 +1,58 @@
+"""What is said to a person when something cannot be done.
+
+ConfigError and RunError end a command with one line `error: ...` and exit status 2 or 1 (see
+flags.run_main). Every other exception is a bug, and stays a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Iterable
+
+
+class ConfigError(ValueError):
+    """What was asked for cannot be done. Says what was given and what would be accepted."""
+
+
+class RunError(RuntimeError):
+    """Something failed while running, told in one line."""
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the known name closest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def nearest_divisor(value: int, near: int) -> int:
+    """The divisor of `value` that is nearest to `near`."""
+    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))
+
+
+def nearest_multiple(of: int, near: int) -> int:
+    """The positive multiple of `of` that is nearest to `near`."""
+    return max(1, round(near / of)) * of
+
+
+def one_line(error: BaseException) -> str:
+    """What matters of an exception's text, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    for part in ("No space left", "File too large", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"):
+        if part in text:
+            return part.lower().replace("_", " ")
+    return text.split(" See full TensorStore")[0][:120]
+
+
+def human_bytes(size: float) -> str:
+    """1.5 kB, 12 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            break
+        size /= 1000
+    else:
+        unit = "TB"
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

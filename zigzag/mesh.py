@@ -1,0 +1,295 @@
+"""The mesh, PartitionSpecs, and the types that say where values differ.
+
+Every mesh has all six axes, most of them of size 1, so there is no second code path for "no
+mesh". The last axis has the closest neighbours: tensor communicates most.
+
+    data=2, tensor=4 on 8 devices:   (data 2, fsdp 1, pipe 1, seq 1, expert 1, tensor 4)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import mesh_utils
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag.errors import ConfigError, did_you_mean
+
+AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
+WITHOUT_TENSOR = AXES[:-1]                  # manual where `tensor` is left to the compiler
+
+
+# -------------------------------------------------------------------------------------------
+# Meshes
+
+def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
+    """'data=2,tensor=4' and the size of the tensor axis as {axis: size}, without what is not
+    given."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, number = part.partition("=")
+        _check_axis(name)
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"mesh {part!r}: expected axis=size with a size of at least 1, "
+                              f"for example data=2,tensor=4")
+        if name in sizes:
+            raise ConfigError(f"mesh {text!r} gives {name} twice")
+        sizes[name] = int(number)
+    if shards and sizes.setdefault("tensor", shards) != shards:
+        raise ConfigError(f"--shards {shards} and tensor={sizes['tensor']} in --mesh disagree; "
+                          f"--shards is the size of the tensor axis, give one of them")
+    return sizes
+
+
+def _check_axis(name: str) -> None:
+    if name not in AXES:
+        raise ConfigError(f"mesh axis {name!r}: the axes are {', '.join(AXES)}"
+                          + did_you_mean(name, AXES))
+
+
+def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+    """The mesh over all devices. An axis left out has size 1, except data, which takes the
+    devices that are left."""
+    for name in sizes:
+        _check_axis(name)
+    devices = jax.devices() if devices is None else list(devices)
+    needed = math.prod(sizes.values())
+    if "data" not in sizes and needed <= len(devices) and len(devices) % needed == 0:
+        sizes = {**sizes, "data": len(devices) // needed}
+    if math.prod(sizes.values()) != len(devices):
+        raise ConfigError(_wrong_size(sizes, needed, devices))
+    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        raise ConfigError("these TPUs are several slices with only a slow network between them: "
+                          "give one slice")
+    # Not jax.make_mesh: on most chips it has no mesh whose axis is a part of a torus's side.
+    placed = mesh_utils.create_device_mesh(tuple(sizes.get(a, 1) for a in AXES), devices,
+                                           allow_split_physical_axes=True)
+    # Auto: shard_map cannot leave an Explicit axis to the compiler.
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _wrong_size(sizes: dict[str, int], needed: int, devices: list[Any]) -> str:
+    count, platform = len(devices), devices[0].platform if devices else "no"
+    if needed <= count:
+        fits = [n for n in range(1, count + 1) if count % n == 0]
+        advice = f"sizes that divide {count} are {', '.join(map(str, fits))}"
+    elif platform == "cpu":
+        advice = ("use a smaller mesh or more simulated devices (XLA_FLAGS="
+                  f"--xla_force_host_platform_device_count={needed})")
+    else:
+        advice = "use --shards 1, or set JAX_PLATFORMS=cpu to simulate the devices"
+    text = " x ".join(f"{a}={sizes[a]}" for a in AXES if a in sizes)
+    return (f"mesh {text} is {math.prod(sizes.values())} devices and there are {count} "
+            f"({platform}): {advice}")
+
+
+def all_meshes(count: int) -> list[dict[str, int]]:
+    """Every mesh of so many devices, as the sizes of its axes."""
+    def over(axes: Sequence[str], count: int) -> list[dict[str, int]]:
+        if len(axes) == 1:
+            return [{axes[0]: count}]
+        return [{axes[0]: n, **rest} for n in range(1, count + 1) if count % n == 0
+                for rest in over(axes[1:], count // n)]
+
+    return over(AXES, count)
+
+
+def abstract_mesh(sizes: dict[str, int]) -> Any:
+    """A mesh without devices, for what only needs its shape."""
+    return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
+                                     axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def simulate_devices(count: int) -> None:
+    """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already says how many.
+
+    Call it before anything touches a device. Only the CPU backend reads this setting, so with
+    an accelerator in the machine it changes nothing."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):     # the devices exist already: make_mesh counts
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def row_groups(mesh: Any) -> int:
+    """Into how many groups of devices the rows of a batch are split."""
+    return math.prod(dict(mesh.shape)[a] for a in BATCH_AXES)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that the arrays (or shardings) of the tree lie on, if they lie on one."""
+    places = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
+    return next((p.mesh for p in places if isinstance(p, NamedSharding)), None)
+
+
+def platform(mesh: Any = None) -> str:
+    """What the devices of this mesh, or of the ambient one, are: cpu, tpu, gpu; '' if none."""
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    return "" if device is None else device.platform
+
+
+def is_single_cpu(mesh: Any = None) -> bool:
+    """Whether this mesh, or the ambient one, is a single CPU device."""
+    return platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """What this program asks of XLA beyond the user's XLA_FLAGS, in one place."""
+    if platform(mesh) != "cpu":
+        return {}
+    # This pass aborts the process on a bfloat16 psum inside a shard_map that leaves `tensor` to
+    # the compiler ("Invalid binary instruction opcode copy", jax 0.10.2 and 0.12.0.1).
+    options: dict[str, Any] = {"xla_disable_hlo_passes": "all-reduce-promotion"}
+    level, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+    if level not in given and not jax.config.read("jax_disable_most_optimizations"):
+        options[level] = 1      # compiles in three quarters of the time, and steps as fast
+    return options
+
+
+# -------------------------------------------------------------------------------------------
+# PartitionSpecs
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def spec_axes(spec: P) -> set[str]:
+    """All axes that a spec names."""
+    return {axis for entry in spec for axis in entry_axes(entry)}
+
+
+def full_spec(spec: P, rank: int) -> list[Any]:
+    """The entries of a spec for an array of this rank, one for each dimension."""
+    return [*spec, *[None] * (rank - len(spec))]
+
+
+def trimmed(entries: Sequence[Any]) -> P:
+    """The spec of these entries, without None at its end."""
+    entries = list(entries)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def drop_trivial_axes(spec: P, mesh: Any) -> P:
+    """The spec without axes of size 1. The one place where they are dropped: the compiler fails
+    on them, or sends whole gradients to nobody."""
+    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    kept = [tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec]
+    return trimmed([names[0] if len(names) == 1 else names or None for names in kept])
+
+
+def without_tensor(specs: Any) -> Any:
+    """Specs for a shard_map that leaves the tensor axis to the compiler."""
+    return jax.tree.map(lambda s: P(*[None if e == "tensor" else e for e in s]), specs,
+                        is_leaf=is_spec)
+
+
+def batch_spec(mesh: Any) -> P:
+    """Rows of a batch are split over every axis that has rows of its own."""
+    return drop_trivial_axes(P(BATCH_AXES), mesh)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """A tree of specs as a tree of shardings on this mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """The paths of a tree's leaves, as a.b.c, the leaves, and its structure."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
+            [leaf for _, leaf in pairs], structure)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    return dict(zip(*flatten(tree)[:2]))
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """Float leaves in this precision; as they are where none is named."""
+    return tree if not dtype else jax.tree.map(
+        lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, tree)
+
+
+# -------------------------------------------------------------------------------------------
+# Inside a shard_map: varying types (shard.py explains them)
+
+def ambient() -> tuple[dict[str, int], set[str]]:
+    """Sizes of the ambient mesh's axes, and those that are manual here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(mesh.shape), set(mesh.manual_axes)
+
+
+def varying(*trees: Any) -> set[str]:
+    """The manual axes over which the leaves may differ from device to device."""
+    return set().union(*[jax.typeof(x).mat.varying for x in jax.tree.leaves(trees)])
+
+
+def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
+    """The tree, marked as varying wherever `like` varies, and over the axes `also`. The transpose
+    of a mark is a sum over its axes: mark weights before differentiating, and their gradients
+    stay local until you sum them; mark an activation, and its gradient is summed there."""
+    axes = varying(*like) | set(also)
+
+    def mark(x: jax.Array) -> jax.Array:
+        new = tuple(sorted(axes - varying(x)))
+        return lax.pcast(x, new, to="varying") if new else x
+
+    return jax.tree.map(mark, tree)
+
+
+def keep_on_first(tree: Any, axes: set[str]) -> Any:
+    """Each leaf that all devices of an axis computed alike: kept on the first of them, 0 on the
+    others. A sum over the axis then counts it once."""
+    def first(x: jax.Array) -> jax.Array:
+        for axis in sorted(axes - varying(x)):
+            x = jnp.where(lax.axis_index(axis) == 0, x, 0)
+        return x
+
+    return jax.tree.map(first, tree)
+
+
+def pmean_all(tree: Any) -> Any:
+    """Each leaf that is equal on all devices although its type says that it varies, as the one
+    value that it is."""
+    return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
+                        tree)
+
+
+def untyped(fn: Callable) -> Callable:
+    """fn without varying types: traced outside the mesh, with plain shapes. In a shard_map with
+    check_vma=False each device computes so on what it has, whatever fn contains."""
+    def call(*args: Any) -> Any:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
+        return jax.tree.unflatten(jax.tree.structure(made),
+                                  jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
+
+    return call
+
+
+def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
+    """The collective, for an array that `tensor` may split too. In a function that somebody else
+    wrote, tensor is left to the compiler, which would gather that split (right values, four times
+    the bytes): so it is made manual around this one collective."""
+    sizes, manual = ambient()
+    if sizes["tensor"] == 1 or "tensor" in manual:
+        return collective
+    local = P(*[a if a == "tensor" else None for a in spec])
+    return lambda x: jax.shard_map(collective, in_specs=local, out_specs=local,
+                                   axis_names={"tensor"}, check_vma=bool(varying(x)))(x)
