@@ -1,0 +1,140 @@
+"""A dataclass as a command line, and how a command ends.
+
+    --key value   --key=value   --some-key or --some_key   --data one two   --tied
+
+The fields are the flags; the comment beside a field is its help, and goes on in the comment lines
+below it that are indented further than the fields.
+
+    exit status   0 done   1 something failed while running   2 refused   130 interrupted
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import os
+import re
+import sys
+from typing import Any, Callable, Sequence
+
+from zigzag.errors import ConfigError, RunError, did_you_mean
+
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def from_flags(defaults: Any, argv: Sequence[str] | None = None, positional: str = "") -> Any:
+    """The dataclass `defaults` with what the command line changes. Where other words are expected
+    (`positional` names them in messages): those words, and the dataclass."""
+    given, words = parse_flags(type(defaults), argv, positional)
+    result = dataclasses.replace(defaults, **given)
+    return (words, result) if positional else result
+
+
+def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = ""
+                ) -> tuple[dict[str, Any], list[str]]:
+    """The fields that a command line gives, and its other words."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    given, words = {}, []
+    while argv:
+        word = argv.pop(0)
+        if word in ("-h", "--help"):
+            print(help_text(cls))
+            sys.exit(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            _check_name(name, types)
+            values = [value] if equals else []
+            while argv and not argv[0].startswith("--") and (
+                    not values or types[name].startswith("tuple")):
+                values.append(argv.pop(0))
+            given[name] = _value(name, types[name], values, given)
+        elif positional:
+            words.append(word)
+        else:
+            raise ConfigError(f"{word!r} stands alone: options are written --name value"
+                              + did_you_mean(word, types))
+    return given, words
+
+
+def _check_name(name: str, types: dict[str, str]) -> None:
+    if name not in types:
+        near = difflib.get_close_matches(name, types, 1, 0.5)
+        raise ConfigError(f"--{name} is not an option" + (
+            f"; did you mean --{near[0]}?" if near else f"; the options are --{' --'.join(types)}"))
+
+
+def _value(name: str, kind: str, values: list[str], given: dict[str, Any]) -> Any:
+    """What the words after --name mean for a field of this type."""
+    if kind.startswith("tuple"):
+        if not values:
+            raise ConfigError(f"--{name} needs at least one value")
+        return given.get(name, ()) + tuple(values)
+    if not values and kind != "bool":
+        raise ConfigError(f"--{name} needs a value ({kind})")
+    text = values[0] if values else "true"
+    try:
+        value = {"int": int, "float": float, "str": str,
+                 "bool": lambda text: BOOLS[text.lower()]}[kind](text)
+    except (ValueError, KeyError):
+        expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise ConfigError(f"--{name} {text}: expected {expected}") from None
+    if kind == "int" and abs(value) >= 2**31:
+        raise ConfigError(f"--{name} {text}: must be below 2**31")
+    if kind == "float" and not math.isfinite(value):
+        raise ConfigError(f"--{name} {text}: expected a finite number")
+    return value
+
+
+def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
+    """(name, default, help) of every field. Help is read off the source."""
+    texts: dict[str, str] = {}
+    for owner in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        texts.update(re.findall(r"^    (\w+): .*?  # (.*(?:\n {5,}#.*)*)", inspect.getsource(owner),
+                                re.M))
+    return [(f.name, "" if f.default in ("", ()) else str(f.default),
+             re.sub(r"\n +# *", " ", texts.get(f.name, ""))) for f in dataclasses.fields(cls)]
+
+
+def help_text(cls: Any) -> str:
+    """What --help prints."""
+    return "\n".join([cls.__doc__, "", *(
+        f"  --{name:18} {text}" + (f"  [{default}]" if default else "")
+        for name, default, text in flag_rows(cls))])
+
+
+def exit_line(error: BaseException) -> tuple[int, str]:
+    """The exit status of a command that ended with this, and the one line that says why. No line
+    for a bug, which needs its traceback."""
+    if isinstance(error, ConfigError):
+        return 2, "error: " + " ".join(str(error).split())
+    if isinstance(error, RunError):
+        return 1, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ("interrupted: the same command continues from the last checkpoint, if there "
+                     "is one")
+    # (By its name: data.py runs without jax.)
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return 1, (f"error: out of memory: {str(error).splitlines()[0]}; a larger --mesh, --remat "
+                   f"full or more --accumulate need less (python shard.py shows what the weights "
+                   f"take)")
+    return 1, ""
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """Run a command. What it cannot do ends it with one line and a status, a bug with a
+    traceback."""
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as e:
+        status, line = exit_line(e)
+        if not line:
+            raise
+        print(line, file=sys.stderr, flush=True)
+        if isinstance(e, RunError):     # a failed save would complain at length while Python ends
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)

@@ -1,0 +1,244 @@
+"""What several test files use: small configurations, training in this process, commands in others.
+
+Importing this file fixes how this process compiles (on 8 CPU devices, with few optimizations), so
+every test file imports it before it touches a device; conftest.py does so for all of them.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zigzag import flags, report
+from zigzag.mesh import make_mesh, mesh_sizes
+
+with contextlib.suppress(ImportError, AttributeError):      # until train.py is rewritten
+    import data
+    import train
+
+ROOT = Path(__file__).parents[2]
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
+# Machine code of the worst kind halves the time of tests (of jax 0.10). What programs send is the
+# same, and commands that tests start are compiled as for anybody.
+jax.config.update("jax_disable_most_optimizations", True)
+with pytest.MonkeyPatch.context() as patch:
+    if jax.__version_info__ < (0, 11):      # (later versions stop at this flag, which they removed)
+        more = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+        patch.setenv("XLA_FLAGS", more)
+    jax.devices()       # now, before a test makes another number of them
+
+
+def slow(*values):
+    """Parameters of a test that only .ci/run runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# -------------------------------------------------------------------------------------------
+# Training in this process
+
+TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", steps=20, batch=8,
+            dtype="float32", warmup=3, d_ff=64)
+
+
+def make(**changes):
+    """A configuration that trains in a second or two."""
+    return train.Config(**{**TINY, **changes})
+
+
+def mesh_of(text):
+    """A mesh like "data=2,tensor=2" of the first devices; data is 1 unless it is given."""
+    sizes = {"data": 1, **mesh_sizes(text)}
+    return make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values())))], **sizes)
+
+
+def tokens_of(config, count=64, seed=0):
+    """Examples with something to learn in them: each id is the one before plus a step."""
+    rng = np.random.default_rng(seed)
+    start, step = rng.integers(0, 50, (count, 1)), rng.integers(1, 4, (count, 1))
+    ids = (start + step * np.arange(config.seq_len + 1)) % config.vocab_size
+    return [row.astype(np.int32) for row in ids]
+
+
+class KeepRows(report.Reporter):
+    """Prints nothing: it keeps the rows of metrics and the lines of text."""
+
+    def __init__(self, rows, lines):
+        super().__init__(steps=1)
+        self.rows, self.lines = rows, lines
+
+    def line(self, text):
+        self.lines.append(text)
+
+    def header(self, *_, **__):
+        pass
+
+    def step(self, row, *_):
+        self.rows.append(row)
+
+    def evaluation(self, row, text):
+        self.rows.append(row)
+
+
+def learn(config, mesh="", lines=None, **given):
+    """Train in this process: the rows of its metrics, and what fit gives. Lines that a run would
+    print are added to `lines`."""
+    rows, lines, T = [], [] if lines is None else lines, config.seq_len
+    init, loss, _ = train.language(config)
+    result = train.fit(config, **{**dict(
+        init=init, collate=lambda examples: data.collate(examples, T), loss=loss,
+        examples=tokens_of(config), mesh=mesh_of(mesh), reporter=KeepRows(rows, lines)), **given})
+    return rows, result
+
+
+def program_of(config, mesh):
+    """Everything that is compiled for the transformer of this configuration on a mesh."""
+    return train.build(config, mesh_of(mesh), *train.language(config))
+
+
+def batch_of(config, seed=1, weights=None):
+    """A batch as arrays of numpy."""
+    rows = data.collate(tokens_of(config, config.batch, seed), config.seq_len)
+    rows["seeds"] = np.arange(config.batch, dtype=np.uint32)
+    if weights is not None:
+        rows["weights"] = weights.astype(np.float32)
+    return rows
+
+
+def gradients_of(config, mesh, batch):
+    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
+        patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
+        program = program_of(config, mesh)
+        with jax.set_mesh(program.mesh):
+            state = program.start(jax.random.key(0))
+            before = jax.device_get(state["params"])
+            placed = train.place_batch(program, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                                       config.batch)
+            state, metrics = program.step(state, placed)
+            after = jax.device_get(state["params"])
+    return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
+
+
+@contextlib.contextmanager
+def in_float64():
+    """Our code with twice the digits."""
+    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zigzag.mesh.cast", lambda tree, dtype: tree)
+        patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
+        yield patch
+
+
+def refused(capsys, *words, main=None):
+    """The error of a command line that ends with exit status 2 and one line."""
+    with pytest.raises(SystemExit) as e:
+        flags.run_main(lambda: (main or train.main)([str(w) for w in words]))
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def without_times(path):
+    """The lines of a metrics.jsonl, without what depends on the machine's speed."""
+    times = ("tokens_per_second", "mfu", "save_seconds")
+    rows = [json.loads(line) for line in open(path)]
+    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows]
+
+
+def readme_blocks(kind):
+    """The blocks of code of one kind in README.md."""
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+# -------------------------------------------------------------------------------------------
+# Commands, each in a process of its own
+
+SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
+
+WORDS = ["a".join(parts) for parts in itertools.product(
+    ("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"), ("s", "t"))]
+
+
+def command(*words, file="train.py", env=None, **more):
+    """Run a command and wait for its end."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / file), *map(str, words)], text=True, capture_output=True,
+        timeout=600, cwd=more.pop("cwd", ROOT),
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
+
+
+def started(*words, file="train.py", cwd=ROOT):
+    """Start a command and do not wait for it."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / file), *map(str, words)], text=True, cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def until_step(at, out, *runs):
+    """Wait until a run has written that many steps, or a process has ended."""
+    while all(run.poll() is None for run in runs):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
+                break
+        time.sleep(0.02)
+
+
+def hosts(count, *words, own=lambda i: (), cwd=lambda i: ROOT, port=None, **more):
+    """Start the same command in several processes; own(i) is what only process i is given, and
+    cwd(i) is where it runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = port or free.getsockname()[1]
+    return [started(*words, *own(i), "--coordinator", f"127.0.0.1:{port}", "--processes", count,
+                    "--process_id", i, cwd=cwd(i), **more) for i in range(count)]
+
+
+def ends(runs, within=240):
+    """(status, stdout, stderr) of each process, when all have ended by themselves."""
+    begin, results = time.monotonic(), []
+    try:
+        for run in runs:
+            out, error = run.communicate(timeout=max(1, within - (time.monotonic() - begin)))
+            results.append((run.returncode, out, error))
+    finally:
+        for run in runs:
+            run.kill()
+    return results
+
+
+def survives_kills(seed, kills, folder, start):
+    """A command runs to its end; and once more while it is killed (-9 or SIGTERM) so many times, at
+    any moment: while it starts, compiles, steps, saves or restores. Both have the same metrics.
+    start(folder) gives its processes."""
+    rng, begin = np.random.default_rng(seed), time.monotonic()
+    assert all(status == 0 for status, *_ in ends(start(folder / "whole")))
+    length = time.monotonic() - begin
+    for _ in range(kills):
+        runs, begin = start(folder / "run"), time.monotonic()
+        wait = rng.uniform(0, length)
+        while time.monotonic() - begin < wait and all(run.poll() is None for run in runs):
+            time.sleep(0.01)
+        if any(run.poll() is not None for run in runs):     # what goes on has less left to do
+            length = time.monotonic() - begin
+        runs[rng.integers(len(runs))].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        for status, _, error in ends(runs):
+            assert "Traceback" not in error, error
+    for status, _, error in ends(start(folder / "run")):
+        assert status == 0, error
+    assert without_times(folder / "run/metrics.jsonl") == without_times(
+        folder / "whole/metrics.jsonl")
