@@ -1,0 +1,364 @@
+"""What a run leaves on disk, and how it is read again.
+
+    out/config.json             what the run is; continuing it with something else is refused
+    out/metrics.jsonl           a line for each step and each evaluation
+    out/lock                    held while a process writes there
+    out/checkpoints/STEP/       params    the weights alone
+                                opt       what only training needs
+                                meta      step, shapes, and a checksum of every array
+
+orbax writes the arrays, in the background, and renames a folder when it is complete. What it does
+not notice (a flipped byte restores silently) the checksums do. A damaged checkpoint is renamed,
+and the one before it is used. Process 0 writes, but for arrays: each process writes its own part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import gc
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from zigzag.errors import ConfigError, CorruptCheckpoint, RunError, one_line
+from zigzag.files import appears, write_json
+from zigzag.hosts import process_allgather, watchdog
+from zigzag.mesh import by_path, compiler_options, mesh_of
+
+# -------------------------------------------------------------------------------------------
+# config.json
+
+def read_run(folder: str | Path, defaults: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a run. A field that is younger than the run has its default."""
+    path = Path(folder) / "config.json"
+    try:
+        record = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(f"--run {folder}: no run there ({path} cannot be read); give the --out "
+                          f"of a train.py that has begun") from None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is damaged: not a JSON object")
+    if not defaults.keys() & record.keys():
+        raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
+    return {**defaults, **record}
+
+
+def check_run_folder(out: str, now: dict[str, Any], defaults: dict[str, Any],
+                     needs: Sequence[str] = ()) -> None:
+    """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
+    before anything is touched."""
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    if not (Path(out) / "config.json").exists():
+        return
+    old = read_run(out, defaults)
+    if missing := [name for name in needs if name not in old]:
+        raise ConfigError(f"--out {out} holds a run of another task (it has no {missing[0]}); give "
+                          f"another --out")
+    for name, value in now.items():
+        value = list(value) if isinstance(value, tuple) else value
+        is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
+        if name in old and old[name] != value and is_known:
+            raise ConfigError(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} "
+                              f"was given: continue with what it was, or give another --out")
+
+
+# -------------------------------------------------------------------------------------------
+# The folder of a run while it goes on
+
+class RunFolder:
+    """Saves and restores the state of a run, and writes its metrics. A context manager: it closes
+    itself."""
+
+    def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
+                 defaults: dict[str, Any], state: Any, keep: int, verify: bool, patience: int):
+        """`record` becomes config.json; of a run that is continued the facts `must_match` must be
+        in it as they are now. `state` is abstract: shapes with their places on the mesh."""
+        self.out, self.folder = out, Path(out).resolve()
+        self.state, self.verify = state, verify
+        self.is_process_0 = jax.process_index() == 0
+        self.lock, self.metrics, self.saved = None, None, None
+        self.skipped = 0        # updates in a row without a finite gradient, at the restored step
+        self.losses: list[float] = []       # of training since the last evaluation before it
+        check_run_folder(out, {name: record[name] for name in must_match}, defaults)
+        word = secrets.token_hex(8)
+        if self.is_process_0:
+            self._take(word, record)
+        word = process_allgather(word)[0]
+        sees = appears(lambda: (self.folder / "lock").read_text() == word, self.folder,
+                       min(60, patience))
+        blind = [i for i, sees in enumerate(process_allgather(sees)) if not sees]
+        if blind:
+            raise ConfigError(f"--out {out}: process {blind[0]} does not see what process 0 writes "
+                              f"there; give a folder that every process sees")
+        self.manager = _orbax_manager(self.folder / "checkpoints", keep)
+
+    def _take(self, word: str, record: dict[str, Any]) -> None:
+        """Lock the folder. The lock ends with the process."""
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "a")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock.truncate(0)
+            self.lock.write(word)
+            self.lock.flush()
+            os.fsync(self.lock.fileno())
+            write_json(self.folder / "config.json", record)
+        except BlockingIOError:
+            raise ConfigError(f"--out {self.out}: another run is writing there; give another "
+                              f"--out, or wait for it to end") from None
+        except OSError as e:
+            raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Wait for the save in flight, which would be lost otherwise; but not where one process of
+        several failed, for the others would never come."""
+        if kind is None or jax.process_count() == 1:
+            self.close()
+
+    def restore(self, say: Callable[[str], Any] = print) -> Any:
+        """The newest checkpoint that can be read, in its places on the mesh, or None."""
+        state, step, aside = None, None, []
+        for at in process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]:
+            try:
+                items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
+                                              state_items(self.state), f"--out {self.out}",
+                                              self.verify)
+                state, step = {"params": items["params"], **items["opt"]}, at
+                self.skipped = meta.get("skipped", 0)
+                break
+            except CorruptCheckpoint as e:
+                aside.append(self._set_aside(at))
+                say(f"checkpoint {at} is damaged ({e}): set aside as {aside[-1].name}")
+        if aside and state is None:
+            raise RunError(f"none of the {len(aside)} checkpoints in {self.folder / 'checkpoints'} "
+                           f"can be read; they were set aside, and the same command begins anew")
+        self.saved = step
+        if self.is_process_0:
+            self._open_metrics(step or 0)
+        return state
+
+    def _set_aside(self, at: int) -> Path:
+        place = self.folder / "checkpoints"
+        aside, number = place / f"damaged-{at}", 0
+        while aside.exists():
+            number += 1
+            aside = place / f"damaged-{at}-{number}"
+        process_allgather("the name is free")
+        if self.is_process_0:
+            (place / str(at)).rename(aside)
+        process_allgather("it is renamed")
+        self.manager.reload()
+        return aside
+
+    def _open_metrics(self, step: int) -> None:
+        """Go on with metrics.jsonl, without what came after this step: it will be made again."""
+        path, lines = self.folder / "metrics.jsonl", []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                row = _parse_row(line)
+                if row.get("step", math.inf) <= step:
+                    lines.append(line)
+                    if "eval_loss" in row:
+                        self.losses = []
+                    elif row.get("loss") is not None:
+                        self.losses.append(row["loss"])
+            part = path.with_suffix(".part")
+            part.write_text("".join(lines))
+            os.replace(part, path)
+        self.metrics = open(path, "a")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
+        if self.is_process_0:
+            self.metrics.write(json.dumps({
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()}) + "\n")
+            self.metrics.flush()
+
+    def save(self, at: int, state: Any, skipped: int = 0) -> None:
+        """Begin to save the state of this step. It goes on in the background."""
+        if self.saved == at:
+            return
+        items = state_items(state)
+        meta = {"step": at, "skipped": skipped, "leaves": _kinds(items),
+                "checksums": checksums(items)}
+        with _as_run_error(f"the checkpoint of step {at} could not be saved"):
+            if not self.manager.save(at, force=True, args=ocp.args.Composite(
+                    meta=ocp.args.JsonSave(meta),
+                    **{name: ocp.args.StandardSave(tree) for name, tree in items.items()})):
+                raise RunError(f"the checkpoint of step {at} was not saved")
+        self.saved = at
+
+    def drain(self) -> None:
+        """Wait for the save in flight, which would be lost otherwise."""
+        watchdog.arm("a save")
+        with _as_run_error("the last checkpoint could not be saved"):
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        try:
+            self.drain()
+            with _as_run_error("the last checkpoint could not be saved"):
+                self.manager.close()
+        finally:
+            for file in filter(None, (self.metrics, self.lock)):
+                file.close()
+
+
+@contextlib.contextmanager
+def _as_run_error(what: str) -> Iterator[None]:
+    """A full disk, say, in one line. Errors of a save in the background come later."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as e:
+        logging.disable(logging.CRITICAL)
+        sys.unraisablehook = _ignore
+        raise RunError(f"{what}: {one_line(e)}; earlier checkpoints are complete") from None
+
+
+def _orbax_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    # orbax would note which devices held what, and then refuse to open the checkpoint on other
+    # ones unless told where to put it. Without the note it opens anywhere.
+    logging.disable(logging.WARNING)        # it warns that it does as it is told
+    ocp.type_handlers.register_type_handler(
+        jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
+    logging.disable(logging.NOTSET)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
+    return ocp.CheckpointManager(
+        folder, item_names=("params", "opt", "meta"),
+        options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
+
+
+def _parse_row(line: str) -> dict[str, Any]:
+    """A line of metrics.jsonl; {} where it was cut short."""
+    try:
+        row = json.loads(line) if line.endswith("\n") else {}
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+# -------------------------------------------------------------------------------------------
+# One checkpoint
+
+def state_items(state: Any) -> dict[str, Any]:
+    """A state as the items of a checkpoint: the weights alone, and what only training needs."""
+    return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
+    element, times an odd number that its place decides, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for d, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+
+
+@functools.cache
+def _compiled_checksums(mesh: Any) -> Callable:
+    return jax.jit(lambda tree: jax.tree.map(checksum, tree),
+                   out_shardings=jax.NamedSharding(mesh, jax.P()),
+                   compiler_options=compiler_options(mesh))
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """The checksum of each array on a mesh, by its path."""
+    sums = jax.device_get(_compiled_checksums(mesh_of(tree))(tree))
+    return {path: int(x) for path, x in by_path(sums).items()}
+
+
+def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
+                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The items that are wanted, in their places, and the description (meta). Kinds of arrays are
+    compared before one is read, and checksums after. Raises CorruptCheckpoint in every process,
+    for each reads its own part, and one alone may find that it cannot."""
+    try:
+        (items, meta), why = _read_items(folder, wanted, whose), None
+    except CorruptCheckpoint as e:
+        why = str(e)
+    if why := next(filter(None, process_allgather(why)), None):
+        raise CorruptCheckpoint(why)
+    saved = meta.get("checksums")
+    if saved is not None and verify:
+        for path, found in checksums(items).items():
+            if found != saved.get(path):
+                raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
+    return items, meta
+
+
+def _read_items(folder: Path, wanted: dict[str, Any], whose: str
+                ) -> tuple[dict[str, Any], dict[str, Any]]:
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
+                                               barrier_sync_key_prefix=str(me))
+    try:
+        meta = json.loads((folder / "meta" / "metadata").read_text())
+        kinds, step = meta.get("leaves"), meta["step"]
+    except Exception as e:
+        raise _read_error(folder, e, "its description cannot be read") from None
+    if str(step) != folder.name:
+        raise CorruptCheckpoint(f"its description is of step {step}")
+    for path, kind in _kinds(wanted).items():
+        if kinds is not None and kinds.get(path) != kind:
+            raise ConfigError(f"{whose}: checkpoint {step} has {path} as "
+                              f"{kinds.get(path, 'nothing')}, and this run as {kind}")
+    with _silence():
+        try:
+            with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
+                return {name: reader.restore(folder / name, tree)
+                        for name, tree in wanted.items()}, meta
+        except Exception as e:
+            raise _read_error(folder, e, "it cannot be read") from None
+
+
+def _read_error(folder: Path, e: Exception, what: str) -> Exception:
+    """Is it the checkpoint, or this machine? Then nothing is to be set aside."""
+    if isinstance(e, MemoryError) or re.search(
+            "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
+            "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
+        return RunError(f"checkpoint {folder.name}: {what} on this machine now: {one_line(e)}; "
+                        f"nothing was set aside")
+    return CorruptCheckpoint(f"{what}: {one_line(e)}")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without the hundreds of lines that reading a damaged checkpoint prints."""
+    logging.disable(logging.CRITICAL)
+    hook, sys.unraisablehook = sys.unraisablehook, _ignore
+    try:
+        yield
+    finally:
+        gc.collect()            # what is left of a failed attempt complains when it is cleared away
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
+
+
+def _ignore(_: Any) -> None:
+    pass
