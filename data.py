@@ -3,8 +3,9 @@
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
 
 Tokens lie on disk as plain arrays of uint16 (uint32 above 65,536 ids) with a small JSON beside
-them, and are mapped, never loaded. Which examples make the batch of a step is a pure function of
-(seed, step): nothing about the position needs saving, and any number of processes agree on it.
+them. They are mapped into memory, never loaded. Which examples make the batch of a step is a pure
+function of (seed, step): no position needs saving, and any number of processes agree on it. This
+file needs numpy, not jax.
 
     python data.py PATH ... --out DIR --vocab_size 8192     train a tokenizer and encode with it
 """
@@ -20,13 +21,14 @@ import re
 import shutil
 import sys
 import sysconfig
-import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from shard import Refused, nearest
+from zigzag.errors import ConfigError, did_you_mean
+from zigzag.files import appears, write_json
+from zigzag.flags import from_flags, run_main
 
 SPLITS = ("train", "held_out")
 
@@ -40,36 +42,36 @@ def library_sources() -> tuple[Path, list[Path]]:
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
     if not files:
-        raise Refused(f"this Python has no library sources in {root} to learn from: pass "
-                      f"--data with a text file, a folder of them, or what data.py made")
+        raise ConfigError(f"this Python has no library sources in {root} to learn from: pass "
+                          f"--data with a text file, a folder of them, or what data.py made")
     return root, files
 
 
 def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
     """(name, file) of every text file under the paths, in a fixed order. No paths: the Python
-    library. The name is what a file is called from where it was asked for, so that it does not
-    depend on the machine."""
+    library. A name is relative to its path, so that it does not depend on the machine."""
     if not paths:
         root, files = library_sources()
         return [(p.relative_to(root).as_posix(), p) for p in files]
     found = []
     for path in paths:
         if not path:
-            raise Refused("--data '': an empty path; expected a text file or a folder")
+            raise ConfigError("--data '': an empty path; expected a text file or a folder")
         path = Path(path)
         if (path / "data.json").exists():
-            raise Refused(f"--data {path} was made by data.py: give it alone, to train.py")
+            raise ConfigError(f"--data {path} was made by data.py: give it alone, to train.py")
         if not path.exists():
             near = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
-            raise Refused(f"--data {path}: no such file or folder" + nearest(path.name, near))
+            raise ConfigError(f"--data {path}: no such file or folder"
+                              + did_you_mean(path.name, near))
         files = [path] if path.is_file() else sorted(
             p for p in path.rglob("*") if p.is_file()
             and not any(part.startswith(".") for part in p.relative_to(path).parts))
         root = path.parent if path.is_file() else path
         found += [(p.relative_to(root).as_posix(), p) for p in files if not _binary(p)]
     if not any(p.stat().st_size for _, p in found):
-        raise Refused(f"--data {' '.join(map(str, paths))}: no text in it; expected a text file, "
-                      f"a folder of text files, or a folder made by data.py")
+        raise ConfigError(f"--data {' '.join(map(str, paths))}: no text in it; expected a text "
+                          f"file, a folder of text files, or a folder made by data.py")
     return found
 
 
@@ -79,13 +81,13 @@ def _binary(path: Path) -> bool:
 
 
 def _held_out(name: str) -> bool:
-    """A tenth of the documents, by the hash of their name: adding one moves no other."""
+    """A tenth of the documents, by the hash of their names: adding a document moves no other."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
 
 
 # -------------------------------------------------------------------------------------------
-# Tokenizers: encode and decode, a separator that stands before each document, and how many
-# bytes of text each id is worth.
+# Tokenizers: encode and decode, the separator before each document, and how many bytes of text
+# each id stands for.
 
 class Bytes:
     """The 256 bytes, and one separator."""
@@ -103,7 +105,7 @@ class Bytes:
 
 
 class Pieces:
-    """A sentencepiece model: byte-pair pieces, and bytes for whatever has none."""
+    """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
     kind = "sentencepiece"
 
     def __init__(self, path: Path):
@@ -111,12 +113,12 @@ class Pieces:
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError):
-            raise Refused(f"{path} is not a sentencepiece model") from None
+            raise ConfigError(f"{path} is not a sentencepiece model") from None
         self.vocab_size, self.separator = self.model.vocab_size(), self.model.bos_id()
 
     def encode(self, text: str | bytes) -> np.ndarray:
         if isinstance(text, str):
-            text.encode("utf-8")        # a text that is none is the caller's error, not ours
+            text.encode("utf-8")        # a text that is not Unicode is the caller's error
         else:
             text = text.decode("utf-8", errors="replace")
         return np.array(self.model.encode(text), np.int64)
@@ -139,7 +141,7 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
         for _, path in files:
             with open(path, encoding="utf-8", errors="replace") as f:
                 for line in f:
-                    # In parts: the trainer drops a sentence of more than 4192 bytes.
+                    # In parts: the trainer drops sentences of more than 4192 bytes.
                     line = line.rstrip("\n").replace("\0", " ")
                     yield from (line[i:i + 1000] for i in range(0, len(line), 1000))
 
@@ -154,8 +156,8 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
             num_threads=os.cpu_count(), minloglevel=2)
     except (RuntimeError, ValueError) as e:
         most = re.search(r"value <= (\d+)", str(e))
-        raise Refused(f"--vocab_size {vocab_size}: " + (
-            f"the text has pieces for {most[1]} at most" if most
+        raise ConfigError(f"--vocab_size {vocab_size}: " + (
+            f"the text has pieces for at most {most[1]}" if most
             else str(e).splitlines()[-1].strip())) from None
     out.with_suffix(".vocab").unlink(missing_ok=True)
     return Pieces(out)
@@ -164,22 +166,22 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
 # -------------------------------------------------------------------------------------------
 # Tokens on disk
 
-def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corpus":
+def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpus:
     """Encode the text of the paths into `out`: as bytes, or with a new tokenizer of vocab_size
-    pieces. data.json is written last, so that a folder that has it is whole."""
+    pieces. data.json is written last, so that a folder that has it is complete."""
     out, files = Path(out), documents(paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise Refused(f"--out {out}: {e.strerror}") from None
+        raise ConfigError(f"--out {out}: {e.strerror}") from None
     if (out / "data.json").exists():
-        raise Refused(f"{out} already holds prepared data; give another --out or remove it")
+        raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     groups = {"train": [f for f in files if not _held_out(f[0])],
               "held_out": [f for f in files if _held_out(f[0])]}
-    # With a handful of files the hash may hold out almost nothing, or most of it: then the end.
+    # Of a few files the hash may hold out almost nothing, or most: then the end of all is held out.
     size = {k: sum(p.stat().st_size for _, p in g) for k, g in groups.items()}
-    by_end = not 0.03 < size["held_out"] / (size["train"] + size["held_out"]) < 0.3
-    if by_end:
+    end_held_out = not 0.03 < size["held_out"] / (size["train"] + size["held_out"]) < 0.3
+    if end_held_out:
         groups = {"train": files, "held_out": []}
     tokenizer = (train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
                  if vocab_size else Bytes())
@@ -188,23 +190,12 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
     record: dict[str, Any] = {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size,
                               "dtype": np.dtype(dtype).name}
     for split, group in groups.items():
-        with open(out / f"{split}.bin", "wb") as f:
-            for i, (name, path) in enumerate(group):
-                np.array([tokenizer.separator], dtype).tofile(f)
-                for part in _parts(path):
-                    ids = np.asarray(tokenizer.encode(part))
-                    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-                        raise Refused(f"{path}: its tokenizer made an id outside 0 to {tokenizer.vocab_size - 1}")
-                    ids.astype(dtype).tofile(f)
-                if sys.stderr.isatty() and i % 20 == 0:
-                    print(f"\r{split}: {i + 1}/{len(group)} files", end="\x1b[K", file=sys.stderr)
-    if by_end:
+        _encode(group, tokenizer, dtype, out / f"{split}.bin")
+    if end_held_out:
         size = (out / "train.bin").stat().st_size // dtype().itemsize
         keep = (size - size // 10) * dtype().itemsize
         np.fromfile(out / "train.bin", dtype, offset=keep).tofile(out / "held_out.bin")
         os.truncate(out / "train.bin", keep)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
     if vocab_size:
         record["tokenizer_sha256"] = _sha256(out / "tokenizer.model")
     for split in SPLITS:
@@ -216,9 +207,27 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
     return Corpus(out)
 
 
+def _encode(files: list[tuple[str, Path]], tokenizer: Bytes | Pieces, dtype: Any, out: Path
+            ) -> None:
+    """Write the tokens of the files, each after a separator."""
+    with open(out, "wb") as f:
+        for i, (_, path) in enumerate(files):
+            np.array([tokenizer.separator], dtype).tofile(f)
+            for part in _parts(path):
+                ids = np.asarray(tokenizer.encode(part))
+                if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                    raise ConfigError(f"{path}: its tokenizer made an id outside 0 to "
+                                      f"{tokenizer.vocab_size - 1}")
+                ids.astype(dtype).tofile(f)
+            if sys.stderr.isatty() and i % 20 == 0:
+                print(f"\r{out.stem}: {i + 1}/{len(files)} files", end="\x1b[K", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+
+
 def _parts(path: Path) -> Iterator[bytes]:
-    """A file in parts of about a megabyte, cut after line ends where there are any (elsewhere
-    a character may be cut in two, and a tokenizer then sees it as two broken ones)."""
+    """A file in parts of about a megabyte, cut after line ends where there are any. (Elsewhere a
+    character may be cut in two, and a tokenizer then sees two broken ones.)"""
     with open(path, "rb") as f:
         rest = b""
         while chunk := f.read(2**20):
@@ -231,18 +240,9 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w") as f:
-        f.write(json.dumps(record, indent=1) + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
-
-
 def _sha256(path: Path) -> str:
-    """Of a file of up to 256 MiB all is looked at; of a larger one its size and as many MiB, evenly spread."""
+    """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
+    evenly spread."""
     size, digest = path.stat().st_size, hashlib.sha256()
     if size > 2**28:
         digest.update(str(size).encode())
@@ -254,14 +254,15 @@ def _sha256(path: Path) -> str:
 
 
 def _changed(path: Path, digest: str | None) -> bool:
-    """Whether a file is not what it was when that was written down of it, if it was."""
+    """Whether a file is another than when this digest was written down, if one was."""
     return bool(digest) and _sha256(path) != digest
 
 
 def _map(path: Path, dtype: Any) -> np.ndarray:
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
-        raise Refused(f"{path} has {size} bytes, which is not a whole number of {dtype} tokens")
+        raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
+                          f"tokens")
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
@@ -273,17 +274,18 @@ class Corpus:
         try:
             self.record = json.loads((self.folder / "data.json").read_text())
             for split in SPLITS:
-                tokens = _map(self.folder / f"{split}.bin", np.dtype(self.record["dtype"]))
-                if len(tokens) != self.record[split]["tokens"]:
-                    raise Refused(f"{self.folder / split}.bin has {len(tokens)} tokens; data.json "
-                                  f"says {self.record[split]['tokens']}")
-                if _changed(self.folder / f"{split}.bin", self.record[split].get("digest")):
-                    raise Refused(f"{self.folder / split}.bin is not what data.json says it is: it was changed, or is "
-                                  f"damaged; make the folder again")
+                file, wanted = self.folder / f"{split}.bin", self.record[split]
+                tokens = _map(file, np.dtype(self.record["dtype"]))
+                if len(tokens) != wanted["tokens"]:
+                    raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
+                                      f"{wanted['tokens']}")
+                if _changed(file, wanted.get("digest")):
+                    raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
+                                      f"or is damaged; make the folder again")
                 setattr(self, split, tokens)
             self.fingerprint = self.record["train"].get("digest") or self.record["train"]["sha256"]
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
-            raise Refused(f"{self.folder} is not a folder made by data.py ({e})") from None
+            raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
 
     def __repr__(self) -> str:
@@ -293,26 +295,27 @@ class Corpus:
 
 
 def tokenizer_of(folder: Path, record: dict[str, Any]) -> Bytes | Pieces:
-    """The tokenizer of a prepared folder or a run, of which `record` says what it must be."""
+    """The tokenizer of a prepared folder or a run; `record` says which one it must be."""
     if record["tokenizer"] == "bytes":
         return Bytes()
     path = folder / "tokenizer.model"
     if path.exists() and _changed(path, record.get("tokenizer_sha256")):
-        raise Refused(f"{path} is not the tokenizer that the text was encoded with: it was changed, or is damaged")
+        raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
+                          f"changed, or is damaged")
     return Pieces(path)
 
 
 @contextlib.contextmanager
 def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus]:
     """The corpus behind --data: a folder made by data.py as it is, or text, encoded as bytes into
-    the run's own folder when the run begins. Only if what is done with it here passes is it kept,
-    so that a run that is refused leaves nothing behind; a run that goes on keeps what it has. `ready`:
-    another process has made it already, and it must appear in so many seconds."""
+    the folder of the run when the run begins. It is kept only if the body of the `with` passes, so
+    that a run that is refused leaves nothing behind; a run that continues uses what it has.
+    `ready`: process 0 has made it already, and it must appear within so many seconds."""
     made, part = run / "data", run / "data.part"
     given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
-        raise Refused(f"--out {run}: this process does not see what process 0 wrote there; give a folder that every "
-                      f"process sees")
+        raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; give "
+                          f"a folder that every process sees")
     if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
         corpus = Corpus(paths[0] if given else made)
         yield corpus
@@ -329,41 +332,28 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
             shutil.rmtree(part, ignore_errors=True)
             if new:
                 with contextlib.suppress(OSError):
-                    run.rmdir()                 # goes only if it is empty
+                    run.rmdir()                 # (only if it is empty)
     if given and not ready and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.part")
             os.replace(run / "tokenizer.part", run / "tokenizer.model")
         except OSError as e:
-            raise Refused(f"--out {run}: cannot be written ({e.strerror})") from None
-
-
-def appears(there: Callable[[], bool], folder: Path, seconds: float) -> bool:
-    """Whether it is there. What another machine wrote may take a while to be seen, and be asked for."""
-    until = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(OSError):
-            if there():
-                return True
-        if time.monotonic() > until:
-            return False
-        for place in (folder.parent, folder):
-            with contextlib.suppress(OSError):
-                os.listdir(place)
-        time.sleep(0.25)
+            raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
 
 
 # -------------------------------------------------------------------------------------------
 # Examples, and their order
 
 class Windows:
-    """A row of tokens as examples of T + 1: T to read, T to say. The last may be shorter."""
+    """A row of tokens as examples of T + 1: T inputs, and the T targets that follow them. The last
+    example may be shorter."""
 
-    def __init__(self, tokens: np.ndarray, length: int, count: int | None = None, vocab_size: int = 2**31):
+    def __init__(self, tokens: np.ndarray, length: int, count: int | None = None,
+                 vocab_size: int = 2**31):
         self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
         self.total = max(len(tokens) - 1, 0) // length or (1 if len(tokens) > 1 else 0)
-        # With a count, that many, evenly spread: the same ones each time.
+        # With a count, so many of them, evenly spread: the same ones each time.
         self.count = self.total if count is None else min(count, self.total)
 
     def __len__(self) -> int:
@@ -374,16 +364,17 @@ class Windows:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
         found = np.asarray(self.tokens[start:start + self.length + 1], np.int64)
-        # A device would take another id for one that does not exist, and say nothing.
+        # For an id that does not exist a device would take another one, silently.
         if (bad := (found < 0) | (found >= self.vocab_size)).any():
             at = start + int(bad.argmax())
-            raise Refused(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id {self.tokens[at]} at position "
-                          f"{at}; the vocabulary has {self.vocab_size}")
+            raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
+                              f"{self.tokens[at]} at position {at}; the vocabulary has "
+                              f"{self.vocab_size}")
         return found.astype(np.int32)
 
 
 def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Examples as a batch: tokens and targets [B, T], weights 0 where nothing is asked."""
+    """Examples as a batch: tokens and targets [B, T], and weights: 0 where no target is."""
     batch = {"tokens": np.zeros((len(examples), length), np.int32),
              "targets": np.zeros((len(examples), length), np.int32),
              "weights": np.zeros((len(examples), length), np.float32)}
@@ -394,26 +385,26 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
-    """Places first .. first + size of an endless sequence of example numbers below `count`,
-    in which each epoch is a shuffle of its own, without repeats. No list of the examples is
-    ever made: a Feistel network permutes [0, 4^k), and what falls outside walks on."""
+    """Items first .. first + size of an endless sequence of example numbers below `count`, in which
+    each epoch is a shuffle of its own, without repeats. No list of the examples is ever made: a
+    Feistel network permutes [0, 4^k), again where a number falls outside."""
     if count < 1:
-        raise Refused("there are no examples to learn from")
-    place = np.arange(first, first + size, dtype=np.uint64)
-    epoch, x = place // np.uint64(count), place % np.uint64(count)
+        raise ConfigError("there are no examples to learn from")
+    item = np.arange(first, first + size, dtype=np.uint64)
+    epoch, x = item // np.uint64(count), item % np.uint64(count)
     bits = max(1, (count - 1).bit_length() + 1 >> 1)
     mask, half = np.uint64(2**bits - 1), np.uint64(bits)
     key = mix(epoch * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed % 2**64))
 
-    def once(v):
+    def permuted(v: np.ndarray) -> np.ndarray:
         left, right = v >> half, v & mask
         for i in range(4):
             left, right = right, left ^ (mix(right ^ key + np.uint64(i)) & mask)
         return left << half | right
 
-    x = once(x)
+    x = permuted(x)
     while (outside := x >= count).any():
-        x = np.where(outside, once(x), x)
+        x = np.where(outside, permuted(x), x)
     return x.astype(np.int64)
 
 
@@ -434,18 +425,15 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    import train
-    paths, config = train.flags(Config(), argv, positional="PATH")
+    paths, config = from_flags(Config(), argv, positional="PATH")
     if not paths:
-        raise Refused("no PATH given: python data.py PATH ... --out DIR, with text files or "
-                      "folders of them")
+        raise ConfigError("no PATH given: python data.py PATH ... --out DIR, with text files or "
+                          "folders of them")
     if config.vocab_size and config.vocab_size < 300:
-        raise Refused(f"--vocab_size {config.vocab_size}: at least 300 (256 bytes and some "
-                      f"pieces), or 0 for bytes alone")
+        raise ConfigError(f"--vocab_size {config.vocab_size}: at least 300 (256 bytes and some "
+                          f"pieces), or 0 for bytes alone")
     print(prepare(paths, config.out, config.vocab_size))
 
 
 if __name__ == "__main__":
-    import data
-    import train
-    train.run(data.main)
+    run_main(main)

@@ -193,6 +193,10 @@ class RunFolder:
                 for name, value in row.items()}) + "\n")
             self.metrics.flush()
 
+    def compile_checksums(self, state: Any) -> None:
+        """Before the first step: no save then waits for the compiler."""
+        checksums(state_items(state))
+
     def save(self, at: int, state: Any, skipped: int = 0) -> None:
         """Begin to save the state of this step. It goes on in the background."""
         if self.saved == at:
