@@ -4,27 +4,38 @@
 
 A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. The
 weights are nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v
-keep their heads as a dimension of their own. There is no mesh in this file, no axis and no
-collective: it calls a few things of shard.py (through, stack, attend, stream, inner) that know.
+keep their heads as a dimension of their own.
 
-Dimensions: B batch, T time, S time of keys, D model, H heads, K kv heads, N per head,
-F feed-forward, V vocabulary (padded), L layers.
+There is no mesh and no axis in this file. Where a collective may be needed it calls shard.py:
+`columns` into a block, `row` out of it, `embed_lookup`, `attend`, `experts`, `token_loss`. Without
+a mesh these are plain products.
+
+B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, F feed-forward,
+V vocabulary (padded), L layers, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import shard
-from shard import Refused
+from zigzag.checkpoint import read_checkpoint, read_run
+from zigzag.errors import (
+    ConfigError,
+    CorruptCheckpoint,
+    RunError,
+    did_you_mean,
+    nearest_divisor,
+)
+from zigzag.mesh import cast, shardings
 
 Params = dict[str, Any]
 
@@ -40,15 +51,18 @@ class Config:
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
     vocab_size: int = 0           # ids; 0: what the data's tokenizer has
     seq_len: int = 128            # tokens in a training example
-    tied: bool = False            # one table for reading and for saying tokens
+    tied: bool = False            # one table for embedding tokens and for the loss head
     parallel: bool = False        # attention and MLP beside each other, after one norm
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
     dropout: float = 0.0          # share of each block's output dropped in training
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
     remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
+    kernel: bool = True           # attention by the device's own kernel, where it has one
+    sequence_parallel: bool = True  # between blocks, tensor splits the time of the residual stream
     microbatches: int = 1         # parts in which the rows of a device go through the pipeline
     schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
     chunks: int = 1               # pieces of consecutive layers that each stage of it has
+    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
     shared_experts: int = 0       # and how many more it visits always
@@ -61,36 +75,37 @@ class Config:
                         balance=0, router_z=0, microbatches=1, chunks=1)
         for name, least in at_least.items():
             if getattr(self, name) < least:
-                raise Refused(f"--{name} {getattr(self, name)}: must be at least {least}")
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least {least}")
         if not self.head_dim and self.d_model % self.heads:
-            near = shard.nearest_divisor(self.d_model, self.heads)
-            raise Refused(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
-                          f"the nearest that does is --heads {near}, or give --head_dim")
+            near = nearest_divisor(self.d_model, self.heads)
+            raise ConfigError(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
+                              f"the nearest that does is --heads {near}, or give --head_dim")
         for name, value in (("kv_heads", self.heads), ("head_dim", self.d_model // self.heads),
                             ("d_ff", -(-self.d_model * 8 // (3 * 64)) * 64)):
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
-            raise Refused(f"--heads {self.heads} does not divide by --kv_heads {self.kv_heads}")
+            raise ConfigError(f"--heads {self.heads} does not divide by --kv_heads "
+                              f"{self.kv_heads}")
         if self.head_dim % 2:
-            raise Refused(f"--head_dim {self.head_dim}: rotary positions need an even one")
+            raise ConfigError(f"--head_dim {self.head_dim}: rotary positions need an even one")
         if not 0 <= self.dropout < 1:
-            raise Refused(f"--dropout {self.dropout}: at least 0 and below 1")
+            raise ConfigError(f"--dropout {self.dropout}: at least 0 and below 1")
         if not self.rope_theta > 1:
-            raise Refused(f"--rope_theta {self.rope_theta}: must be above 1")
+            raise ConfigError(f"--rope_theta {self.rope_theta}: must be above 1")
         for name, known in (("dtype", ("", "float32", "bfloat16")),
                             ("remat", ("none", "selective", "full")),
-                            ("schedule", ("gpipe", "interleaved", "1f1b"))):
-            if getattr(self, name) not in known:
-                raise Refused(f"--{name} {getattr(self, name)}: expected "
-                              f"{', '.join(filter(None, known))}"
-                              + shard.nearest(getattr(self, name), known))
+                            ("schedule", ("gpipe", "interleaved", "1f1b")),
+                            ("sum_dtype", ("", "float32"))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
+                                  + did_you_mean(value, known))
         if self.experts and self.experts_per_token > self.experts:
-            raise Refused(f"--experts_per_token {self.experts_per_token}: there are only "
-                          f"--experts {self.experts}")
+            raise ConfigError(f"--experts_per_token {self.experts_per_token}: there are only "
+                              f"--experts {self.experts}")
         if self.shared_experts and not self.experts:
-            raise Refused(f"--shared_experts {self.shared_experts}: give --experts too; a dense MLP is "
-                          f"as wide as --d_ff says")
+            raise ConfigError(f"--shared_experts {self.shared_experts}: give --experts too; a "
+                              f"dense MLP is as wide as --d_ff says")
 
 
 PRESETS = {
@@ -112,7 +127,7 @@ PRESETS = {
 }
 
 
-# As many logits are in memory at once; of a longer or wider batch, some tokens at a time.
+# As many logits are in memory at once; of a longer or wider batch, some of the time.
 LOGITS = 2**25
 
 
@@ -125,48 +140,65 @@ def padded(vocab_size: int) -> int:
 # -------------------------------------------------------------------------------------------
 # Weights
 
+class Weight(NamedTuple):
+    shape: tuple[int, ...]
+    scale: float | None     # standard deviation of its first values; None: ones
+    tensor: int             # the dimension that tensor may split in the code below; -1: none
+
+
 def _weights(c: Config) -> Params:
-    """Every weight once: its shape, and the standard deviation that it starts with (None: ones)."""
+    """Every weight, once."""
     L, D, H, K, N, F, V = (c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim, c.d_ff,
                            padded(c.vocab_size))
-    # What is added to the stream 2 L times starts smaller by the root of that, so that the
-    # stream's size does not grow with the depth.
+    # What is added to the residual stream 2 L times starts smaller by the root of that, so that
+    # the stream's size does not grow with the depth.
     into, back = D**-0.5, (2 * L) ** -0.5
-    weights = {
-        "embed": ((V, D), D**-0.5),
-        "layers": {
-            "attn_norm": ((L, D), None),
-            "wq": ((L, D, H, N), into),
-            "wk": ((L, D, K, N), into),
-            "wv": ((L, D, K, N), into),
-            "wo": ((L, H, N, D), (H * N) ** -0.5 * back),
-        },
-        "norm": ((D,), None),
-    }
-    layers = weights["layers"]
+    layers = {"attn_norm": Weight((L, D), None, -1),
+              "wq": Weight((L, D, H, N), into, 2),
+              "wk": Weight((L, D, K, N), into, 2),
+              "wv": Weight((L, D, K, N), into, 2),
+              "wo": Weight((L, H, N, D), (H * N) ** -0.5 * back, 1)}
     if not c.parallel:
-        layers["mlp_norm"] = ((L, D), None)
-    if wide := c.shared_experts * F if c.experts else F:        # of the MLP that all tokens visit
-        layers |= {"w_gate": ((L, D, wide), into), "w_up": ((L, D, wide), into),
-                   "w_down": ((L, wide, D), F**-0.5 * back)}
+        layers["mlp_norm"] = Weight((L, D), None, -1)
+    if dense := c.shared_experts * F if c.experts else F:       # the MLP that all tokens visit
+        layers |= {"w_gate": Weight((L, D, dense), into, 2),
+                   "w_up": Weight((L, D, dense), into, 2),
+                   "w_down": Weight((L, dense, D), F**-0.5 * back, 1)}
     if E := c.experts:
-        layers |= {"router": ((L, D, E), into), "e_gate": ((L, E, D, F), into),
-                   "e_up": ((L, E, D, F), into), "e_down": ((L, E, F, D), F**-0.5 * back)}
+        layers |= {"router": Weight((L, D, E), into, -1),
+                   "e_gate": Weight((L, E, D, F), into, 3),
+                   "e_up": Weight((L, E, D, F), into, 3),
+                   "e_down": Weight((L, E, F, D), F**-0.5 * back, 2)}
+    weights = {"embed": Weight((V, D), D**-0.5, 0), "layers": layers,
+               "norm": Weight((D,), None, -1)}
     if not c.tied:
-        weights["head"] = ((D, V), into)
+        weights["head"] = Weight((D, V), into, 1)
     return weights
 
 
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
 def init(config: Config, key: jax.Array) -> Params:
-    """New float32 weights. Under jit with out_shardings each device makes its own part alone:
-    the bits of a weight are a function of the key and the place in it, not of the mesh."""
+    """New float32 weights. Under jit with out_shardings each device makes only its own part: the
+    values of a weight follow from the key, its path and the place in it, not from the mesh or from
+    the other weights."""
     if not config.vocab_size:
-        raise Refused("vocab_size is 0: it follows from the data, or give --vocab_size")
-    leaves, tree = jax.tree.flatten(_weights(config), is_leaf=lambda x: isinstance(x, tuple))
-    return jax.tree.unflatten(tree, [
-        jnp.ones(shape, jnp.float32) if scale is None
-        else scale * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
-        for i, (shape, scale) in enumerate(leaves)])
+        raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
+
+    def first_values(path: Any, w: Weight) -> jax.Array:
+        if w.scale is None:
+            return jnp.ones(w.shape, jnp.float32)
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return w.scale * jax.random.normal(own, w.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(first_values, _weights(config), is_leaf=_is_weight)
+
+
+def tensor_dims(config: Config) -> Params:
+    """Of each weight the dimension that tensor may split, or -1."""
+    return jax.tree.map(lambda w: w.tensor, _weights(config), is_leaf=_is_weight)
 
 
 def count(params: Params) -> int:
@@ -175,12 +207,13 @@ def count(params: Params) -> int:
 
 
 def parameters(config: Config) -> tuple[int, int]:
-    """How many parameters a model has, without the vocabulary's rows that no token has, and how many of
+    """How many parameters a model has, without the padded rows of the vocabulary, and how many of
     them one token visits: of experts, those that it chooses."""
     c = config
     total = count(jax.eval_shape(lambda: init(c, jax.random.key(0))))
     total -= (padded(c.vocab_size) - c.vocab_size) * c.d_model * (1 if c.tied else 2)
-    return total, total - c.layers * max(0, c.experts - c.experts_per_token) * 3 * c.d_model * c.d_ff
+    unvisited = max(0, c.experts - c.experts_per_token) * 3 * c.d_model * c.d_ff
+    return total, total - c.layers * unvisited
 
 
 def flops(config: Config, tokens: int) -> float:
@@ -195,7 +228,7 @@ def flops(config: Config, tokens: int) -> float:
 
 
 # -------------------------------------------------------------------------------------------
-# The forward pass
+# The parts of a block
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """RMSNorm over D, in float32."""
@@ -215,8 +248,8 @@ def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-               ) -> tuple[jax.Array, jax.Array]:
+def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+                       ) -> tuple[jax.Array, jax.Array]:
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
     of the sum that the weights were divided by [B, H, T]."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
@@ -228,183 +261,216 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
-def _kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """What _attention finds where each query sees the keys up to its own and no more, asked of the device's kernel: to
-    change the one is to change the other, or to give shard.attend none."""
-    return shard.causal(q, k, v)
+def _attention_mask(query: Params, key: Params) -> jax.Array:
+    """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (A
+    kernel knows only the first half: another mask here means kernel=False in _heads.)"""
+    before = key["place"][:, None, :] <= query["place"][:, :, None]
+    return (before & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
 
 
-def _drop(x: jax.Array, rate: float, site: Any, seeds: jax.Array | None,
-          positions: jax.Array) -> jax.Array:
-    """Dropout of [B, T, D]. The bits follow from the row's own seed, the place in the network and
-    the position: not from the mesh, nor from how the batch was cut into micro-batches."""
-    if seeds is None or rate == 0:
-        return x
-    def keep(seed, position):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), position)
-        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
-    kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, positions)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+def _qkv(w: Params, c: Config) -> list[jax.Array]:
+    return [w["wq"], *(shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv"))]
 
 
-def _mlp(gate: jax.Array, up: jax.Array) -> jax.Array:
+def _heads(qkv: list[jax.Array], c: Config, batch: Params, cache: Params | None = None
+           ) -> tuple[jax.Array, Params | None]:
+    """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
+    with these keys and values in it."""
+    q, k, v = qkv
+    q, k = (_rotate(a, batch["positions"], c.rope_theta) for a in (q, k))
+    if cache is not None:
+        cache = {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
+                 for name, a in (("k", k), ("v", v))}
+        k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
+    plain = cache is None and not {"segments", "places"} & batch.keys()
+    return shard.attend(_softmax_attention, q, k, v, _attention_mask, batch["query"], batch["key"],
+                        causal=cache is None, kernel=c.kernel and plain), cache
+
+
+def _attention(w: Params, h: jax.Array, c: Config, batch: Params, cache: Params | None
+               ) -> tuple[jax.Array, Params | None]:
+    """h [B, T, D] -> [B, T, D]."""
+    heads, cache = _heads(shard.columns(h, *_qkv(w, c)), c, batch, cache)
+    return shard.row((heads, w["wo"]), split_time=c.sequence_parallel), cache
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """What is between the two products of an MLP."""
     return jax.nn.silu(gate) * up
 
 
-def _experts(w: Params, h: jax.Array, c: Config, layer: Any, rows: Params, back: list
-             ) -> tuple[jax.Array, tuple[jax.Array, Params] | None]:
-    """h [B, T, D] through each token's best experts, by the router's shares; what the pairs `back` make
-    is added. In training also what is added to the loss: for each row, the product of the share of tokens
-    that an expert has and the share that it was given in probability, summed over experts, times their
-    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and tokens,
-    each with its weight: no mesh or micro-batch changes them."""
+def _feed_forward(w: Params, h: jax.Array, c: Config, i: Any, batch: Params
+                  ) -> tuple[jax.Array, Any]:
+    """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
+    out = []
+    if "w_gate" in w:
+        out = [(_gated(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"])]
+    if c.experts:
+        return _experts(w, h, c, i, batch, out)
+    return shard.row(*out, split_time=c.sequence_parallel), None
+
+
+def _experts(w: Params, h: jax.Array, c: Config, i: Any, batch: Params, beside: list
+             ) -> tuple[jax.Array, Any]:
+    """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
+    are added. In training also what is added to the loss: for each row, the share of tokens that
+    an expert has times the share of probability that it is given, summed over experts, times their
+    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and
+    tokens, each with its weight: no mesh or micro-batch changes them."""
     E, K = c.experts, c.experts_per_token
-    logits = shard.inner(jnp.einsum("btd,de->bte", h.astype(jnp.float32),
-                                    w["router"].astype(jnp.float32)), None)
+    logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits, -1)
     top, chosen = jax.lax.top_k(probs, K)                                       # [B, T, K]
     out = shard.experts(h, chosen, top / top.sum(-1, keepdims=True), (w["e_gate"], w["e_up"]),
-                        _mlp, w["e_down"], *back)
-    if rows["seeds"] is None:
+                        _gated, w["e_down"], *beside, split_time=c.sequence_parallel)
+    if "seeds" not in batch:
         return out, None
-    weights = rows["weights"]                                                   # [B, T]
+    weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
     given = jnp.einsum("bte,bt->be", probs, weights)
-    total = shard.over_time(weights.sum(-1, keepdims=True))                     # [B, 1]
-    balance = E * jnp.sum(shard.over_time(busy) * given / jnp.maximum(total, 1e-9))
+    total = shard.sum_over_time(weights.sum(-1, keepdims=True))                 # [B, 1]
+    balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
     z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers, E)).at[layer].set(busy.sum(0))
+    load = jnp.zeros((c.layers, E)).at[i].set(busy.sum(0))
     return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
-def _block(w: Params, x: jax.Array, layer: Any, c: Config, rows: Params, cache: Params | None = None,
-           slot: Any = 0) -> tuple[jax.Array, Any, Params | None]:
-    """One layer: x [B, T, D] -> x, what is added to the loss, and its keys and values if it keeps
-    them. `rows` is what is known of the rows: positions, places, documents, seeds, weights."""
-    drop = lambda y, half: _drop(y, c.dropout, 2 * layer + half, rows["seeds"],     # noqa: E731
-                                 rows["asking"]["place"])
-    h = _norm(x, w["attn_norm"])
-    dense = [w["w_gate"], w["w_up"]] if "w_gate" in w else []
-    keys = [w["wk"], w["wv"]] if cache else [shard.heads(w[name], c.heads) for name in ("wk", "wv")]
-    q, k, v, *mlp = shard.columns(h, w["wq"], *keys, *dense * c.parallel)
-    q, k = (_rotate(y, rows["positions"], c.rope_theta) for y in (q, k))
-    if cache is not None:
-        cache = {"k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k, slot, 1),
-                 "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v, slot, 1)}
-        k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    a = shard.attend(_attention, q, k, v, _seen, rows["asking"], rows["asked"], cache is None,
-                     None if cache or {"segments", "places"} & rows.keys() else _kernel)         # [B, T, H, N]
-    back = [(a, w["wo"])]
-    if not c.parallel:
-        x = shard.stream(x + drop(shard.row(*back), 0))
-        h, back = _norm(x, w["mlp_norm"]), []
-        mlp = shard.columns(h, *dense)                                          # [B, T, F] each
-    if dense:
-        back.append((_mlp(*mlp), w["w_down"]))
-    found, more = _experts(w, h, c, layer, rows, back) if c.experts else (shard.row(*back), None)
-    return shard.stream(x + drop(found, 1)), more, cache
+def _drop(y: jax.Array, c: Config, site: Any, batch: Params) -> jax.Array:
+    """Dropout of [B, T, D] in training. The bits follow from the row's own seed, the site in the
+    network and the place in the row: not from the mesh, nor from how the batch was cut."""
+    if c.dropout == 0 or "seeds" not in batch:
+        return y
+
+    def keep(seed: jax.Array, place: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), place)
+        return jax.random.bernoulli(key, 1 - c.dropout, y.shape[-1:])
+
+    places = shard.my_time_slice(batch["query"]["place"], y)
+    kept = jax.vmap(jax.vmap(keep, (None, 0)))(batch["seeds"], places)
+    return jnp.where(kept, y / (1 - c.dropout), 0).astype(y.dtype)
 
 
-def _enter(params: Params, tokens: jax.Array, c: Config) -> jax.Array:
-    return shard.lookup(params["embed"], tokens) * c.d_model**0.5       # rows of about unit size
+# -------------------------------------------------------------------------------------------
+# The network: embed, block, head
+
+def _embed(params: Params, tokens: jax.Array, c: Config) -> jax.Array:
+    x = shard.embed_lookup(params["embed"], tokens, split_time=c.sequence_parallel)
+    return x * c.d_model**0.5       # rows of about unit size
 
 
-def _trunk(params: Params, tokens: jax.Array, c: Config, rows: Params,
-           cache: Params | None = None, slot: Any = 0) -> tuple[jax.Array, Params | None]:
-    """tokens [B, T] -> the last norm's output [B, T, D], and the cache with these T in it."""
-    def layer(w, x, each):
+def _block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params, cache: Params | None = None
+           ) -> tuple[jax.Array, Any, Params | None]:
+    """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+    if c.parallel:
+        return _parallel_block(w, x, i, c, batch, cache)
+    y, cache = _attention(w, _norm(x, w["attn_norm"]), c, batch, cache)
+    x = x + _drop(y, c, 2 * i, batch)
+    y, aux = _feed_forward(w, _norm(x, w["mlp_norm"]), c, i, batch)
+    return x + _drop(y, c, 2 * i + 1, batch), aux, cache
+
+
+def _parallel_block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params,
+                    cache: Params | None) -> tuple[jax.Array, Any, Params | None]:
+    """Attention and MLP after one norm: one collective into both, one out of both."""
+    h, dense = _norm(x, w["attn_norm"]), [w["w_gate"], w["w_up"]] if "w_gate" in w else []
+    q, k, v, *mlp = shard.columns(h, *_qkv(w, c), *dense)
+    heads, cache = _heads([q, k, v], c, batch, cache)
+    out = [(heads, w["wo"])] + ([(_gated(*mlp), w["w_down"])] if dense else [])
+    if c.experts:
+        y, aux = _experts(w, h, c, i, batch, out)
+    else:
+        y, aux = shard.row(*out, split_time=c.sequence_parallel), None
+    return x + _drop(y, c, 2 * i + 1, batch), aux, cache
+
+
+def _head(params: Params, x: jax.Array, c: Config) -> tuple[jax.Array, jax.Array]:
+    """The last norm's output [B, T, D] and the loss head [D, V]."""
+    return _norm(x, params["norm"]), params["embed"].T if c.tied else params["head"]
+
+
+def _with_info(tokens: jax.Array, batch: Params) -> Params:
+    """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
+    queries and of keys, the place in the row and the document, which decide who sees whom."""
+    place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    info = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
+    return {"positions": place, **batch, "query": info, "key": info}
+
+
+def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: Params | None = None
+           ) -> tuple[jax.Array, Params | None]:
+    """tokens [B, T] -> the last block's output [B, T, D], and the cache with these T in it."""
+    def layer(w: Params, x: jax.Array, each: tuple) -> tuple:
         i, layer_cache = each
-        x, _, layer_cache = _block(w, x, i, c, rows, layer_cache, slot)
+        x, _, layer_cache = _block(w, x, i, c, batch, layer_cache)
         return x, layer_cache
 
-    x, cache = shard.stack(layer, params["layers"], _enter(params, tokens, c),
-                           (jnp.arange(c.layers), cache))
-    return _norm(x, params["norm"]), cache
-
-
-def _logits(params: Params, x: jax.Array, c: Config) -> jax.Array:
-    """x [B, T, D] -> float32 [B, T, V]; the padded ids can never be said."""
-    head = params["embed"].T if c.tied else params["head"]
-    logits, = shard.columns(x, head, dtype=jnp.float32)
-    return shard.inner(jnp.where(jnp.arange(logits.shape[-1]) < c.vocab_size, logits, -1e30), 2)
-
-
-def _seen(asking: Params, asked: Params) -> jax.Array:
-    """Which keys a query sees [B, 1, T, S]: those before it, in its document."""
-    before = asked["place"][:, None, :] <= asking["place"][:, :, None]
-    return (before & (asked["document"][:, None, :] == asking["document"][:, :, None]))[:, None]
-
-
-def _known(tokens: jax.Array, batch: dict[str, jax.Array]) -> Params:
-    """What is known of the rows of a batch, and of each of their queries and keys: positions [B, T]
-    in the document, and the place in the row and the document that decide who sees whom."""
-    place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-    known = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
-    return {"seeds": None, "positions": place, **batch, "asking": known, "asked": known}
+    return shard.layers(layer, params["layers"], _embed(params, tokens, c),
+                        (jnp.arange(c.layers), cache))
 
 
 def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
             positions: jax.Array | None = None, segments: jax.Array | None = None) -> jax.Array:
     """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
     if source is not None:
-        raise Refused("this model has no encoder to give a source to")
-    params = shard.cast(params, config.dtype)
-    given = {k: v for k, v in (("positions", positions), ("segments", segments)) if v is not None}
-    x, _ = _trunk(params, tokens, config, _known(tokens, given))
-    return _logits(params, x, config)[..., :config.vocab_size]
+        raise ConfigError("this model has no encoder to give a source to")
+    given = {"positions": positions, "segments": segments}
+    batch = _with_info(tokens, {k: v for k, v in given.items() if v is not None})
+    params = cast(params, config.dtype)
+    x, _ = _trunk(params, tokens, config, batch)
+    logits = shard.vocab_logits(*_head(params, x, config), config.vocab_size)
+    return logits[..., :config.vocab_size]
 
 
 def loss(params: Params, batch: dict[str, jax.Array], config: Config,
-         specs: Params | None = None, more: bool = False) -> tuple:
-    """(sum, count): nats over the batch's targets, weighted, and the sum of the weights. They
-    travel together and are divided once, so that masks and uneven shards change nothing.
-    Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add what
-    makes them equally busy; `more` then gives other sums of theirs, third."""
-    params, c, rows = shard.cast(params, config.dtype), config, _known(batch["tokens"], batch)
+         specs: Params | None = None, with_aux: bool = False) -> tuple:
+    """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
+    weights. They travel together and are divided once, so that masks and uneven shards change
+    nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
+    what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
+    params, c, batch = cast(params, config.dtype), config, _with_info(batch["tokens"], batch)
 
-    def enter(params, rows):
-        return _enter(params, rows["tokens"], c)
+    def embed(params: Params, batch: Params) -> jax.Array:
+        return _embed(params, batch["tokens"], c)
 
-    def layer(w, x, i, rows):
-        return _block(w, x, i, c, rows)[:2]
+    def block(w: Params, x: jax.Array, i: Any, batch: Params) -> tuple:
+        return _block(w, x, i, c, batch)[:2]
 
-    def leave(params, x, rows):
-        def nats(params, x, targets, weights):
-            logits = _logits(params, x, c)                                      # [B, T, V]
-            # No gather, whose gradient a partitioner may send around.
-            said = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), -1)
-            return jnp.sum((jax.nn.logsumexp(logits, -1) - said) * weights)
-
-        x, name = _norm(x, params["norm"]), "embed" if c.tied else "head"
-        return (shard.in_pieces(nats, pieces(c, *x.shape[:2]), {name: params[name]}, x, rows["targets"],
-                                rows["weights"]), jnp.sum(rows["weights"]))
+    def head(params: Params, x: jax.Array, batch: Params) -> tuple:
+        x, table = _head(params, x, c)
+        return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
+                                loss_chunks(c, *x.shape[:2])), jnp.sum(batch["weights"])
 
     others = {k: w for k, w in params.items() if k != "layers"}
-    found = shard.through(enter, layer, leave, others, params["layers"], jnp.arange(c.layers), rows,
-                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks)
-    return found if more else found[:2]
+    result = shard.pipelined_loss(embed, block, head, others, params["layers"], batch,
+                                  specs and specs["layers"], c.remat, c.microbatches, c.schedule,
+                                  c.chunks, c.sum_dtype)
+    return result if with_aux else result[:2]
 
 
-def pieces(config: Config, rows: int, time: int) -> int:
-    """In how many pieces of their time the loss of so many rows is computed."""
+def loss_chunks(config: Config, rows: int, time: int) -> int:
+    """In how many chunks of their time the loss of so many rows is computed."""
     size = rows * time * padded(config.vocab_size)
-    return min(n for n in range(1, time + 1) if time % n == 0 and (size <= n * LOGITS or n == time))
+    return min(n for n in range(1, time + 1)
+               if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
-def a_batch(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shape of a batch."""
+def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     shape = (rows, config.seq_len)
     return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
 
-def new_cache(config: Config, rows: int, slots: int, dtype: Any) -> Params:
-    """Room for the keys and values of `slots` tokens in each row."""
-    shape = (config.layers, rows, slots, config.kv_heads, config.head_dim)
-    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+# -------------------------------------------------------------------------------------------
+# Decoding with a cache
+
+def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
+    """Room for the keys and values of `slots` tokens in each row, of the heads that this device
+    has of them."""
+    wk = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"]["wk"])
+    shape = (config.layers, rows, slots, *wk.shape[1:])
+    return {"k": jnp.zeros(shape, wk.dtype), "v": jnp.zeros(shape, wk.dtype)}
 
 
 def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: jax.Array,
@@ -414,60 +480,60 @@ def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: j
     B, T = tokens.shape
     slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
     keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
-    asking = {"place": slots, "document": jnp.zeros_like(slots)}
-    asked = {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}
-    rows = {"positions": jnp.maximum(slots - start[:, None], 0), "asking": asking, "asked": asked,
-            "seeds": None}
-    x, cache = _trunk(params, tokens, config, rows, cache, slot)
-    return _logits(params, x[:, -1:], config)[:, 0], cache
+    batch = {"positions": jnp.maximum(slots - start[:, None], 0), "slot": slot,
+             "query": {"place": slots, "document": jnp.zeros_like(slots)},
+             "key": {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}}
+    x, cache = _trunk(params, tokens, config, batch, cache)
+    x, head = _head(params, shard.whole_time(x)[:, -1:], config)
+    logits = shard.vocab_logits(x, head, config.vocab_size)
+    return shard.whole_vocab(logits, head)[:, 0], cache
 
 
 # -------------------------------------------------------------------------------------------
 # Where weights come from
 
-def read_run(folder: str | Path) -> dict[str, Any]:
-    """config.json of a run."""
-    path = Path(folder) / "config.json"
-    try:
-        record = json.loads(path.read_text())
-        if "d_model" not in record:
-            raise Refused(f"{path} is damaged, or not a run's: it has no d_model")
-        # What came to be a choice since then was as it is when nothing is said.
-        return {**{f.name: f.default for f in dataclasses.fields(Config)}, **record}
-    except OSError:
-        raise Refused(f"--run {folder}: no run there ({path} cannot be read); give the --out of "
-                      f"a train.py that has begun") from None
-    except (json.JSONDecodeError, TypeError):
-        raise Refused(f"{path} is damaged: not a JSON object") from None
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
     """The weights of a run's newest (or given) step, without its optimizer, straight into their
-    places on the mesh; without a mesh, on one device. One that is damaged is passed over, and it is said."""
-    import train
-    record = read_run(folder)
-    config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
-    where = Path(folder).resolve() / "checkpoints"
-    steps = sorted((int(p.name) for p in where.glob("*") if p.name.isdecimal()), reverse=True)
+    shards on the mesh; without a mesh, on one device. A damaged checkpoint is reported, and the
+    one before it is read."""
+    record = read_run(folder, DEFAULTS)
+    config = Config(**{name: record[name] for name in DEFAULTS})
+    checkpoints = Path(folder).resolve() / "checkpoints"
+    steps = sorted((int(p.name) for p in checkpoints.glob("*") if p.name.isdecimal()), reverse=True)
     if not steps or (step is not None and step not in steps):
-        raise Refused(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
-                      f"{', '.join(map(str, steps))}" if steps else "yet"))
+        raise ConfigError(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
+                          f"{', '.join(map(str, steps))}" if steps else "yet"))
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
-    specs = shard.infer_specs(lambda p, b: loss(p, b, config), shapes, a_batch(config, 1),
-                              mesh=mesh)
-    places = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
-                          shapes, shard.shardings(specs, mesh))
+    specs = weight_specs(config, mesh)
+    wanted = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
+                          shapes, shardings(specs, mesh))
     for at in steps if step is None else [step]:
         try:
-            return train.read_checkpoint(where / str(at), {"params": places}, f"--run {folder}")[0]["params"], config
-        except train.Damaged as e:
+            return read_checkpoint(checkpoints / str(at), {"params": wanted},
+                                   f"--run {folder}")[0]["params"], config
+        except CorruptCheckpoint as e:
             print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
-    raise train.Fault(f"--run {folder}: no checkpoint " + f"of step {step} " * (step is not None) + "can be read")
+    which = "" if step is None else f"of step {step} "
+    raise RunError(f"--run {folder}: no checkpoint {which}can be read")
+
+
+def plan_weights(config: Config, mesh: Any, **options: Any) -> Params:
+    """Where each weight lies on a mesh, and why."""
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    return shard.plan_sharding(lambda p, b: loss(p, b, config), shapes, batch_shapes(config, 1),
+                               mesh=mesh, tensor_dims=tensor_dims(config), **options)
+
+
+def weight_specs(config: Config, mesh: Any) -> Params:
+    return jax.tree.map(lambda d: d.spec, plan_weights(config, mesh))
 
 
 def load_hf(folder: str | Path) -> tuple[Params, Config]:
     """A published model's weights. Not built yet."""
-    raise Refused(f"{folder}: reading published models is not built yet; --model takes one of "
-                  f"{', '.join(PRESETS)}")
+    raise ConfigError(f"{folder}: reading published models is not built yet; --model takes one of "
+                      f"{', '.join(PRESETS)}")

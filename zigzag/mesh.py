@@ -252,6 +252,18 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def mark_alike(tree: Any, *like: Any) -> Any:
+    """mark_varying, but never over tensor: there a type says that a thing is split, and what is
+    carried around a loop is split or not as it was given."""
+    return mark_varying(tree, also=varying(*like) - {"tensor"})
+
+
+def zeros_of(fn: Callable, *args: Any) -> Any:
+    """Zeros of the shapes and types that fn(*args) has."""
+    return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
+                        jax.eval_shape(fn, *args))
+
+
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
     """Each leaf that all devices of an axis computed alike: kept on the first of them, 0 on the
     others. A sum over the axis then counts it once."""
@@ -270,12 +282,15 @@ def pmean_all(tree: Any) -> Any:
                         tree)
 
 
-def untyped(fn: Callable) -> Callable:
-    """fn without varying types: traced outside the mesh, with plain shapes. In a shard_map with
-    check_vma=False each device computes so on what it has, whatever fn contains."""
+def untyped(fn: Callable, outside: bool = True) -> Callable:
+    """fn without varying types: traced with plain shapes, and `outside` the mesh, where no function
+    of shard.py sends anything. In a shard_map with check_vma=False each device computes so on what
+    it has, whatever fn contains."""
     def call(*args: Any) -> Any:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with no_mesh if outside else contextlib.nullcontext():
+            # (A new lambda: jax would give back what it has traced of fn elsewhere.)
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
         return jax.tree.unflatten(jax.tree.structure(made),
                                   jaxpr_as_fun(traced)(*jax.tree.leaves(args)))

@@ -1,0 +1,243 @@
+"""Attention on one device: in blocks of queries, by the device's own kernel, or around a ring.
+
+In blocks, causal: a block of queries meets only the keys up to its last query, so of the scores
+that no query sees most are never computed.
+
+    queries 0..3 |x . . .|      4 blocks: 10 of 16 squares are computed
+            4..7 |x x . .|
+           8..11 |x x x .|
+          12..15 |x x x x|
+
+B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.mesh import ambient, is_single_cpu, mark_varying, untyped
+
+# As many scores may one device have in memory at once; a block of fewer queries saves too little.
+# (Each block is compiled: eight are worth that only where attention is much of the work.)
+SCORES, BLOCK = 2**25, 128
+
+
+class Keys(NamedTuple):
+    """Keys, values, and what is known of each key."""
+    k: jax.Array        # [B, S, K, N]
+    v: jax.Array        # [B, S, K, N]
+    info: Any           # a tree of [B, S]
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys, normalised by itself."""
+    values: jax.Array   # [B, T, H, N] float32
+    logsum: jax.Array   # [B, H, T], the logarithm of what the weights were divided by
+
+
+# -------------------------------------------------------------------------------------------
+# In blocks
+
+def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
+               ) -> tuple[list[int], int]:
+    """Where the blocks of queries end for so many scores on a device, and into how many parts, for
+    memory, each block is cut. The last of four blocks is halved: it has most keys. Where layers
+    may be no loop (`loops` False) there are at least two parts: a compiler that finds a
+    computation twice removes the second, but not that of a loop."""
+    count = max(n for n in (1, 2, 4, 8) if n == 1 or causal and time % n == 0
+                and time // n >= BLOCK * (4 if n == 8 else 1))
+    size = last = time // count
+    if count == 4 and size >= 2 * BLOCK and size % 2 == 0:
+        last = size // 2
+    ends = sorted({*range(size, time + 1, size), time - last} - {0})
+    least = 1 if loops or scores <= SCORES else 2
+    parts = (n for n in range(least, last + 1) if last % n == 0)
+    return ends, next((n for n in parts if scores <= n * count * SCORES), last)
+
+
+def in_blocks(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
+              causal: bool, tensor: int = 1) -> jax.Array:
+    """Attention [B, T, H, N] in blocks of queries. `tensor` counts devices among which a compiler
+    divides the heads."""
+    B, T, H, _ = q.shape
+    S = keys.k.shape[1]
+    causal, scores = causal and S == T, B * H * T * S // tensor
+    ends, parts = block_ends(scores, T, causal, not is_single_cpu())
+
+    def one(queries: Any, keys: Keys) -> jax.Array:
+        q, info = queries
+        return attention(q, keys.k, keys.v, mask(info, keys.info))[0]
+
+    if scores > SCORES:
+        one = jax.checkpoint(one, prevent_cse=False)
+    results = []
+    for begin, end in zip([0, *ends], ends):
+        queries = _time((q, query_info), begin, end)
+        seen = _time(keys, 0, end if causal else None)
+        if parts == 1:
+            results.append(one(queries, seen))
+            continue
+        split = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), queries)
+        result = lax.map(functools.partial(one, keys=seen), split)
+        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, *q.shape[2:]))
+    return jnp.concatenate(results, 1) if len(ends) > 1 else results[0]
+
+
+def _time(tree: Any, begin: int, end: int | None) -> Any:
+    return jax.tree.map(lambda x: x[:, begin:end], tree)
+
+
+# -------------------------------------------------------------------------------------------
+# By a kernel
+
+def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
+    """The device's kernel for causal attention in this precision, over so many tokens, with heads
+    so wide; '' if it has none."""
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    kind, dtype = device.device_kind if device is not None else "", jnp.dtype(dtype)
+    if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
+        fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
+        return "splash" if fits else ""
+    if not kind.startswith("NVIDIA"):
+        return ""
+    capability = float(getattr(jax.local_devices()[0], "compute_capability", 8))
+    fits = time % 2 == 0 and width % 8 == 0 and width <= 128 and capability >= 8
+    return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
+
+
+def kernel_fits(q: jax.Array) -> bool:
+    """Whether the device has a kernel for these queries, and no compiler has to split it."""
+    sizes, manual = ambient()
+    whole = all(size == 1 or axis in manual for axis, size in sizes.items())
+    return whole and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+
+
+def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
+    backward are each traced without them, and the results marked as varying where q, k, v are."""
+    return _untracked(causal_kernel, *(mark_varying(a, q, k, v) for a in (q, k, v)))
+
+
+def causal_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
+    B, T, H, N = q.shape
+    if kernel_name(q.dtype, T, N) != "splash":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    block = math.gcd(T, 512)
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
+        "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
+    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * B * H)      # rows count as heads
+    # Selective remat keeps what it finds, and what it divided by.
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes,
+                                                  residual_checkpoint_name="product")
+    rows = (x.swapaxes(1, 2).reshape(-1, T, N) for x in (q * N ** -0.5, k, v))
+    return kernel(*rows).reshape(B, H, T, N).swapaxes(1, 2)
+
+
+def _untracked(kernel: Callable, *args: jax.Array) -> jax.Array:
+    """kernel(*args) and its gradients, where types are tracked around it."""
+    structure = None        # of what the forward pass leaves for the backward pass
+
+    def track(fn: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            if not ambient()[1]:
+                return fn(*args)
+            out = jax.shard_map(untyped(fn, outside=False), in_specs=P(), out_specs=P(),
+                                axis_names=set(), check_vma=False)(*args)
+            return mark_varying(out, args)
+
+        return call
+
+    def forward(*args: jax.Array) -> tuple:
+        def run(*args: jax.Array) -> tuple:
+            nonlocal structure
+            out, vjp = jax.vjp(kernel, *args)
+            saved, structure = jax.tree.flatten(vjp)
+            return out, saved
+
+        return track(run)(*args)
+
+    def backward(saved: list, cotangent: jax.Array) -> tuple:
+        return track(lambda saved, g: jax.tree.unflatten(structure, saved)(g))(saved, cotangent)
+
+    attention = jax.custom_vjp(track(kernel))
+    attention.defvjp(forward, backward)
+    return attention(*args)
+
+
+# -------------------------------------------------------------------------------------------
+# Around a ring: each device has its queries, and sees everybody's keys in turn
+
+def _look(attention: Callable, mask: Callable, queries: Any, keys: Keys) -> Partial:
+    q, info = queries
+    values, logsum = attention(q, keys.k, keys.v, mask(info, keys.info))
+    return Partial(values.astype(jnp.float32), logsum)
+
+
+def _join(a: Partial, b: Partial) -> Partial:
+    """Attention to the keys of both."""
+    logsum = jnp.logaddexp(a.logsum, b.logsum)
+
+    def share(part: Partial) -> jax.Array:
+        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
+
+    return Partial(a.values * share(a) + b.values * share(b), logsum)
+
+
+def full_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
+              pass_on: Callable, n: int) -> jax.Array:
+    """Attention in which a query may see any key. pass_on gives the keys of the device before."""
+    look = jax.checkpoint(functools.partial(_look, attention, mask, (q, query_info)))
+
+    def turn(state: tuple, _: None) -> tuple:
+        keys, result = state
+        keys = pass_on(keys)
+        return (keys, _join(result, look(keys))), None
+
+    (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=n - 1)
+    return result.values.astype(q.dtype)
+
+
+def causal_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
+                pass_on: Callable, me: jax.Array, n: int) -> jax.Array:
+    """Causal attention over a sequence in zigzag order (data.py's `shard_time`): device i has an
+    early part of the time and a late one, and all devices have equally much to do.
+
+    Keys of each device j come by in turn. The late queries see all early keys. If j is before i,
+    both halves of the queries see j's early keys; else the late queries see both halves of j's
+    keys. So of four quarters every device computes two in every turn."""
+    half = q.shape[1] // 2
+    queries = (q, query_info)
+    early, late = _time(queries, 0, half), _time(queries, half, None)
+    look = functools.partial(_look, attention, mask)
+
+    def select(condition: jax.Array, a: Any, b: Any) -> Any:
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+    @jax.checkpoint         # of each turn only the keys and the results before it are kept
+    def look_at(keys: Keys, before: jax.Array, first: Partial, second: Partial) -> tuple:
+        second = _join(second, look(late, _time(keys, 0, half)))
+        part = look(select(before, early, late),
+                    select(before, _time(keys, 0, half), _time(keys, half, None)))
+        never = jnp.full_like(part.logsum, -jnp.inf)
+        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, never))),
+                _join(second, part._replace(logsum=jnp.where(before, never, part.logsum))))
+
+    def turn(state: tuple, _: None) -> tuple:
+        keys, whose, *results = state
+        keys, whose = pass_on(keys), (whose - 1) % n
+        return (keys, whose, *look_at(keys, whose < me, *results)), None
+
+    state = keys, me, look(early, _time(keys, 0, half)), look(late, keys)
+    (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
+    return jnp.concatenate([first.values, second.values], 1).astype(q.dtype)

@@ -1,0 +1,54 @@
+"""Collectives that a platform needs in another form than jax gives them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zigzag.mesh import ambient, platform
+
+
+def with_transpose(forward: Callable, transpose: Callable) -> Callable:
+    """A linear function, and another transpose than autodiff would give it."""
+    linear = jax.custom_vjp(forward)        # (remat policies look into `forward` in the next line)
+    linear.defvjp(lambda x: (forward(x), None), lambda _, cotangent: (transpose(cotangent),))
+    return linear
+
+
+def own_reduce_scatter() -> bool:
+    """Whether reduce_scatter below is another than autodiff's transpose of an all-gather."""
+    return platform() == "tpu"
+
+
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """A reduce-scatter over an axis. A TPU's compiler makes it an all-reduce of twice the bytes.
+    There, parts are sent to the devices they belong to, in stages of a few devices, and added
+    there in float32: as many bytes in all as one reduce-scatter."""
+    if not own_reduce_scatter():
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    n = ambient()[0][axis]
+    x, stride = jnp.moveaxis(x, dim, 0), n
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    for few in _stages(n):
+        stride //= few
+        groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
+        x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
+        x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=wide).astype(x.dtype)
+    return jnp.moveaxis(x, 0, dim)
+
+
+def scattering(n: int, mesh: Any) -> tuple[str, int]:
+    """Which collective a reduce-scatter over n devices is on this mesh, and in how many stages."""
+    if platform(mesh) == "tpu":
+        return "all-to-all", max(1, len(_stages(n)))
+    return "reduce-scatter", 1
+
+
+def _stages(n: int) -> list[int]:
+    """n as a product of small numbers."""
+    few = next((d for d in (4, 2, *range(3, n + 1)) if n % d == 0), 1)
+    return [few, *_stages(n // few)] if n > 1 else []

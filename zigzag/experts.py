@@ -1,0 +1,129 @@
+"""Products of tokens with the weights of their experts, without dropping any token.
+
+    tokens       a b c d           sort by expert      [ a c | b | d ]      groups of rows
+    experts of   0 1 0 2      ->   and multiply each   w[0] w[1] w[2]
+    each                           group with its own
+
+R rows, D model, F feed-forward, E experts of this device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zigzag.mesh import ambient, mark_varying, platform, zeros_of
+
+
+def mixture(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
+            between: Callable, back: jax.Array, usual: int) -> jax.Array:
+    """Rows x [R, D] through the experts that they have chosen [R, K] (E where it is none of these),
+    summed by shares [R, K]: columns `into`, each [E, D, F], then between(...), then rows `back`
+    [E, F, D]. About `usual` of the choices are of experts here."""
+    R, K = chosen.shape
+    flat = chosen.reshape(-1)
+    # Sorted stably. Those of others' experts come last: they are in no group, and a product may
+    # leave anything in their place (zeros on CPU, what was there on TPU).
+    order = jnp.argsort(flat)
+    counts = (flat == jnp.arange(back.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
+    ours = (jnp.arange(R * K) < counts.sum())[:, None]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return checkpoint_name(grouped_product(x, w, counts, usual), "product")
+
+    rows = jnp.where(ours, x[order // K], 0)
+    out = jnp.where(ours, product(between(*[product(rows, w) for w in into]), back), 0)
+    out = out[jnp.argsort(order)].reshape(R, K, -1)
+    return (out * shares[..., None]).sum(1)
+
+
+def grouped_product(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
+    """Rows x [R, D], sorted into groups of so many, times the weights [E, D, F] of their group."""
+    x, w, counts = mark_varying(x, w), mark_varying(w, x), mark_varying(counts, x)
+    sizes, manual = ambient()
+    if platform() in ("", "tpu") or not (manual or math.prod(sizes.values()) == 1):
+        return lax.ragged_dot(x, w, counts)     # (or a compiler splits the rows)
+    return _by_blocks(x, w, counts, usual)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of `size` rows, each of one group; there may be more than are needed."""
+    size: int
+    group: jax.Array        # [n] of each block
+    first: jax.Array        # [n] its first row
+    rows: jax.Array         # [n] how many rows of it are its own; 0: none is
+
+
+def _blocks(counts: jax.Array, rows: int, usual: int) -> _Blocks:
+    E = len(counts)
+    size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
+    needed, ends = -(-counts // size), jnp.cumsum(counts)
+    number, last = jnp.arange(-(-rows // size) + E), jnp.cumsum(needed)
+    group = jnp.minimum((number[:, None] >= last).sum(1), E - 1)
+    first = (ends - counts)[group] + (number - (last - needed)[group]) * size
+    own = jnp.where(number < last[-1], jnp.minimum(ends[group] - first, size), 0)
+    return _Blocks(size, group, first, own)
+
+
+def _loop(blocks: _Blocks, make: Callable, put: Callable, start: jax.Array, *rows: jax.Array
+          ) -> jax.Array:
+    """What put(all, group, first, made) makes of made = make(group, *the block's rows)."""
+    rows = [jnp.pad(a, ((0, blocks.size), (0, 0))) for a in rows]
+
+    def turn(out: jax.Array, block: tuple) -> tuple:
+        group, first, count = block
+
+        def work() -> jax.Array:
+            own = (jnp.arange(blocks.size) < count)[:, None]
+            return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, blocks.size), 0)
+                                 for a in rows])
+
+        with jax.named_scope("ragged"):         # (hlo.arithmetic looks for it)
+            made = lax.cond(count > 0, work, lambda: zeros_of(work))
+        return put(out, group, first, made), None
+
+    return lax.scan(turn, mark_varying(start, *rows), (blocks.group, blocks.first, blocks.rows))[0]
+
+
+def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
+    """grouped_product where XLA has none and multiplies every row with every group's weights: a
+    loop over blocks of rows of one group. A group of the usual length has about four blocks."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def product(x: jax.Array, w: jax.Array, counts: jax.Array, contract: int) -> jax.Array:
+        R, blocks = len(x), _blocks(counts, len(x), usual)
+
+        def make(group: Any, x: jax.Array) -> jax.Array:
+            return lax.dot_general(x, w[group], (((1,), (contract,)), ((), ())))
+
+        def put(out: jax.Array, group: Any, first: Any, made: jax.Array) -> jax.Array:
+            # In order: what a block writes beyond its own rows, the next ones write over.
+            return lax.dynamic_update_slice_in_dim(out, made, first, 0)
+
+        start = jnp.zeros((R + blocks.size, w.shape[2 - contract]), x.dtype)
+        return _loop(blocks, make, put, start, x)[:R]
+
+    def backward(saved: tuple, cotangent: jax.Array) -> tuple:
+        x, w, counts = saved
+
+        def make(group: Any, x: jax.Array, g: jax.Array) -> jax.Array:
+            return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+
+        def put(out: jax.Array, group: Any, first: Any, made: jax.Array) -> jax.Array:
+            return out.at[group].add(made)
+
+        blocks, zeros = _blocks(counts, len(x), usual), jnp.zeros(w.shape, wide)
+        dw = _loop(blocks, make, put, zeros, x, cotangent)
+        return product(cotangent, w, counts, 1), dw.astype(w.dtype), None
+
+    def forward(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+        return product(x, w, counts, 0)
+
+    by_blocks = jax.custom_vjp(forward)
+    by_blocks.defvjp(lambda *args: (forward(*args), args), backward)
+    return by_blocks(x, w, counts)
