@@ -314,8 +314,8 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
     made, part = run / "data", run / "data.part"
     given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
-        raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; give "
-                          f"a folder that every process sees")
+        raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
+                          f"give a folder that every process sees")
     if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
         corpus = Corpus(paths[0] if given else made)
         yield corpus
