@@ -36,7 +36,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = "
                 ) -> tuple[dict[str, Any], list[str]]:
     """The fields that a command line gives, and its other words."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    types = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    types = {f.name: type(f.default).__name__ for f in dataclasses.fields(cls)}
     given, words = {}, []
     while argv:
         word = argv.pop(0)
@@ -49,7 +49,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = "
             _check_name(name, types)
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
-                    not values or types[name].startswith("tuple")):
+                    not values or types[name] == "tuple"):
                 values.append(argv.pop(0))
             given[name] = _value(name, types[name], values, given)
         elif positional:
@@ -69,7 +69,7 @@ def _check_name(name: str, types: dict[str, str]) -> None:
 
 def _value(name: str, kind: str, values: list[str], given: dict[str, Any]) -> Any:
     """What the words after --name mean for a field of this type."""
-    if kind.startswith("tuple"):
+    if kind == "tuple":
         if not values:
             raise ConfigError(f"--{name} needs at least one value")
         return given.get(name, ()) + tuple(values)
