@@ -1,0 +1,250 @@
+"""The bytes that an update is expected to send, by formula: one function for each parallelism.
+
+    n  devices of the axis            G  a device's gradients, in float32
+    X  a microbatch's residual        W  the weights that a device gathers over fsdp
+       stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
+
+X, W and K are bytes of one device in the precision of the computation. On the shortest ring a
+device sends (n-1)/n of the gathered size in an all-gather, as much of what is reduced in a
+reduce-scatter, both in an all-reduce, and in a collective-permute all that it has. So each
+function below only says which collectives there are, how often, and of how many bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any, Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zigzag.collectives import scattering
+from zigzag.hlo import Collective, add_up
+from zigzag.mesh import AXES, WITHOUT_TENSOR, full_spec, is_spec, platform, row_groups, spec_axes
+from zigzag.pipeline import ticks
+from zigzag.rule import Decision, zero1_specs
+
+# A kind of collective, its axes joined by +, how often it runs, and the bytes that a device has
+# in each: in the end, or of a reduce-scatter in the beginning.
+Row = tuple[str, str, float, float]
+
+
+def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, transformer: bool,
+                     gathers_by_layer: bool, loss_chunks: Callable,
+                     segments: bool = False) -> list[Collective]:
+    """What an update should send, as `hlo.collectives` tells what it sends: for the weights and,
+    where the loss is the transformer of the configuration, between its blocks, its stages, around
+    its ring, and to its experts.
+
+    gathers_by_layer   whether the layers gather their own weights over fsdp, one after the other
+    loss_chunks        (rows, time) -> in how many chunks of time the loss is computed
+    segments           whether documents are packed, so that a key's is sent with it"""
+    by_hand = transformer and config.step == "shard_map"
+    decisions = jax.tree.map(lambda d: dataclasses.replace(
+        d, stacked=d.stacked and gathers_by_layer,
+        reductions=() if by_hand else d.reductions), decisions)
+    run = _Run(config, mesh)
+    rows = weight_traffic(decisions, params, run)
+    if by_hand:
+        rows += [*_tensor(run, loss_chunks), *_experts(run), *_pipe(run), *_seq(run, segments)]
+    return [c for c in add_up(_sent(row, run.sizes) for row in rows) if c.bytes]
+
+
+def _sent(row: Row, sizes: dict[str, int]) -> Row:
+    """The row with the bytes that a device sends in all its runs together."""
+    kind, axes, count, size = row
+    axis = "+".join(a for a in axes.split("+") if sizes.get(a, 1) > 1)
+    n = math.prod(sizes[a] for a in axes.split("+") if a)
+    share = {"collective-permute": min(1, n - 1),
+             "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+    return kind, axis, count, count * size * share
+
+
+class _Run:
+    """What a device runs in an update, and how often."""
+
+    def __init__(self, config: Any, mesh: Any):
+        self.config, self.mesh, c = config, mesh, config
+        self.sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+        self.on_tpu = platform(mesh) == "tpu"
+        # Bytes of a number. (What XLA sends between CPU devices in 16 bits it sends in 32.)
+        self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
+        self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # of gradients over fsdp
+
+        # The pipeline: its microbatches, and for each part of the batch its ticks.
+        S, rows = self.sizes["pipe"], c.batch // row_groups(mesh) // c.accumulate
+        M = math.gcd(c.microbatches, rows) if S > 1 else 1
+        count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
+        self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
+        self.is_1f1b = S > 1 and c.schedule == "1f1b"
+        # A stage of one layer goes back right after it went forward: nothing is computed again.
+        self.one_layer = self.is_1f1b and c.layers == S
+        remats = c.remat != "none" and not self.one_layer
+
+        # A microbatch on a device, whose time is split over tensor between blocks if it divides.
+        self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
+        self.tokens = self.rows * self.time
+        self.splits_time = c.sequence_parallel and self.time % self.sizes["tensor"] == 0
+        self.X = self.tokens * c.d_model * self.itemsize
+
+        # How often a layer runs; how often it is computed forward in each: 1F1B does it twice.
+        self.layers = round(self.passes * c.layers / S)
+        self.forwards = 1 + self.is_1f1b + remats
+        # How often the embedding and the head run, and on what: 1F1B runs them in each tick.
+        self.ends = self.ticks if self.is_1f1b else c.accumulate
+        self.X_ends = self.X if self.is_1f1b else self.X * M
+
+    def scatter(self, axis: str, count: float, size: float) -> Row:
+        """A reduce-scatter, which on a TPU is several exchanges."""
+        kind, stages = scattering(self.sizes[axis], self.mesh)
+        return kind, axis, count * stages, size / stages
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, of any function
+
+def weight_traffic(decisions: Any, params: Any, run: _Run) -> list[Row]:
+    """What is sent for weights and their gradients, and the reductions that the rule counted."""
+    specs = jax.tree.map(lambda d: d.spec, decisions)
+    state = zero1_specs(params, specs, run.mesh) if run.config.zero else specs
+    rows: list[Row] = []
+    reduced = collections.Counter()
+    for leaf, decision, state_spec in zip(*[jax.tree.leaves(tree, is_leaf=is_spec)
+                                            for tree in (params, decisions, state)]):
+        rows += [("all-reduce", "tensor", run.config.accumulate * cost.count,
+                  cost.bytes / cost.count) for cost in decision.reductions]
+        rows += [*_fsdp(leaf, decision, run), *_overridden(leaf, decision, run)]
+        for kind, axis, count, size in _data(leaf, decision.spec, state_spec, run):
+            if kind == "all-reduce":
+                reduced[axis] += size       # a compiler joins those of all weights
+            else:
+                rows.append((kind, axis, count, size))
+    return rows + [("all-reduce", axis, 1, G) for axis, G in reduced.items()]
+
+
+def _data(leaf: Any, spec: P, state_spec: P, run: _Run) -> Iterator[Row]:
+    """2 (n-1)/n G: the gradient of what a device stores is summed over all other axes once an
+    update. With --zero 1 it is scattered over data, and the new weights are gathered."""
+    split = spec_axes(spec)
+    axes = [a for a in WITHOUT_TENSOR if run.sizes[a] > 1 and a not in split]
+    G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
+    if "data" in axes and "data" in spec_axes(state_spec):
+        yield run.scatter("data", 1, G)
+        yield "all-gather", "data", 1, G
+        axes.remove("data")
+        G /= run.sizes["data"]
+    yield "all-reduce", "+".join(axes), 1, G
+
+
+def _fsdp(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
+    """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
+    their gradients are scattered, in each part of the batch and each pass through a stage's
+    layers. What no layer owns is gathered once for all parts."""
+    used = spec_axes(decision.given)
+    if "fsdp" not in used:
+        return
+    W = leaf.size / math.prod(run.sizes[a] for a in used - {"fsdp"})
+    layers, passes, gathers = 1, run.config.accumulate, 1
+    if decision.stacked:
+        layers = leaf.shape[0] // run.sizes["pipe"]
+        passes = run.passes
+        gathers = passes * (2 + run.is_1f1b - run.one_layer)
+    yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
+    yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
+
+
+def _overridden(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
+    """A weight that an override stores otherwise than the loss uses it: gathered once for all
+    parts of the batch, and its gradient scattered in each."""
+    whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
+    for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.given))):
+        if axis and axis != used:
+            whole *= run.sizes[axis]
+            yield "all-gather", axis, 1, whole * run.itemsize
+            if axis != "tensor":        # (whose devices have equal gradients)
+                itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
+                yield run.scatter(axis, run.config.accumulate, whole * itemsize)
+
+
+# -------------------------------------------------------------------------------------------
+# Activations, of the transformer
+
+def _tensor(run: _Run, loss_chunks: Callable) -> Iterator[Row]:
+    """8 (n-1)/n X a layer (4 with --parallel): time is gathered into a block and scattered out of
+    it, and backward the transposes. Where time does not divide, an all-reduce replaces both."""
+    c, X, blocks = run.config, run.X, 2 - run.config.parallel
+    tokens = run.X_ends // (c.d_model * run.itemsize)       # of which a stage's head has a part
+    S = run.sizes["pipe"]
+    chunks = loss_chunks(tokens // run.time, run.time // S)
+    heads, X_head = run.ends * chunks, run.X_ends // S // chunks
+    # Out of a block forward, and into it backward. (What is reduced is kept for the backward pass.)
+    reductions = blocks * (2 + run.is_1f1b) - run.one_layer
+    if c.experts and (c.parallel or c.shared_experts):
+        reductions += 1     # experts and what is beside them gather the same x: once, but backward
+    reduce = "reduce-scatter" if run.splits_time else "all-reduce"
+    yield reduce, "tensor", run.layers * reductions, X
+    yield reduce, "tensor", run.ends, run.X_ends        # the embedding's rows
+    yield reduce, "tensor", heads, X_head               # the gradient from the head
+    if run.splits_time:
+        yield "all-gather", "tensor", run.layers * blocks * (run.forwards + 1), X
+        yield "all-gather", "tensor", run.ends, run.X_ends      # the embedding's gradient
+        yield "all-gather", "tensor", heads, X_head             # into the head
+        # A norm's scale is whole, and each device has its gradient of a part of the time.
+        yield "all-reduce", "tensor", run.layers * blocks + run.ends, c.d_model * run.itemsize
+    # The loss of each token: the largest logit, the sum of exponentials, the target's logit.
+    yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
+    if c.kv_heads % run.sizes["tensor"]:        # wk and wv are whole: their gradients
+        yield ("all-reduce", "tensor", run.layers * 2,
+               c.d_model * c.kv_heads * c.head_dim * run.itemsize)
+    yield from _router(run, reduce) if c.experts else ()
+
+
+def _router(run: _Run, reduce: str) -> Iterator[Row]:
+    """Beside tensor: each device routes its own time, and gathers what the others chose."""
+    c, choices = run.config, run.tokens * run.config.experts_per_token
+    yield reduce, "tensor", run.layers, choices * run.itemsize      # the gradients of the shares
+    if run.splits_time:
+        for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
+            yield "all-gather", "tensor", run.layers * run.forwards, choices * itemsize
+        # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
+        yield ("all-reduce", "tensor", run.layers,
+               c.d_model * c.experts * (run.itemsize if run.on_tpu else 4))
+        yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
+
+
+def _experts(run: _Run) -> Iterator[Row]:
+    """4 (n-1) X a layer: there is room for each token on each device, on the way to the experts
+    and back, and backward; with them go the experts that it chose, and its shares."""
+    c, n = run.config, run.sizes["expert"]
+    if c.experts:
+        exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
+        yield "all-to-all", "expert", run.layers * exchanges, n * run.X
+        choices = n * run.tokens * c.experts_per_token
+        for itemsize in (4, run.itemsize):
+            yield "all-gather", "expert", run.layers * run.forwards, choices * itemsize
+        yield run.scatter("expert", run.layers, choices * run.itemsize)
+        # How busy each expert is in a row, and the row's weight, of all its time.
+        yield ("all-reduce", "seq+tensor" if run.splits_time else "seq",
+               run.layers * run.forwards, run.rows * (c.experts + 1) * 4)
+
+
+def _pipe(run: _Run) -> Iterator[Row]:
+    """2 X in each tick, to the next stage and back; 2 (n-1)/n X in the end, when each stage gets
+    its part of the time of the last stage's output for the head."""
+    S, n = run.sizes["pipe"], run.sizes["tensor"]
+    yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
+    for kind in ("reduce-scatter", "all-gather"):
+        yield kind, "pipe", run.ends, run.X_ends // (n if run.time // S % n == 0 else 1)
+
+
+def _seq(run: _Run, segments: bool) -> Iterator[Row]:
+    """4 (n-1) K a layer: keys and values go once around the ring, and their gradients back. With
+    them goes what decides who sees them: their places and documents."""
+    c, n = run.config, run.sizes["tensor"]
+    K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
+    hops = run.layers * (run.sizes["seq"] - 1)
+    yield "collective-permute", "seq", 2 * hops * (run.forwards + 1), K
+    yield "collective-permute", "seq", hops * run.forwards * (1 + segments), run.tokens * 4
