@@ -18,7 +18,8 @@ network. F is short: out of w_up, into w_down. On the way the walk notes
                 of a fused weight's output
 
 A weight's dimension can be, in its uses:
-    contracted  summed over in a product with an activation, of which free dimensions are left;
+    contracted  summed over in a product with an activation;
+    free        left in the result of such a product;
     batch       matched one to one with a dimension of what it meets: experts;
     grouped     the channels of a convolution in groups;
     inner       in a product that has no weight: of two activations, or of a gradient;

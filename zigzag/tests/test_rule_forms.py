@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag import jaxprs
 from zigzag.mesh import is_spec
-from zigzag.rule import infer_specs
+from zigzag.rule import infer_specs, plan_sharding
 from zigzag.tests.common import mesh_of
 
 COLUMN, ROW = P(None, "tensor"), P("tensor")
@@ -371,6 +371,23 @@ def test_every_form_computes_the_same_when_it_is_split(form):
                   out_shardings=(None, places))(weights, *args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(weights, *args))):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def test_the_reductions_that_a_group_costs():
+    """A reduction forgotten, or one that gate and up share counted twice: the prices by which the
+    rule chooses, and the traffic that a run is told to expect."""
+    def gated(p, i):
+        x = p["table"][i]
+        return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    params = {"table": floats(512, 64), "gate": floats(64, 256), "up": floats(64, 256),
+              "down": floats(256, 64)}
+    plan = plan_sharding(gated, params, ints(4, 16), mesh=mesh_of("tensor=4"))
+    size = 4 * 4 * 16 * 64      # bytes of the stream in float32
+    assert [(c.count, c.bytes) for c in plan["table"].reductions] == [(1, size)]        # the lookup
+    # Forward the sum of what down makes, and backward that of x's gradient.
+    assert [(c.count, c.bytes) for c in plan["down"].reductions] == [(1, size)] * 2
+    assert not plan["gate"].reductions and not plan["up"].reductions, "told once, for the group"
 
 
 # -------------------------------------------------------------------------------------------
