@@ -306,6 +306,10 @@ FORMS = {
         matrices_by_index,
         repeated(MLP, 8), (floats(4, 64), ints(4)), {"up": P(None, None, T), "down": P(None, T)}),
     "a lookup of one": (a_lookup_of_one, TABLE, (ints(16),), TABLE_SPECS),
+    "two tables whose rows are added": (
+        lambda p, i: feed(p["mlp"], p["table"][i] + p["positions"][i % 128]),
+        {**TABLE, "positions": floats(128, 64)}, (ints(4, 16),),
+        {**TABLE_SPECS, "positions": P()}),
     "one token": (lambda p, i: feed(p["mlp"], p["table"][i]), TABLE, (ints(),), TABLE_SPECS),
     "a chain": (
         lambda p, x: jax.nn.relu(jax.nn.relu(jax.nn.relu(x @ p[0]) @ p[1]) @ p[2]) @ p[3],
@@ -388,6 +392,8 @@ def test_the_reductions_that_a_group_costs():
     # Forward the sum of what down makes, and backward that of x's gradient.
     assert [(c.count, c.bytes) for c in plan["down"].reductions] == [(1, size)] * 2
     assert not plan["gate"].reductions and not plan["up"].reductions, "told once, for the group"
+    plan = plan_sharding(scanned, repeated(MLP, 3), X, mesh=mesh_of("tensor=4"))
+    assert [tuple(c[:2]) for c in plan["down"].reductions] == [(3, 3 * size)] * 2, "in each layer"
 
 
 # -------------------------------------------------------------------------------------------
