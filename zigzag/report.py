@@ -44,12 +44,12 @@ class Reporter:
         """`weights` counts them, `table` says where each lies and why, `timeline` draws the
         pipeline; `host_names` has the name of each process's host, and the fields `hidden` of the
         configuration are not shown."""
-        device, count, several = mesh.devices.flat[0], mesh.size, len(host_names) > 1
+        device, count = mesh.devices.flat[0], mesh.size
         what = (f"{count} simulated CPU device{'s' if count > 1 else ''}, no accelerator was found"
                 if device.platform == "cpu" else f"{count} x {device.device_kind}")
         if config.topology:
             what += " that are not here: compiled, not run"
-        elif several:
+        elif len(host_names) > 1:
             what += f" in {len(host_names)} processes"
         self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
         for text in () if config.topology else device_lines(mesh, host_names):
@@ -86,7 +86,10 @@ class Reporter:
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
                 f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
                 f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
-        (self.live_line if self.is_terminal else self.line)(text)
+        if self.is_terminal:
+            self.live_line(text)
+        else:
+            self.line(text)
 
     def evaluation(self, row: dict[str, Any], text: str | None) -> None:
         """`row` as in metrics.jsonl, and the prediction as text."""
@@ -105,9 +108,8 @@ def device_lines(mesh: Any, host_names: Sequence[str]) -> list[str]:
     lines = []
     for process, name in enumerate(host_names):
         own = [d for d in mesh.devices.flat if d.process_index == process]
-        ids = ", ".join(str(d.id) for d in sorted(own, key=lambda d: d.id))
-        lines.append(("         " if lines else "devices  ") + f"process {process} on {name}: " + (
-            f"{len(own)} x {own[0].device_kind} ({ids})" if own else "none"))
+        lines.append(f"devices  process {process} on {name}: {len(own)} x {own[0].device_kind} "
+                     f"({', '.join(str(d.id) for d in own)})")
     return lines
 
 

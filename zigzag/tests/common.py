@@ -23,6 +23,7 @@ import optax
 import pytest
 
 from zigzag import flags, report
+from zigzag.batches import place_batch
 from zigzag.mesh import make_mesh, mesh_sizes
 
 with contextlib.suppress(ImportError, AttributeError):      # until train.py is rewritten
@@ -101,7 +102,7 @@ def learn(config, mesh="", lines=None, **given):
     init, loss, _ = train.language(config)
     result = train.fit(config, **{**dict(
         init=init, collate=lambda examples: data.collate(examples, T), loss=loss,
-        examples=tokens_of(config), mesh=mesh_of(mesh), reporter=KeepRows(rows, lines)), **given})
+        examples=tokens_of(config), mesh=mesh_of(mesh), say=KeepRows(rows, lines)), **given})
     return rows, result
 
 
@@ -128,8 +129,8 @@ def gradients_of(config, mesh, batch):
         with jax.set_mesh(program.mesh):
             state = program.start(jax.random.key(0))
             before = jax.device_get(state["params"])
-            placed = train.place_batch(program, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                                       config.batch)
+            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                                 config.batch)
             state, metrics = program.step(state, placed)
             after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])

@@ -177,7 +177,7 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
     words = (*TWO, "--steps", 40, "--save_every", 15, "--dropout", 0.1, "--data", text)
     results = ends(hosts(2, *words, "--out", tmp_path / "whole"))
     assert all(status == 0 for status, *_ in results)
-    assert len(re.findall(r"^.{9}process \d on \S+: 2 x cpu", results[0][1], re.M)) == 2
+    assert len(re.findall(r"^devices  process \d on \S+: 2 x cpu", results[0][1], re.M)) == 2
     whole = metrics(tmp_path / "whole")
     alone = command(*words, "--out", tmp_path / "alone")
     assert alone.returncode == 0 and " in 2 processes" not in alone.stdout

@@ -43,7 +43,7 @@ def test_the_header_has_a_line_for_each_process(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "=== zigzag on 4 x TPU v5 lite in 2 processes | float32 | step by shard_map ===",
         "devices  process 0 on node-a: 2 x TPU v5 lite (0, 1)",
-        "         process 1 on node-b: 2 x TPU v5 lite (2048, 2049)",
+        "devices  process 1 on node-b: 2 x TPU v5 lite (2048, 2049)",
         "mesh     data=2 tensor=2", "config   topology=- batch=8 seq_len=16 data=a b",
         "weights  5 parameters", "the table", "the timeline"]
     reporter.header(Config(), fake_mesh(1, 2, "cpu", "cpu"), "", "", "", ["laptop"])
