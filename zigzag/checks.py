@@ -1,0 +1,134 @@
+"""What is refused before anything is compiled, with the numbers, and the nearest that would do.
+
+    check_config      values of the configuration, each by itself and beside others
+    check_batch       a batch that does not divide over the mesh
+    check_model       a transformer that pipe, seq or expert cannot split
+    check_overrides   --override, of any weights
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from zigzag.errors import ConfigError, did_you_mean, nearest_divisor, nearest_multiple
+from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
+from zigzag.rule import apply_overrides, parse_overrides
+
+AT_LEAST = dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, save_every=0,
+                eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
+                profile=0, lr=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
+ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon")}
+
+
+def check_config(c: Any) -> None:
+    """Refuse what a train.Config cannot be, beyond what model.Config refuses."""
+    for name, least in AT_LEAST.items():
+        value = getattr(c, name)
+        if not (value >= least and math.isfinite(value)):
+            raise ConfigError(f"--{name} {value}: must be a number of at least {least:g}")
+    for name, known in ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
+                              + did_you_mean(value, known))
+    if c.batch % c.accumulate:
+        raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
+                          f"parts")
+    if c.sum_dtype and c.step == "jit":
+        raise ConfigError(f"--sum_dtype {c.sum_dtype}: with --step jit the compiler chooses; give "
+                          f"--step shard_map")
+    if "://" in c.out:
+        folder = c.out.split("://")[1].split("/")[-1] or "out"
+        raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
+                          f"every process sees, {folder} for example")
+    if c.chunks > 1 and c.schedule != "interleaved":
+        raise ConfigError(f"--chunks {c.chunks}: only --schedule interleaved has more than one")
+    if c.schedule == "interleaved" and c.chunks == 1:
+        raise ConfigError("--schedule interleaved: give --chunks, of at least 2")
+    if c.zero not in (0, 1):
+        raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
+                          f"for weights and gradients too, --mesh fsdp=N")
+    parse_overrides(c.override)
+    if c.mesh != "auto":
+        mesh_sizes(c.mesh, c.shards)
+    _check_hosts(c)
+
+
+def _check_hosts(c: Any) -> None:
+    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
+    if any(given) and not all(given):
+        raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
+                          "and --process_id I (from 0), or --distributed alone where SLURM, Open "
+                          "MPI or a TPU pod knows them")
+    if all(given) and c.distributed:
+        raise ConfigError("--distributed finds out by itself what --coordinator says: give one of "
+                          "them")
+    if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
+                              and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
+        raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
+                          f"listens")
+    if all(given) and c.process_id >= c.processes:
+        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes} they are 0 "
+                          f"to {c.processes - 1}")
+
+
+def check_batch(c: Any, mesh: Any) -> None:
+    """Refuse a batch that does not divide over the mesh, of any loss."""
+    sizes, groups = dict(mesh.shape), row_groups(mesh)
+    parts = groups * c.accumulate
+    if c.batch % parts:
+        axes = " x ".join(a for a in BATCH_AXES if sizes[a] > 1) or "data"
+        raise ConfigError(f"--batch {c.batch} does not divide among {groups} groups of devices "
+                          f"({axes}) x {c.accumulate} accumulated parts = {parts}; the nearest "
+                          f"that does is --batch {nearest_multiple(parts, c.batch)}")
+    idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
+    if c.step == "jit" and idle:
+        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit a compiler splits no "
+                          f"work over it, and every device would do all of it; give its devices "
+                          f"to data, fsdp, expert or tensor")
+    rows = c.batch // parts
+    if rows % c.microbatches:
+        raise ConfigError(f"--microbatches {c.microbatches} does not divide the {rows} rows that a "
+                          f"device has at a time; the nearest that does is --microbatches "
+                          f"{nearest_divisor(rows, c.microbatches)}")
+
+
+def check_model(c: Any, mesh: Any) -> None:
+    """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
+    sizes = dict(mesh.shape)
+    if c.experts % sizes["expert"]:
+        raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
+                          f"{c.experts}; the nearest that does is "
+                          f"expert={nearest_divisor(c.experts, sizes['expert'])}")
+    stages, ring, chunks = sizes["pipe"], sizes["seq"], c.chunks
+    with_chunks = f" x --chunks {chunks}" if chunks > 1 else ""
+    if c.layers % (stages * chunks):
+        _refuse_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)
+    if stages > 1 and c.seq_len % (stages * ring):
+        _refuse_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
+                       " (what follows the layers is shared out by time)")
+    if ring > 1 and c.seq_len % (2 * ring):
+        _refuse_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
+                       " (each device has an early and a late part)")
+
+
+def _refuse_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
+    raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; the "
+                      f"nearest that does is --{name} {nearest_multiple(parts, value)}")
+
+
+def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
+                    others: Sequence[tuple[str, P]] = ()) -> list[tuple[str, P]]:
+    """--override, and `others` that code gave, as the rule takes them."""
+    overrides = [*parse_overrides(texts), *others]
+    for pattern, spec in overrides:
+        for entry in spec:
+            if len(entry_axes(entry)) > 1:
+                raise ConfigError(f"override {pattern!r}: {'+'.join(entry)} on one dimension; give "
+                                  f"one axis a dimension")
+    shapes = {path: leaf.shape for path, leaf in by_path(params).items()}
+    apply_overrides(shapes, overrides, dict(mesh.shape))
+    return overrides

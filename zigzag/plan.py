@@ -1,0 +1,285 @@
+"""How a loss runs on a mesh: all that a training step must know, found out before it is made.
+
+    init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss is run
+                                  checks   --> what is refused, with the numbers
+                                           --> Plan, from which train.py makes its step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zigzag.checks import check_batch, check_overrides
+from zigzag.errors import ConfigError
+from zigzag.jaxprs import DIFFERENTIATED, marks_in, why_not_split
+from zigzag.mesh import (
+    AXES,
+    BATCH_AXES,
+    WITHOUT_TENSOR,
+    abstract_mesh,
+    by_path,
+    cast,
+    is_spec,
+    mark_varying,
+    row_groups,
+    spec_axes,
+    untyped,
+    without_tensor,
+)
+from zigzag.rule import plan_sharding, zero1_specs
+
+# What a step's line in metrics.jsonl has.
+LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
+          "save_seconds"}
+# What to give the devices to, of an axis that a loss cannot have.
+ANY_LOSS = "any loss trains on data, fsdp and tensor"
+# What splits a loss over an axis: the function of shard.py that it must call, and of what.
+SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
+          "expert": ("experts", "experts")}
+
+BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
+    "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """All that a step must know. Trees are like the weights, if nothing else is said."""
+    config: Any             # with its dtype resolved
+    mesh: Any
+    loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
+    trusted: bool           # the transformer's own, which the tests hold to one device
+    mode: str               # how it runs: see run_mode
+    takes_specs: bool       # whether its layers gather their own weights
+    needs: tuple[str, ...]  # the axes, as axis=size, over which the loss splits itself
+    params: Any             # shapes
+    batch: Any              # shapes of a whole batch
+    sums: Any               # shapes of what the loss gives
+    decisions: Any          # where each weight lives, and why
+    dtype: str              # what the loss is computed in
+    accumulate: int         # into how many micro-batches a batch is cut
+
+    @property
+    def typed(self) -> bool:
+        """Whether jax tracks over which axes values vary."""
+        return self.mode in (BY_HAND, TYPED)
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """The axes whose collectives are ours; those of the others are the compiler's."""
+        return {JIT: (), TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR}.get(self.mode, AXES)
+
+    def axes(self, *names: str) -> set[str]:
+        """Of these axes those that are manual and have more than one device."""
+        return {a for a in names if a in self.manual and dict(self.mesh.shape)[a] > 1}
+
+    @functools.cached_property
+    def shared_row_axes(self) -> set[str]:
+        """Over these axes devices have the same rows, each a part of the layers or the time."""
+        return self.axes("pipe", "seq")
+
+    @functools.cached_property
+    def sum_axes(self) -> set[str]:
+        """Over these axes devices find different parts of a sum over the batch."""
+        return self.axes(*BATCH_AXES) | self.shared_row_axes
+
+    @functools.cached_property
+    def stored(self) -> Any:
+        """Specs of the weights as they are stored."""
+        return jax.tree.map(lambda d: d.spec, self.decisions)
+
+    @functools.cached_property
+    def used(self) -> Any:
+        """Specs of the weights as the loss gets them, before they are gathered over fsdp."""
+        return jax.tree.map(lambda d: d.given, self.decisions)
+
+    @functools.cached_property
+    def moments(self) -> Any:
+        """Specs of the optimizer's state: with --zero 1 split over data too."""
+        if not self.config.zero:
+            return self.stored
+        return zero1_specs(self.params, self.stored, self.mesh, self.config.fsdp_min)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the loss of a batch is computed, but for what a compiler does."""
+        return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
+
+    def local(self, specs: Any) -> Any:
+        """Specs as the shard_map takes them."""
+        return specs if "tensor" in self.manual else without_tensor(specs)
+
+    def mark(self, tree: Any) -> Any:
+        """The tree with the type of what differs between devices that have other rows, layers or
+        time. Never over tensor: there the type of a weight says that it is split."""
+        return mark_varying(tree, also=self.sum_axes) if self.typed else tree
+
+    def on_device(self, fn: Callable) -> Callable:
+        """fn as each device computes it: of a loss that is not typed, as one device does."""
+        return untyped(fn) if self.mode in (UNTYPED, TENSOR_WHOLE) else fn
+
+
+def run_mode(step: str, marks: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
+    """How a loss runs, from the functions of shard.py that it calls (`marks`):
+
+    by hand       it calls columns or row: one shard_map over all six axes, with types
+    typed         it calls others, or takes specs: the same, but the compiler splits over tensor
+    untyped       it calls none, or differentiates within itself: each device computes its rows as
+                  one device would, without types, and the compiler splits that over tensor
+    tensor whole  as untyped, but no compiler may split it (`why`), or there is nothing to split:
+                  weights may be stored split over tensor, and are used whole
+
+    And with --step jit there is no shard_map: the compiler does everything."""
+    if step == "jit":
+        return JIT
+    if DIFFERENTIATED not in marks and not (why and splits_tensor):
+        if marks & {"columns", "row"}:
+            return BY_HAND
+        if marks or takes_specs:
+            return TYPED
+    return TENSOR_WHOLE if why or not splits_tensor else UNTYPED
+
+
+def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
+              overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
+              tensor_dims: Any = None) -> Plan:
+    """The plan to train init's weights with `loss` on batches shaped like `batch` (a dict of
+    arrays with as many rows as an update has). `typed` False runs the loss on each device as on
+    one, whatever it calls. `tensor_dims` is the transformer's own (rule.plan_sharding takes it)
+    and says that the loss is."""
+    config = resolve_dtype(config, mesh)
+    check_batch(config, mesh)
+    batch, params = jax.tree.map(_shape, batch), jax.eval_shape(init, jax.random.key(0))
+    _check_floats(params)
+    loss, takes_specs = with_checked_sums(loss)
+    overrides = check_overrides(config.override, params, mesh, overrides)
+    # The rule looks at one micro-batch of one group of devices: what each of them computes.
+    rows, trusted = config.batch // row_groups(mesh) // config.accumulate, tensor_dims is not None
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
+    jaxpr, sums = jax.make_jaxpr(loss, return_shape=True)(weights, few)
+    decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
+                              overrides=overrides, fsdp_min=config.fsdp_min,
+                              tensor_dims=tensor_dims)
+    if not trusted:
+        decisions = _see_whole_batch(decisions, loss, weights, batch, rows)
+
+    marks, sizes = marks_in(jaxpr) if typed else set(), dict(mesh.shape)
+    why = "" if trusted else why_not_split(jaxpr, weights)
+    mode = run_mode(config.step, marks, typed and takes_specs, sizes["tensor"] > 1, why)
+    if mode == TENSOR_WHOLE and sizes["tensor"] > 1:
+        decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
+    plan = Plan(config, mesh, loss, trusted, mode,
+                takes_specs and mode in (BY_HAND, TYPED, JIT), (), params, batch, sums, decisions,
+                config.dtype, config.accumulate)
+    if plan.parts > 1 and not trusted:
+        _check_sums_of_parts(plan, weights, rows)
+    return dataclasses.replace(plan, needs=_split_axes(plan, marks, why))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _whole_over_tensor(decision: Any, why: str) -> Any:
+    """A weight that is stored as decided, and used whole over tensor."""
+    reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
+    return dataclasses.replace(decision, used=without_tensor(decision.given), reductions=(),
+                               reason=decision.reason + reason)
+
+
+def _see_whole_batch(decisions: Any, loss: Callable, weights: Any, batch: Any, rows: int) -> Any:
+    """What is a matrix must not follow from how many rows a device has: that is seen in a whole
+    batch."""
+    if jax.tree.leaves(batch)[0].shape[0] == rows:
+        return decisions
+    seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
+    return jax.tree.map(lambda d, s: dataclasses.replace(
+        d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
+
+
+# -------------------------------------------------------------------------------------------
+# What a loss gives
+
+def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
+    """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
+    takes_specs = "specs" in inspect.signature(loss).parameters
+
+    def checked(weights: Any, batch: Any, specs: Any = None) -> tuple:
+        return loss_sums(loss(weights, batch, specs=specs) if takes_specs
+                         else loss(weights, batch))
+
+    return checked, takes_specs
+
+
+def loss_sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """What a loss gives, complete and in float32."""
+    s, c, *aux = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
+    aux = aux[0] if aux and aux[0] is not None else {}
+    is_flat = isinstance(aux, dict) and all(
+        jax.tree_util.all_leaves([x]) for x in (s, c, *aux.values()))
+    if s is None or not is_flat or jnp.shape(s) or jnp.shape(c):
+        shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
+        raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
+                          f"and the count to divide by, and perhaps a dict of other sums to be "
+                          f"logged (arrays); it returned {shapes}: instead of a mean, return the "
+                          f"sum and the count")
+    if taken := LOGGED & aux.keys():
+        raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
+                          f"the step's own are {', '.join(sorted(LOGGED))}")
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
+
+
+def _check_sums_of_parts(plan: Plan, weights: Any, rows: int) -> None:
+    _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
+    for name, x in plan.sums[2].items():
+        if x.shape != whole[name].shape:
+            raise ConfigError(f"the loss's other sum {name!r} has the shape {list(x.shape)} for "
+                              f"{rows} rows and {list(whole[name].shape)} for "
+                              f"{plan.config.batch}: return what adds up over rows")
+
+
+# -------------------------------------------------------------------------------------------
+# What is refused
+
+def resolve_dtype(config: Any, mesh: Any) -> Any:
+    """The configuration with the compute precision that the mesh's devices are best at."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return dataclasses.replace(config,
+                               dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
+
+
+def _check_floats(params: Any) -> None:
+    for path, leaf in by_path(params).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
+                              f"trained; keep others out of what init returns")
+
+
+def _split_axes(plan: Plan, marks: set[str], why: str) -> tuple[str, ...]:
+    """The axes, as axis=size, over which the loss must split itself, if it can."""
+    sizes, needs = dict(plan.mesh.shape), []
+    in_use = set().union(*map(spec_axes, jax.tree.leaves(plan.used, is_leaf=is_spec)))
+    in_use = (in_use | {"pipe", "seq"}) & plan.axes(*SPLITS)
+    for axis, (function, what) in SPLITS.items():
+        if axis not in in_use:
+            continue
+        needs.append(f"{axis}={sizes[axis]}")
+        if function not in marks:
+            raise ConfigError(f"mesh axis {needs[-1]}: this loss does not call shard.{function}, "
+                              f"which is what splits {what} over it; {ANY_LOSS}")
+        # A gradient inside the loss would be of each device's part: no collective may add to it.
+        if DIFFERENTIATED in marks:
+            raise ConfigError(f"mesh axis {needs[-1]}: this loss takes a gradient inside itself, "
+                              f"and over {axis} that would be the gradient of a part of it; "
+                              f"{ANY_LOSS}")
+    if why and needs and sizes["tensor"] > 1:
+        raise ConfigError(f"mesh axis tensor={sizes['tensor']}: this loss {why}, so no compiler may "
+                          f"split it beside {needs[0]}; give a mesh without tensor")
+    return tuple(needs)

@@ -1,0 +1,99 @@
+"""Weights that are stored otherwise than the loss uses them, and the way from one to the other.
+
+    --override    stored split as the user says; before the loss sees it, a weight is gathered over
+                  the axes that the loss knows nothing of, and of layers and experts each device
+                  keeps its own
+    interleaved   on disk layers lie in their own order, in training in the order of the stages:
+                  with 2 stages of 2 chunks, stage 0 has layers 0 1 4 5, stage 1 has 2 3 6 7
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.collectives import own_reduce_scatter, reduce_scatter, with_transpose
+from zigzag.mesh import ambient, beside_auto_tensor, full_spec
+
+
+def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dtype: str = ""
+                   ) -> Any:
+    """Inside a shard_map: weights that are split as `stored` says, split as `used` says. The
+    transposes, a reduce-scatter and a padding with zeros, bring gradients back."""
+    sizes, manual = ambient()
+    if not manual:          # --step jit: the compiler moves what it needs
+        return weights
+
+    def convert(w: jax.Array, stored: P, used: P) -> jax.Array:
+        stored, used = full_spec(stored, w.ndim), full_spec(used, w.ndim)
+        for dim, axis in enumerate(stored):
+            if axis in manual and axis != used[dim]:
+                gather = functools.partial(_all_gather, axis=axis, dim=dim, sum_dtype=sum_dtype)
+                w = beside_auto_tensor(gather, P(*stored))(w)
+                if axis == "pipe" and dim == 0:
+                    order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
+                    w = w if order is None else w[order]
+        for dim, axis in enumerate(used):
+            if axis in ("pipe", "expert") and axis != stored[dim]:
+                w = _own(w, dim, axis, sizes[axis], chunks if axis == "pipe" else 1)
+        return w
+
+    return jax.tree.map(convert, weights, stored, used)
+
+
+def _all_gather(w: jax.Array, axis: str, dim: int, sum_dtype: str) -> jax.Array:
+    if axis == "tensor":        # its devices then compute the same: each keeps its part of a gradient
+        return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
+
+    def gather(w: jax.Array) -> jax.Array:
+        return lax.all_gather(w, axis, axis=dim, tiled=True)
+
+    wide = sum_dtype if sum_dtype and axis != "expert" else w.dtype
+    if own_reduce_scatter() or wide != w.dtype:
+        gather = with_transpose(gather, lambda g: (
+            reduce_scatter(g.astype(wide), axis, dim).astype(g.dtype)))
+    return gather(w)
+
+
+def _own(w: jax.Array, dim: int, axis: str, size: int, chunks: int) -> jax.Array:
+    """This device's experts, or the layers of this stage: a run of them in each chunk."""
+    w = jnp.moveaxis(w, dim, 0)
+    parts = w.reshape(chunks, size, -1, *w.shape[1:])
+    own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
+    return jnp.moveaxis(own.reshape(-1, *w.shape[1:]), 0, dim)
+
+
+# -------------------------------------------------------------------------------------------
+# The order of layers
+
+def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray | None:
+    """The order in which `stages` with several chunks hold the layers, or (`back`) the order that
+    undoes it; None where it is their own."""
+    if chunks == 1 or layers % (stages * chunks):
+        return None
+    order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
+    return np.argsort(order) if back else order
+
+
+def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
+    """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
+    stages, or (`back`) in its own."""
+    def permute(x: jax.Array, place: Any) -> jax.Array:
+        spec, stages = place.spec, dict(place.mesh.shape)["pipe"]
+        if not spec or spec[0] != "pipe" or layer_order(x.shape[0], stages, chunks) is None:
+            return x
+        return _compiled(x.shape[0], stages, chunks, back, place)(x)
+
+    return jax.tree.map(permute, tree, places)
+
+
+@functools.cache
+def _compiled(layers: int, stages: int, chunks: int, back: bool, place: Any) -> Callable:
+    order = layer_order(layers, stages, chunks, back)
+    return jax.jit(lambda x: x[order], out_shardings=place)
