@@ -49,8 +49,10 @@ def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, tra
     run = _Run(config, mesh)
     rows = weight_traffic(decisions, params, run)
     if by_hand:
-        rows += [*_tensor(run, loss_chunks), *_experts(run), *_pipe(run), *_seq(run, segments)]
-    return [c for c in add_up(_sent(row, run.sizes) for row in rows) if c.bytes]
+        rows += [*_tensor(run), *_vocabulary(run, loss_chunks), *_pipe(run), *_seq(run, segments)]
+    if by_hand and config.experts:
+        rows += [*_router(run), *_experts(run)]
+    return add_up(row for row in (_sent(row, run.sizes) for row in rows) if row[3])
 
 
 def _sent(row: Row, sizes: dict[str, int]) -> Row:
@@ -88,7 +90,10 @@ class _Run:
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
         self.splits_time = c.sequence_parallel and self.time % self.sizes["tensor"] == 0
+        self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
+        # The same in the head, of which each stage has a part of the time.
+        self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
         # How often a layer runs; how often it is computed forward in each: 1F1B does it twice.
         self.layers = round(self.passes * c.layers / S)
@@ -172,40 +177,53 @@ def _overridden(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
 # -------------------------------------------------------------------------------------------
 # Activations, of the transformer
 
-def _tensor(run: _Run, loss_chunks: Callable) -> Iterator[Row]:
+def _tensor(run: _Run) -> Iterator[Row]:
     """8 (n-1)/n X a layer (4 with --parallel): time is gathered into a block and scattered out of
     it, and backward the transposes. Where time does not divide, an all-reduce replaces both."""
-    c, X, blocks = run.config, run.X, 2 - run.config.parallel
-    tokens = run.X_ends // (c.d_model * run.itemsize)       # of which a stage's head has a part
-    S = run.sizes["pipe"]
-    chunks = loss_chunks(tokens // run.time, run.time // S)
-    heads, X_head = run.ends * chunks, run.X_ends // S // chunks
+    c, n, blocks = run.config, run.sizes["tensor"], 2 - run.config.parallel
+    # Attention whose heads do not divide is computed whole, and nothing is reduced out of it.
+    whole_heads = [heads for heads in (c.heads, c.kv_heads) if heads % n]
+    out = blocks - (c.heads in whole_heads and not c.parallel)
+    into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (What is reduced is kept for the backward pass.)
-    reductions = blocks * (2 + run.is_1f1b) - run.one_layer
+    reductions = out * (1 + run.is_1f1b) + into - run.one_layer
     if c.experts and (c.parallel or c.shared_experts):
         reductions += 1     # experts and what is beside them gather the same x: once, but backward
-    reduce = "reduce-scatter" if run.splits_time else "all-reduce"
-    yield reduce, "tensor", run.layers * reductions, X
-    yield reduce, "tensor", run.ends, run.X_ends        # the embedding's rows
-    yield reduce, "tensor", heads, X_head               # the gradient from the head
+    yield run.reduce, "tensor", run.layers * reductions, run.X
     if run.splits_time:
-        yield "all-gather", "tensor", run.layers * blocks * (run.forwards + 1), X
-        yield "all-gather", "tensor", run.ends, run.X_ends      # the embedding's gradient
-        yield "all-gather", "tensor", heads, X_head             # into the head
+        yield "all-gather", "tensor", run.layers * (blocks * run.forwards + out), run.X
         # A norm's scale is whole, and each device has its gradient of a part of the time.
-        yield "all-reduce", "tensor", run.layers * blocks + run.ends, c.d_model * run.itemsize
+        yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
+    if run.splits_time or c.heads not in whole_heads:       # the gradients of wk and wv, wq and wo
+        yield ("all-reduce", "tensor", run.layers * 2,
+               c.d_model * sum(whole_heads) * c.head_dim * run.itemsize)
+
+
+def _vocabulary(run: _Run, loss_chunks: Callable) -> Iterator[Row]:
+    """4 (n-1)/n X beside tensor, for the embedding and the head, and what the logits' parts need
+    of each other."""
+    D_bytes, S = run.config.d_model * run.itemsize, run.sizes["pipe"]
+    tokens = run.X_ends // D_bytes          # of which a stage's head has a part
+    chunks = loss_chunks(tokens // run.time, run.time // S // (
+        run.sizes["tensor"] if run.splits_head else 1))
+    heads, X_head = run.ends * chunks, run.X_ends // S // chunks
+    yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
+    yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # and its gradient
+    if run.splits_head:
+        yield "all-gather", "tensor", heads, X_head
+        yield "reduce-scatter", "tensor", heads, X_head
+        yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
+    else:       # time is gathered before the stages share it
+        yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
+        yield "all-reduce", "tensor", heads, X_head
     # The loss of each token: the largest logit, the sum of exponentials, the target's logit.
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
-    if c.kv_heads % run.sizes["tensor"]:        # wk and wv are whole: their gradients
-        yield ("all-reduce", "tensor", run.layers * 2,
-               c.d_model * c.kv_heads * c.head_dim * run.itemsize)
-    yield from _router(run, reduce) if c.experts else ()
 
 
-def _router(run: _Run, reduce: str) -> Iterator[Row]:
+def _router(run: _Run) -> Iterator[Row]:
     """Beside tensor: each device routes its own time, and gathers what the others chose."""
     c, choices = run.config, run.tokens * run.config.experts_per_token
-    yield reduce, "tensor", run.layers, choices * run.itemsize      # the gradients of the shares
+    yield run.reduce, "tensor", run.layers, choices * run.itemsize      # the shares' gradients
     if run.splits_time:
         for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
             yield "all-gather", "tensor", run.layers * run.forwards, choices * itemsize
@@ -219,25 +237,25 @@ def _experts(run: _Run) -> Iterator[Row]:
     """4 (n-1) X a layer: there is room for each token on each device, on the way to the experts
     and back, and backward; with them go the experts that it chose, and its shares."""
     c, n = run.config, run.sizes["expert"]
-    if c.experts:
-        exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
-        yield "all-to-all", "expert", run.layers * exchanges, n * run.X
-        choices = n * run.tokens * c.experts_per_token
-        for itemsize in (4, run.itemsize):
-            yield "all-gather", "expert", run.layers * run.forwards, choices * itemsize
-        yield run.scatter("expert", run.layers, choices * run.itemsize)
-        # How busy each expert is in a row, and the row's weight, of all its time.
-        yield ("all-reduce", "seq+tensor" if run.splits_time else "seq",
-               run.layers * run.forwards, run.rows * (c.experts + 1) * 4)
+    exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
+    yield "all-to-all", "expert", run.layers * exchanges, n * run.X
+    choices = n * run.tokens * c.experts_per_token
+    for itemsize in (4, run.itemsize):
+        yield "all-gather", "expert", run.layers * run.forwards, choices * itemsize
+    yield run.scatter("expert", run.layers, choices * run.itemsize)
+    # Of all the time, how busy each expert is in a row, and the row's weight (in no layer).
+    axes = "seq+tensor" if run.splits_time else "seq"
+    yield "all-reduce", axes, run.layers * run.forwards, run.rows * c.experts * 4
+    yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
 def _pipe(run: _Run) -> Iterator[Row]:
     """2 X in each tick, to the next stage and back; 2 (n-1)/n X in the end, when each stage gets
     its part of the time of the last stage's output for the head."""
-    S, n = run.sizes["pipe"], run.sizes["tensor"]
+    n = run.sizes["tensor"]
     yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
     for kind in ("reduce-scatter", "all-gather"):
-        yield kind, "pipe", run.ends, run.X_ends // (n if run.time // S % n == 0 else 1)
+        yield kind, "pipe", run.ends, run.X_ends // (n if run.splits_head else 1)
 
 
 def _seq(run: _Run, segments: bool) -> Iterator[Row]:

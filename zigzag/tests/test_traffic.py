@@ -67,6 +67,13 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("fsdp=2,tensor=4", THREE_KEY_HEADS),
     slow("fsdp=2,tensor=4", dict(remat="selective", **THREE_KEY_HEADS)),
     slow("tensor=4", dict(seq_len=18, remat="full")),
+    slow("pipe=2,tensor=4", dict(seq_len=12)),
+    slow("tensor=4", dict(sequence_parallel=False)),
+    slow("tensor=4", dict(experts=4, sequence_parallel=False)),
+    # Heads that tensor does not divide.
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
+    slow("fsdp=2,tensor=4", dict(heads=9, head_dim=32, remat="selective")),
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, experts=4)),
     # What a CPU sends in 16 bits it sends in 32. Weights that are stored otherwise than used.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
     slow("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
