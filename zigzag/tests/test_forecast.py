@@ -32,19 +32,15 @@ def needs(compiler):
 
 def auto_mesh(config, lines):
     """The mesh that is chosen for the transformer on the devices here, and its compiled step."""
-    def check(config, mesh):
-        train.check(config, mesh)
-        train.check_model(config, mesh)
-
     def compile_program(config):
         program = program_of(config, config.mesh)
-        return program, train.compiled(program)
+        return program, program.compile()
 
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     return forecast.auto_mesh(
-        config, jax.devices(), params, check=check, compile_program=compile_program,
-        flops=model.flops(config, config.batch * config.seq_len), max_logits=model.LOGITS,
-        say=lines.append)
+        config, jax.devices(), params, check=train.check_transformer,
+        compile_program=compile_program, max_logits=model.LOGITS, say=lines.append,
+        flops=model.flops(config, config.batch * config.seq_len))
 
 
 WIDE = dict(batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)
@@ -77,7 +73,7 @@ def test_the_cost_model_is_near_the_expected_traffic(mesh):
     estimate = forecast.cost_model(
         config, params, sizes, slow_links, flops=model.flops(config, 16 * 64),
         max_logits=model.LOGITS).links
-    exact = sum(c.bytes for c in train.expected_traffic(program_of(config, mesh)))
+    exact = sum(c.bytes for c in train.expected(program_of(config, mesh)))
     assert 0.5 < estimate / exact < 2
 
 

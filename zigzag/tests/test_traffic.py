@@ -15,7 +15,7 @@ from zigzag.tests.common import make, mesh_of, program_of, slow
 def sent_and_expected(program):
     """By kind and axis, what the compiled update sends, and what it should."""
     return ({(c.kind, c.axis): c for c in rows} for rows in (
-        collectives(train.compiled(program)), train.expected_traffic(program)))
+        collectives(program.compile()), train.expected(program)))
 
 
 def agree(program):
@@ -103,8 +103,8 @@ def test_of_another_model_the_rules_reductions_are_expected():
         y = jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]
         return jnp.sum(y ** 2), jnp.sum(b["weights"])
 
-    program = train.build(make(), mesh_of("tensor=2"), init, loss, model.a_batch(make(), 8))
-    assert {c.kind for c in train.expected_traffic(program)} == {"all-reduce"}
+    program = train.build(make(), mesh_of("tensor=2"), init, loss, model.batch_shapes(make(), 8))
+    assert {c.kind for c in train.expected(program)} == {"all-reduce"}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
@@ -122,7 +122,7 @@ def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
         return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
 
     config = make(accumulate=2, batch=16)
-    agree(train.build(config, mesh_of(mesh), init, loss, model.a_batch(config, 16)))
+    agree(train.build(config, mesh_of(mesh), init, loss, model.batch_shapes(config, 16)))
 
 
 def test_of_several_overrides_the_last_that_matches_wins():
@@ -130,7 +130,7 @@ def test_of_several_overrides_the_last_that_matches_wins():
     config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
     program = train.build(config, mesh_of("data=2,fsdp=2"), *train.language(config),
                           overrides=[("norm", P("data"))])
-    specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.decisions).items()}
+    specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.plan.decisions).items()}
     assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data")
     assert specs["norm"] == P("data")
     agree(program)
@@ -141,8 +141,8 @@ def test_one_gradient_reduction_per_update_however_many_parts():
     rows = {}
     for parts in (1, 4):
         program = program_of(make(batch=32, accumulate=parts), "data=8")
-        rows[parts] = collectives(train.compiled(program))
-    size = 4 * model.count(program.state["params"]) + 2 * 4       # the loss and the count too
+        rows[parts] = collectives(program.compile())
+    size = 4 * model.count(program.plan.params) + 2 * 4       # the loss and the count too
     assert {r.kind for r in rows[4]} == {"all-reduce"}
     for r in rows.values():
         assert sum(c.bytes for c in r) == pytest.approx(size * 2 * 7 / 8, abs=4)
