@@ -19,17 +19,12 @@ loss on the mesh with the same loss on one device.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 import os
 import signal
-import socket
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,46 +34,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import data
 import model
-try:
-    import sample       # (until it is rewritten)
-except ImportError:
-    sample = None
+import sample
 import shard
-from zigzag import chips, forecast, hosts, loss_check
+from zigzag import commands, hosts, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_model, check_overrides
-from zigzag.errors import ConfigError, RunError, did_you_mean, human_bytes
+from zigzag.errors import ConfigError, did_you_mean
 from zigzag.flags import parse_flags, run_main
-from zigzag.hlo import collectives
 from zigzag.hosts import watchdog
-from zigzag.mesh import (
-    abstract_mesh,
-    batch_spec,
-    by_path,
-    cast,
-    compiler_options,
-    keep_on_first,
-    make_mesh,
-    mark_varying,
-    mesh_sizes,
-    pmean_all,
-    row_groups,
-    shardings,
-    simulate_devices,
-    varying,
-)
-from zigzag.pipeline import timeline
-from zigzag.plan import ANY_LOSS, JIT, Plan, make_plan, resolve_dtype
-from zigzag.report import BenchReporter, Reporter, mean_loss
-from zigzag.rule import explain, state_specs
-from zigzag.storage import permute_layers, stored_to_used
-from zigzag.traffic import expected_traffic
+from zigzag.loop import Loop, Task, evaluate, flush_metrics, prepare, report_header, save
+from zigzag.loss_check import check_loss, check_traceable
+from zigzag.mesh import cast, mark_varying, pmean_all, row_groups
+from zigzag.plan import Plan, make_plan, resolve_dtype
+from zigzag.program import Program, make_program, shapes_hash
+from zigzag.report import Reporter
+from zigzag.storage import stored_to_used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,35 +151,6 @@ def gather_weights(plan: Plan, weights: Any) -> Any:
         config.sum_dtype)
 
 
-def local_sums(plan: Plan, weights: Any, batch: Any) -> tuple:
-    """What the loss gives on this device: its part of the sum, of the count, and of other sums."""
-    total, count, aux = plan.loss(weights, batch, plan.used)
-    if "seq" in plan.shared_row_axes & (varying(total) - varying(count)):
-        raise ConfigError(
-            f"mesh axis seq={dict(plan.mesh.shape)['seq']}: this loss divides by a constant or by "
-            f"its rows, as a pooled one does, and each device has a part of the time; let it count "
-            f"in the batch, as the sum of its weights; any loss trains on data, fsdp and tensor")
-    sums = shard.sum_gradients((total, count, aux), only={"tensor"})
-    return keep_on_first(sums, plan.shared_row_axes)
-
-
-def on_mesh(plan: Plan, fn: Callable, out_specs: Any, splits_rows: bool = True) -> Callable:
-    """fn(params, batch), run by each group of devices on its rows, and on its part of their
-    time."""
-    if plan.mode == JIT:
-        return fn
-
-    def call(params: Any, batch: Any) -> Any:
-        batch, specs = shard.shard_time(batch, plan.mesh)
-        rows = [*batch_spec(plan.mesh)] if splits_rows else []
-        specs = {k: P(*(rows or [None]), *s[1:]) for k, s in specs.items()}
-        return jax.shard_map(fn, mesh=plan.mesh, in_specs=(plan.local(plan.stored), specs),
-                             out_specs=out_specs, axis_names=set(plan.manual),
-                             check_vma=plan.typed)(params, batch)
-
-    return call
-
-
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """The training step (state, batch) -> state, metrics. Second, its first half, for whoever
     compares gradients: (params, batch) -> gradients, sums."""
@@ -214,7 +160,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
 
         def loss(weights: Any, part: Any) -> tuple:
-            sums = local_sums(plan, weights, part)
+            sums = plan.local_sums(weights, part)
             return sums[0], sums
 
         def add_micro_batch(total: tuple, part: Any) -> tuple:
@@ -235,7 +181,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         return (shard.sum_gradients(grads, plan.stored, plan.moments, plan.sum_axes),
                 shard.sum_gradients(sums, axes=plan.sum_axes))
 
-    gradients = on_mesh(plan, gradients, (plan.local(plan.moments), P()))
+    gradients = plan.on_mesh(gradients, (plan.local(plan.moments), P()), shard.shard_time)
 
     def step(state: Any, batch: Any) -> tuple:
         params, config = state["params"], plan.config
@@ -266,83 +212,24 @@ def make_evaluate(plan: Plan) -> Callable:
 
         def local(params: Any, batch: Any) -> tuple:
             weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)))
-            sums = plan.on_device(functools.partial(local_sums, plan))(weights, batch)[:2]
+            sums = plan.on_device(plan.local_sums)(weights, batch)[:2]
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
             return pmean_all(shard.sum_gradients(plan.mark(sums), axes=axes))
 
-        return on_mesh(plan, local, (P(), P()), splits_rows)(params, batch)
+        return plan.on_mesh(local, (P(), P()), shard.shard_time, splits_rows)(params, batch)
 
     return evaluate
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """What is compiled, or ready to be, to train with a loss on a mesh."""
-    plan: Plan
-    state: Any              # shapes with their places: params, opt, step
-    batch: Any              # the same for a batch
-    start: Any              # key -> state
-    step: Any               # state, batch -> state, metrics
-    evaluate: Any           # params, batch -> (sum, count)
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
-
-    @property
-    def mesh(self) -> Any:
-        return self.plan.mesh
-
-    def compile(self) -> jax.stages.Compiled:
-        with jax.set_mesh(self.mesh):
-            return self.step.lower(self.state, self.batch).compile()
-
-    def permute(self, state: Any, back: bool = False) -> Any:
-        """A state, or its params, with layers in the order of the pipeline's stages, or in their
-        own, in which they are saved."""
-        chunks = 1 if self.plan.mode == JIT else self.config.chunks
-        like = self.state if "opt" in state else self.state["params"]
-        return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
 
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    dims = model.tensor_dims(loss.keywords["config"]) if is_transformer(loss) else None
+    # The transformer's own loss, not somebody else's, or one that wraps it.
+    ours = isinstance(loss, functools.partial) and loss.func is model.loss
+    dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
-    transform = optimizer(plan.config, plan.decisions)
-
-    def start(key: jax.Array) -> Any:
-        params = init(key)
-        return {"params": params, "opt": transform.init(params), "step": jnp.zeros((), jnp.int32)}
-
-    def place(shapes: Any, places: Any) -> Any:
-        return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p),
-                            shapes, places)
-
-    places = shardings({"params": plan.stored, "step": P(),
-                        "opt": state_specs(transform, plan.params, plan.moments)}, mesh)
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, batch_spec(mesh))
-    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
-    return Program(
-        plan, place(jax.eval_shape(start, jax.random.key(0)), places),
-        place(plan.batch, jax.tree.map(lambda _: rows, plan.batch)),
-        jit(start, out_shardings=places),
-        jit(make_step(plan, transform)[0], donate_argnums=0, out_shardings=(places, whole)),
-        jit(make_evaluate(plan), out_shardings=whole))
-
-
-def is_transformer(loss: Callable) -> bool:
-    """Whether it is model.loss, and not somebody else's, or one that wraps it."""
-    return isinstance(loss, functools.partial) and loss.func is model.loss
-
-
-def language(config: Config) -> tuple[Callable, Callable, Any]:
-    """Language modelling for `build`: init, loss, and the shape of a batch."""
-    batch = {**model.batch_shapes(config, config.batch),
-             "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    return (functools.partial(model.init, config),
-            functools.partial(model.loss, config=config, with_aux=True), batch)
+    rule = optimizer(plan.config, plan.decisions)
+    return make_program(plan, init, rule, make_step(plan, rule)[0], make_evaluate(plan))
 
 
 # -------------------------------------------------------------------------------------------
@@ -354,36 +241,6 @@ class Fit(NamedTuple):
     step: int               # updates made
     held_out: float | None  # the last evaluation's loss
     outputs: Any            # and prediction
-
-
-class Task(NamedTuple):
-    """What is learned, and shown: fit's arguments of these names."""
-    collate: Callable
-    predict: Callable | None
-    examples: Sequence
-    held_out: Sequence
-    show: Callable | None
-    flops: float | None
-    bits_per_nat: float | None
-
-
-@dataclasses.dataclass
-class Loop:
-    """What goes around the loop."""
-    program: Program
-    task: Task
-    folder: RunFolder | None        # None: nothing is kept on disk
-    reporter: Reporter
-    state: Any = None               # params, opt, step
-    at: int = 0                     # updates made
-    pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
-    clock: float = 0.0              # when the last step's numbers came
-    saving: float = 0.0             # seconds that saves took since then
-    skipped: int = 0                # updates in a row whose gradient was not finite
-    losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
-    recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
-    score: float | None = None      # the last evaluation
-    outputs: Any = None
 
 
 def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
@@ -402,7 +259,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     those that match a weight the last wins."""
     stop: list[int] = []
     task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat)
-    mesh = mesh or machine(config)
+    mesh = mesh or commands.machine(config)
     with hosts.stop_on_signals(stop):
         shapes = batch_shapes(config.batch, collate, examples)
         program = build(config, mesh, init, loss, shapes, overrides)
@@ -417,40 +274,12 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                            config.keep, config.verify == "on", config.patience
                            ) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
-            report_header(program, say)
-            loop = Loop(program, task, folder, say)
-            run_loop(loop, prepare(loop), stop)
+            report_header(program, say, count_weights(program), NOT_RECORDED)
+            loop = Loop(program, task, folder, say, functools.partial(
+                example_numbers, config, examples))
+            run_loop(loop, prepare(loop, expected_traffic), stop)
     watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)
-
-
-def prepare(loop: Loop) -> Callable | None:
-    """Restore or make the state, and compile the step; None where the run has all of its steps."""
-    program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
-    begin = time.perf_counter()
-    watchdog.arm("reading the checkpoint")
-    state = folder.restore(say.line) if folder else None
-    if state is None:
-        state = program.start(jax.random.key(config.seed))
-    elif folder:
-        loop.skipped, loop.losses = folder.skipped, folder.losses
-    loop.state, loop.at = program.permute(state), int(state["step"])
-    if loop.at:
-        say.line(f"continuing {config.out} at step {loop.at}")
-    if loop.at >= config.steps:
-        say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
-        return None
-    watchdog.arm("compiling")
-    step = program.compile()
-    hosts.process_allgather("compiled")     # before the devices first wait for each other
-    if folder:
-        folder.compile_checksums(program.permute(loop.state, back=True))
-    memory = step.memory_analysis()
-    say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
-             f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
-             f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
-    say.collectives(collectives(step), expected(program))
-    return step
 
 
 def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
@@ -463,7 +292,8 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     while loop.at < config.steps and not stop:
         if profiled and loop.at == profiled.start:      # (the first steps are slow)
             jax.profiler.start_trace(trace, create_perfetto_trace=True)
-        batch = training_batch(loop.program, loop.task.collate, loop.task.examples, loop.at)
+        batch = training_batch(config, loop.program.mesh, loop.task, loop.at,
+                               shapes=loop.program.batch)
         loop.state, metrics = step(loop.state, batch)
         loop.at += 1
         if profiled and loop.at == profiled.stop:
@@ -490,108 +320,25 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         evaluate(loop, None)
 
 
-def flush_metrics(loop: Loop) -> None:
-    """Write down the step whose numbers are still on the devices."""
-    if loop.pending is None:
-        return
-    (at, metrics), loop.pending, task, config = loop.pending, None, loop.task, loop.program.config
-    watchdog.arm("a step")
-    values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
-                          else float(v), jax.device_get(metrics))
-    before, loop.clock = loop.clock, time.perf_counter()
-    took = loop.clock - before
-    loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    row = {"step": at, "loss": values["loss"], "lr": values["lr"],
-           "grad_norm": values["grad_norm"], "tokens": int(np.nan_to_num(values["tokens"])),
-           "tokens_per_second": round(values["tokens"] / took, 1),
-           "mfu": chips.mfu(task.flops, took, loop.program.mesh),
-           "save_seconds": round(loop.saving, 4)}
-    row |= {**{k: v for k, v in values.items() if k not in row}, "skipped": loop.skipped}
-    loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
-    if loop.folder:
-        loop.folder.write(row)
-    loop.reporter.step(row, took, chips.memory_in_use())
-    if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
-        loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
-                           f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
-    if math.isfinite(loss):
-        recent.append(loss)
-        loop.losses.append(loss)
-    if loop.skipped:
-        chosen = example_numbers(config, task.examples, at - 1, 0, config.batch)
-        batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
-                 + (", ..." if len(chosen) > 8 else ""))
-        loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; {batch}")
-        if loop.skipped >= config.max_skipped:
-            if loop.folder:
-                loop.folder.drain()         # every process is here
-            raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
-                           f"(--max_skipped); {batch}; what is saved is finite")
-
-
-def save(loop: Loop) -> None:
-    """Begin to save the state."""
-    flush_metrics(loop)
-    watchdog.arm("a save")
-    begin = time.perf_counter()
-    loop.folder.save(loop.at, loop.program.permute(loop.state, back=True), loop.skipped)
-    loop.saving += time.perf_counter() - begin
-    watchdog.arm("a step")
-
-
-def evaluate(loop: Loop, folder: RunFolder | None) -> None:
-    """The loss over every held-out example, and the prediction for the first few; written down in
-    the folder, if one is given."""
-    flush_metrics(loop)
-    watchdog.arm("an evaluation")
-    program, task, config, params = loop.program, loop.task, loop.program.config, loop.state["params"]
-    groups, size, pairs, first = row_groups(program.mesh), config.batch // config.accumulate, [], 0
-
-    def placed(first: int, rows: int) -> Any:
-        return place_batch(program.mesh, lambda a, b: batch_arrays(task.collate, [
-            task.held_out[i] for i in range(first + a, first + b)]), rows, rows % groups == 0)
-
-    while first < len(task.held_out):
-        rows = min(size, len(task.held_out) - first)
-        if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
-            rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
-        pairs.append(jax.block_until_ready(program.evaluate(params, placed(first, rows))))
-        first += rows
-    total, count = np.sum([[float(s), float(c)] for s, c in pairs], axis=0)
-    loop.score = float(total / (count or 1))
-    if task.predict is not None:
-        loop.outputs = jax.device_get(jax.jit(
-            task.predict, out_shardings=NamedSharding(program.mesh, P()))(
-            program.permute(params, back=True), placed(0, min(groups, len(task.held_out)))))
-    row = {"step": loop.at, "eval_loss": loop.score, "train_loss": mean_loss(loop.losses),
-           "bits_per_byte": task.bits_per_nat and loop.score * task.bits_per_nat}
-    if folder:
-        folder.write(row)
-    loop.reporter.evaluation(row, task.show(loop.outputs) if task.show and task.predict else None)
-    loop.losses, loop.clock = [], time.perf_counter()
-    watchdog.arm("a step")
-
-
-def example_numbers(config: Config, examples: Sequence, at: int, first: int, last: int
+def example_numbers(config: Config, examples: Sequence, at: int, first: int = 0, last: int = 0
                     ) -> np.ndarray:
     """The numbers of the examples in rows first to last of update number `at` (from 0)."""
-    return data.order(len(examples), config.seed, at * config.batch + first, last - first)
+    rows = (last or config.batch) - first
+    return data.order(len(examples), config.seed, at * config.batch + first, rows)
 
 
-def training_batch(program: Program, collate: Callable, examples: Sequence, at: int,
-                   rows: int = 0) -> Any:
+def training_batch(config: Config, mesh: Any, task: Task, at: int, rows: int = 0,
+                   shapes: Any = None) -> Any:
     """Update number `at`'s batch, or its first rows: a pure function of the seed and the number."""
-    config = program.config
-
     def make(first: int, last: int) -> dict[str, np.ndarray]:
-        chosen = example_numbers(config, examples, at, first, last)
-        batch = batch_arrays(collate, [examples[int(i)] for i in chosen], program.batch)
+        numbers = example_numbers(config, task.examples, at, first, last)
+        batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row: randomness belongs to the example, wherever it is computed.
         place = np.arange(first, last, dtype=np.uint64) + np.uint64(at * config.batch)
         seeds = data.mix(place * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
 
-    return place_batch(program.mesh, make, rows or config.batch)
+    return place_batch(mesh, make, rows or config.batch)
 
 
 def check_program(program: Program, init: Callable, loss: Callable, task: Task,
@@ -601,63 +348,50 @@ def check_program(program: Program, init: Callable, loss: Callable, task: Task,
     watchdog.arm("compiling")
 
     def check(program: Program) -> bool:
-        return loss_check.check_loss(
+        return check_loss(
             program.plan, init, lambda plan: make_step(plan, None)[1], make_evaluate,
-            lambda at, rows: training_batch(program, task.collate, task.examples, at, rows),
-            len(task.held_out) > 0, say)
+            lambda at, rows: training_batch(program.config, program.mesh, task, at, rows,
+                                            program.batch), len(task.held_out) > 0, say)
 
     with jax.set_mesh(program.mesh):
         if not check(program):
             program = build(program.config, program.mesh, init, loss, program.plan.batch, overrides,
                             typed=False)
             check(program)
-        loss_check.check_traceable(program.plan, program.step, program.state, program.batch)
+        check_traceable(program.plan, program.step, program.state, program.batch)
     return program
 
 
 # -------------------------------------------------------------------------------------------
-# What a person sees, and what compiles without data
+# The transformer, and the command line
 
-def shapes_hash(params: Any) -> str:
-    text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def language(config: Config) -> tuple[Callable, Callable, Any]:
+    """Language modelling for `build`: init, loss, and the shape of a batch."""
+    batch = {**model.batch_shapes(config, config.batch),
+             "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
+    return (functools.partial(model.init, config),
+            functools.partial(model.loss, config=config, with_aux=True), batch)
 
 
-def expected(program: Program) -> list:
+def count_weights(program: Program) -> str:
+    """How many parameters there are, for a person."""
+    held = model.count(program.plan.params)
+    if not program.plan.trusted:
+        return f"{held:,} parameters"
+    total, visited = model.parameters(program.config)
+    return f"{total:,} parameters" + (
+        f", of which a token visits {visited:,}" if visited < total else "") + (
+        f" (and {held - total:,} of padding, in rows of the vocabulary that no token has)"
+        if held > total else "")
+
+
+def expected_traffic(program: Program) -> list:
     """What an update should send."""
-    plan, config = program.plan, program.config
-    return expected_traffic(
-        config, plan.mesh, plan.decisions, plan.params, transformer=plan.trusted,
+    plan = program.plan
+    return traffic.expected_traffic(
+        plan.config, plan.mesh, plan.decisions, plan.params, transformer=plan.trusted,
         gathers_by_layer=plan.takes_specs, segments="segments" in plan.batch,
-        loss_chunks=functools.partial(model.loss_chunks, config))
-
-
-def report_header(program: Program, say: Reporter) -> None:
-    plan, config, sizes = program.plan, program.config, dict(program.mesh.shape)
-    held = model.count(plan.params)
-    text = f"{held:,} parameters"
-    if plan.trusted:
-        total, visited = model.parameters(config)
-        text = f"{total:,} parameters" + (
-            f", of which a token visits {visited:,}" if visited < total else "") + (
-            f" (and {held - total:,} of padding, in rows of the vocabulary that no token has)"
-            if held > total else "")
-    say.header(config, program.mesh, text,
-               explain(plan.decisions, plan.params, program.mesh, bool(config.zero),
-                       config.fsdp_min),
-               timeline(sizes["pipe"], config.microbatches, config.schedule, config.chunks)
-               if sizes["pipe"] > 1 and config.step == "shard_map" else "",
-               hosts.process_allgather(socket.gethostname()), NOT_RECORDED)
-
-
-def machine(config: Config) -> Any:
-    """The mesh on the accelerators of this machine, or of all that the configuration names; with
-    none, on as many CPU devices as it needs."""
-    sizes, processes = mesh_sizes(config.mesh, config.shards), max(1, config.processes)
-    if not config.distributed and math.prod(sizes.values()) % processes == 0:
-        simulate_devices(math.prod(sizes.values()) // processes)
-    hosts.init_distributed(config)
-    return make_mesh(chips.topology_devices(config.topology) if config.topology else None, **sizes)
+        loss_chunks=functools.partial(model.loss_chunks, plan.config))
 
 
 def check_transformer(config: Config, mesh: Any) -> None:
@@ -666,49 +400,27 @@ def check_transformer(config: Config, mesh: Any) -> None:
     check_batch(config, mesh)
     # (A vocabulary that is still to follow from the data divides by everything.)
     some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
-    check_overrides(config.override, jax.eval_shape(model.init, some, jax.random.key(0)), mesh)
+    check_overrides(config.override, weight_shapes(some), mesh)
 
 
-def choose_mesh(config: Config) -> tuple[Config, tuple[Program, jax.stages.Compiled] | None]:
-    """--mesh auto: the fastest that fits, with the program and the step that were compiled for
-    it."""
-    if config.mesh != "auto":
-        return config, None
-    hosts.init_distributed(config)
-    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
-    one = dataclasses.replace(resolve_dtype(config, make_mesh(devices[:1])),
-                              vocab_size=config.vocab_size or data.Bytes.vocab_size)
-    params = jax.eval_shape(model.init, one, jax.random.key(0))
-    check_overrides(config.override, params, abstract_mesh({}))
-
-    def check(config: Config, mesh: Any) -> None:
-        check_transformer(config, mesh)
-        if any(n % dict(mesh.shape)["tensor"] for n in (config.heads, config.d_ff)):
-            raise ConfigError("tensor would not split all that the cost model takes it to split")
-
-    mesh, compiled = forecast.auto_mesh(
-        one, devices, params, check=check, compile_program=ready_to_run, max_logits=model.LOGITS,
-        flops=model.flops(one, one.batch * one.seq_len), say=Reporter(config.steps).line)
-    return dataclasses.replace(config, mesh=mesh, shards=0), compiled
+def weight_shapes(config: Config) -> Any:
+    return jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
 
 
-def ready_to_run(config: Config) -> tuple[Program, jax.stages.Compiled]:
-    """The program of the command line, without its data, and its step, compiled."""
-    config, compiled = choose_mesh(config)
-    if compiled:
-        return compiled
-    mesh = machine(config)
-    config = dataclasses.replace(resolve_dtype(config, mesh),
-                                 vocab_size=config.vocab_size or data.Bytes.vocab_size)
-    check_transformer(config, mesh)
-    program = build(config, mesh, *language(config))
-    return program, program.compile()
+def flops_of_update(config: Config) -> float:
+    return model.flops(config, config.batch * config.seq_len)
+
+
+TRANSFORMER = commands.Trained(
+    check_transformer, lambda config, mesh: build(config, mesh, *language(config)), weight_shapes,
+    flops_of_update, count_weights, expected_traffic, model.LOGITS, data.Bytes.vocab_size,
+    NOT_RECORDED)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The step of the command line, compiled for this machine, or --topology. Touches no run
     directory."""
-    return ready_to_run(config)[1]
+    return commands.ready_to_run(config, TRANSFORMER)[1]
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
@@ -730,3 +442,97 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     if "d_model" in given:
         base.update(d_ff=0)
     return Config(**{**base, **given})
+
+
+# Held-out text that is judged: the same windows each time, spread over all of it.
+HELD_OUT_TOKENS = 2**17
+
+
+def language_task(config: Config, corpus: data.Corpus) -> Task:
+    """Language modelling of a corpus."""
+    T, tokenizer = config.seq_len, corpus.tokenizer
+    ids, begin = tokenizer.vocab_size, min(32, T)
+    held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
+    targets = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
+    size = int(tokenizer.lengths()[targets].sum())
+
+    def predict(params: Any, batch: Any) -> jax.Array:
+        tokens = batch["tokens"][:, :begin]
+        start = jnp.zeros(tokens.shape[0], jnp.int32)
+        new = sample.generate_ids(params, tokens, start, config, 160, 0.8, 0, 1.0, config.seed)
+        return jnp.concatenate([tokens, new], 1)
+
+    return Task(
+        lambda examples: data.collate(examples, T), predict,
+        data.Windows(corpus.train, T, vocab_size=ids), held_out,
+        lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
+        flops_of_update(config),
+        len(targets) / size / math.log(2) if size else None)
+
+
+def check_corpus(config: Config, corpus: data.Corpus) -> Config:
+    """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
+    corpus' vocabulary."""
+    ids = corpus.tokenizer.vocab_size
+    if config.vocab_size and config.vocab_size < ids:
+        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
+    if len(corpus.train) <= config.seq_len:
+        raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
+                          f"tokens to learn from; give more data or a --seq_len below "
+                          f"{len(corpus.train)}")
+    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with hosts.exit_together():
+        config = parse(argv)
+        if config.topology:         # (such programs cannot be read from a cache)
+            return commands.dry_run(config, TRANSFORMER)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag"
+        jax.config.update("jax_compilation_cache_dir", os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", str(cache / "compiled")))
+        config, _ = commands.choose_mesh(config, TRANSFORMER)
+        mesh = commands.machine(config)
+        check_transformer(config, mesh)
+        (bench if config.bench else train_language)(resolve_dtype(config, mesh), mesh)
+
+
+def bench(config: Config, mesh: Any) -> None:
+    """--bench: train on --data, keep nothing, and tell how fast it was."""
+    with tempfile.TemporaryDirectory() as folder, data.opened(
+            config.data, Path(folder) / "run") as corpus:
+        config = check_corpus(config, corpus)
+        task, (init, loss, _) = language_task(config, corpus), language(config)
+        commands.bench(
+            config, mesh, task.flops,
+            lambda config, say: fit(config, init, task.collate, loss, examples=task.examples,
+                                    mesh=mesh, say=say),
+            lambda config, at: training_batch(config, mesh, task, at))
+
+
+def train_language(config: Config, mesh: Any) -> None:
+    """Train the transformer on --data, in --out."""
+    if not config.out:
+        raise ConfigError("--out '': expected a folder for the run")
+    # Before its data is looked at, or anything written.
+    check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, DEFAULTS,
+                     ("tokenizer",))
+    is_process_0 = jax.process_index() == 0
+    if not is_process_0:
+        hosts.process_allgather("the data is there")
+    with data.opened(config.data, Path(config.out),
+                     0 if is_process_0 else min(60, config.patience)) as corpus:
+        config = check_corpus(config, corpus)
+        record = {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
+                  "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}
+        check_run_folder(config.out, record, DEFAULTS)
+    if is_process_0:
+        hosts.process_allgather("the data is there")
+        print(f"data     {corpus}\n{commands.describe_attention(config, mesh)}", flush=True)
+    init, loss, _ = language(config)
+    fit(config, init, loss=loss, mesh=mesh, record=record,
+        **language_task(config, corpus)._asdict())
+
+
+if __name__ == "__main__":
+    run_main(main)

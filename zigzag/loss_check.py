@@ -1,2 +1,344 @@
-def check_loss(*a): return True
-def check_traceable(*a): pass
+"""Somebody else's loss, compared by value on the mesh and on one device, before a run begins.
+
+    the mesh's sums and gradient   beside one device's, of the same rows
+    one device's, in parts         beside its own of all rows together, where those differ
+
+Both at new weights that are moved at random, for behind a head of zeros nothing shows. How far
+apart they may be is measured: by moving one device's weights by their rounding. The transformer's
+own loss is not checked at each start; the tests hold it to one device on every mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from zigzag.errors import ConfigError, one_line
+from zigzag.hosts import process_allgather
+from zigzag.jaxprs import computes_in_16_bits
+from zigzag.mesh import BATCH_AXES, by_path, cast, compiler_options, shardings, untyped
+from zigzag.plan import ANY_LOSS, JIT, Plan
+from zigzag.storage import permute_layers
+
+# To see what rounding does to a loss, weights are moved by so much of their own size: where it is
+# computed in float32, and where there are 16 bits in it.
+ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
+# What may differ of sums and of gradients, as a share of them, in these two cases.
+SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
+# All rows of a batch are compared if they hold no more numbers than these.
+SMALL = 2**14
+
+
+class Comparison(NamedTuple):
+    """Two results for the same rows. Norms are one for each weight."""
+    sums: Any               # (sum, count, other sums) as the mesh, or a batch in parts, has them
+    wanted: Any             # the same as one device has them
+    sums_noise: Any         # how far those move where weights are rounded otherwise
+    gaps: Any               # norms of the difference of the gradients
+    norms: Any              # norms of one device's gradient
+    gaps_noise: Any         # norms of how far that moves where weights are rounded otherwise
+    held: Any = ()          # (sum, count) of a held-out batch, on the mesh
+    held_wanted: Any = ()   # and on one device
+
+
+class Difference(NamedTuple):
+    """A comparison in which more differs than rounding explains."""
+    comparison: Comparison
+    what: str               # these differ
+
+    def mean(self, name: str) -> str:
+        total, count, _ = getattr(self.comparison, name)
+        return f"{float(total):.6g} / {float(count):.6g}"
+
+
+# -------------------------------------------------------------------------------------------
+# The check
+
+def check_loss(plan: Plan, init: Callable, make_gradients: Callable, make_evaluate: Callable,
+               make_batch: Callable, evaluates: bool, say: Callable) -> bool:
+    """Refuse a loss that is another function on this mesh, or in --accumulate parts, than it is on
+    one device. False where it is enough to compute it on each device as on one.
+
+    make_gradients(plan), make_evaluate(plan)   what is compared, as functions to be compiled
+    make_batch(update, rows)                    the first rows of an update's batch
+    evaluates                                   whether there are held-out examples"""
+    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate))
+    rows = _rows_to_compare(small)
+    batches = [make_batch(at, rows) for at in range(3)]
+    held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None
+            for batch in batches]
+    if evaluates:               # (what a held-out batch does not have is missed here)
+        jax.eval_shape(plan.loss, plan.params, held[0])
+    if plan.parts == 1 and not plan.typed:
+        return True             # nothing is split but by the compiler
+    small = dataclasses.replace(small, dtype=_widest_dtype(plan, batches[0]))
+    is_narrow = small.dtype != "float32" or computes_in_16_bits(
+        plan.loss, _in_dtype(plan.params, "float32"), batches[0])
+
+    def find(compare: Callable) -> Difference | None:
+        given = [(*batch_and_held, jax.random.key(plan.config.seed + i))
+                 for i, batch_and_held in enumerate(zip(batches, held))]
+        return _find_difference(plan, compare, given, is_narrow, say)
+
+    try:
+        found = find(functools.partial(_on_mesh, small, init, make_gradients(small),
+                                       make_evaluate(small)))
+    except ConfigError:
+        raise
+    except Exception as e:
+        return _cannot_run(plan, e, say)
+    if found is None:
+        return True
+    if plan.parts > 1 and (in_parts := find(functools.partial(_in_parts, small, init))):
+        raise _not_a_sum(plan, in_parts, rows, rows // small.parts)
+    if plan.typed and not plan.needs:
+        say(f"this loss is computed as on one device, with all weights gathered at once: on this "
+            f"mesh these would differ: {found.what}")
+        return False
+    raise _not_this_mesh(plan, found, rows)
+
+
+def _rows_to_compare(plan: Plan) -> int:
+    """All rows of a batch, where they are small: then they are coupled as in an update. Else a few
+    for each device."""
+    config, cut = plan.config, plan.accumulate * math.prod(
+        dict(plan.mesh.shape)[a] for a in BATCH_AXES)
+    numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(plan.batch))
+    each = config.batch // cut
+    few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
+    return cut * (each if config.batch * numbers <= SMALL else few)
+
+
+def _in_dtype(params: Any, dtype: str) -> Any:
+    return jax.eval_shape(lambda p: cast(p, dtype), params)
+
+
+def _widest_dtype(plan: Plan, batch: Any) -> str:
+    """float32, if the loss can be traced in it: a loop of its own may be bound to another."""
+    try:
+        jax.eval_shape(plan.loss, _in_dtype(plan.params, "float32"), batch)
+        return "float32"
+    except (TypeError, ValueError):
+        return plan.dtype
+
+
+def _find_difference(plan: Plan, compare: Callable, given: Sequence[tuple], is_narrow: bool,
+                     say: Callable) -> Difference | None:
+    """What compare finds, where that differs: once by three times what rounding may do, or in two
+    of three batches. At weights that are moved at random; where nothing is finite there, at the
+    weights as they are."""
+    compiled, agreed, apart = None, 0, []
+    rounding = ROUNDING_16 if is_narrow else ROUNDING_32
+    for size in (0.1, 0.0):
+        for args in given:
+            args = *args, jnp.float32(size), jnp.float32(rounding)
+            if compiled is None:
+                compiled = jax.jit(
+                    compare, out_shardings=jax.NamedSharding(plan.mesh, P()),
+                    compiler_options=compiler_options(plan.mesh)).lower(*args).compile()
+                process_allgather("compiled")       # before devices first wait for each other
+            found = jax.device_get(compiled(*args))
+            norms = jax.tree.leaves(found.norms)
+            if not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
+                continue
+            times = process_allgather(_times_allowed(found, is_narrow))
+            times = {name: max(t[name] for t in times) for name in times[0]}
+            what = [name for name, t in times.items() if t > 1]
+            if not what:
+                agreed += 1
+                continue
+            apart.append(Difference(found, ", ".join(what[:3]) + (
+                f" and {len(what) - 3} more" if len(what) > 3 else "")))
+            if max(times.values()) > 3 or len(apart) == 2:
+                return apart[-1]
+        if agreed or apart:
+            return None
+    say("this loss is not checked on this mesh: its gradient is zero, or not finite, of the first "
+        "three batches")
+    return None
+
+
+def _times_allowed(found: Comparison, is_narrow: bool) -> dict[str, float]:
+    """How many times what rounding may do each thing differs by: a share of it, and four times what
+    moving the weights by their rounding does."""
+    of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
+    names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2]))]
+    noise = [jax.tree.leaves(x) for x in (found.sums, found.wanted, found.sums_noise)]
+    pairs = list(zip(names, *noise))
+    pairs += zip(("the held-out sum", "the held-out count"), found.held, found.held_wanted,
+                 noise[2])
+    times = {}
+    for name, a, b, slack in pairs:
+        gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
+        times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
+    gaps, norms, slack = (by_path(x) for x in (found.gaps, found.norms, found.gaps_noise))
+    # (The smallest of gradients are rounding whatever is done: that of a bias that shifts all
+    # scores alike.)
+    least = 1e-9 * float(np.linalg.norm(list(norms.values())))
+    for path, gap in gaps.items():
+        times[f"the gradient of {path}"] = _ratio(
+            np.maximum(gap - least, 0), of_gradients * norms[path] + 4 * slack[path])
+    return times
+
+
+def _ratio(gap: Any, allowed: Any) -> float:
+    """The largest gap / allowed; infinite where that is no number."""
+    ratio = np.where(gap == 0, 0, gap / np.where(allowed == 0, 1e-45, allowed))
+    return float(np.nan_to_num(np.max(ratio, initial=0), nan=np.inf, posinf=np.inf))
+
+
+# -------------------------------------------------------------------------------------------
+# What is compared: functions to be compiled, of (batch, held, key, size, rounding)
+
+def _on_mesh(plan: Plan, init: Callable, gradients: Callable, evaluate: Callable, batch: Any,
+             held: Any, key: jax.Array, size: jax.Array, rounding: jax.Array) -> Comparison:
+    """The mesh beside one device."""
+    places = shardings(plan.stored, plan.mesh)
+    chunks = 1 if plan.mode == JIT else plan.config.chunks
+    params = _start(plan, init, key, size)
+    with jax.default_matmul_precision("highest"):
+        staged = permute_layers(params, places, chunks)
+        grad, sums = gradients(staged, batch)
+        found = _beside_one_device(plan, sums, permute_layers(grad, places, chunks, back=True),
+                                   params, batch, key, rounding)
+        if held is None:
+            return found
+        return found._replace(held=evaluate(staged, held), held_wanted=untyped(plan.loss)(
+            _whole(params), _whole(held))[:2])
+
+
+def _in_parts(plan: Plan, init: Callable, batch: Any, held: Any, key: jax.Array, size: jax.Array,
+              rounding: jax.Array) -> Comparison:
+    """One device with the rows in parts beside all together."""
+    def added(params: Any, batch: Any) -> tuple:
+        parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
+            functools.partial(_sums_and_gradient, plan.loss, params), parts))
+
+    params = _start(plan, init, key, size)
+    with jax.default_matmul_precision("highest"):
+        sums, grad = untyped(added)(_whole(params), _whole(batch))
+        return _beside_one_device(plan, sums, grad, params, batch, key, rounding)
+
+
+def _beside_one_device(plan: Plan, sums: Any, grad: Any, params: Any, batch: Any, key: jax.Array,
+                       rounding: jax.Array) -> Comparison:
+    """What was found beside what one device finds, and how far off that is where weights are moved
+    by their rounding, twice."""
+    def three(params: Any, batch: Any, key: jax.Array, rounding: jax.Array) -> tuple:
+        return jax.lax.map(lambda i: _sums_and_gradient(plan.loss, _moved(
+            params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding)), batch),
+            jnp.arange(3))
+
+    results = untyped(three)(_whole(params), _whole(batch), key, rounding)
+    (wanted, wanted_grad), *others = [jax.tree.map(lambda x: x[i], results) for i in range(3)]
+    noise = [(jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b), initial=0), wanted, s),
+              _norms(wanted_grad, g)) for s, g in others]
+    sums_noise, gaps_noise = jax.tree.map(jnp.maximum, *noise)
+    return Comparison(sums, wanted, sums_noise, _norms(grad, wanted_grad),
+                      _norms(wanted_grad, jax.tree.map(jnp.zeros_like, wanted_grad)), gaps_noise)
+
+
+def _start(plan: Plan, init: Callable, key: jax.Array, size: jax.Array) -> Any:
+    """New weights, moved by `size` of their own size."""
+    params = jax.lax.with_sharding_constraint(init(key), shardings(plan.stored, plan.mesh))
+    return cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
+
+
+def _moved(params: Any, key: jax.Array, size: jax.Array) -> Any:
+    def move(w: jax.Array, key: jax.Array) -> jax.Array:
+        rms = jnp.sqrt(jnp.mean(w * w))
+        scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
+        return w + scale * jax.random.normal(key, w.shape, w.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, map(move, leaves, keys))
+
+
+def _sums_and_gradient(loss: Callable, params: Any, batch: Any) -> tuple:
+    def with_sums(params: Any) -> tuple:
+        sums = loss(params, batch)
+        return sums[0], sums
+
+    (_, sums), grad = jax.value_and_grad(with_sums, has_aux=True)(params)
+    return sums, grad
+
+
+def _whole(tree: Any) -> Any:
+    """Whole on each device where that is little: no compiler splits what is compared with."""
+    is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
+    return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
+
+
+def _norms(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.linalg.norm((a - b).astype(jnp.float32)), a, b)
+
+
+# -------------------------------------------------------------------------------------------
+# What is said
+
+def _cannot_run(plan: Plan, e: Exception, say: Callable) -> bool:
+    """The answer of check_loss, where the loss ended in an exception on the mesh."""
+    if "RESOURCE_EXHAUSTED" in str(e):
+        say("this loss is not checked on this mesh: there is no room for it")
+        return True
+    if plan.typed and not plan.needs:
+        say(f"this loss is computed as on one device, with all weights gathered at once: on this "
+            f"mesh it ends in: {one_line(e)}")
+        return False
+    raise _not_traceable(plan, e) from None
+
+
+def check_traceable(plan: Plan, step: Callable, state: Any, batch: Any) -> None:
+    """Trace the step (jax keeps that for when it is compiled), and refuse a loss that one device
+    can compute, and that ends inside jax on the mesh."""
+    try:
+        jax.eval_shape(step, state, batch)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        if isinstance(e, ConfigError) or plan.mode == JIT:
+            raise
+        raise _not_traceable(plan, e) from None
+
+
+def _not_traceable(plan: Plan, e: Exception) -> ConfigError:
+    if plan.needs:
+        return ConfigError(f"mesh axis {' and '.join(plan.needs)}: this loss cannot be computed "
+                           f"over it ({one_line(e)}); {ANY_LOSS}")
+    return ConfigError(f"this loss cannot be computed inside a shard_map ({one_line(e)}); what it "
+                       f"closes over must not lie on a mesh (jax.device_get takes it off), nor may "
+                       f"it say where arrays lie; or use --step jit")
+
+
+def _not_a_sum(plan: Plan, found: Difference, rows: int, rows_of_part: int) -> ConfigError:
+    sizes, config = dict(plan.mesh.shape), plan.config
+    by_mesh = plan.parts > config.accumulate
+    splits = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in BATCH_AXES if sizes[a] > 1)}"
+              ] if by_mesh else []
+    if config.accumulate > 1:
+        splits.append(f"--accumulate {config.accumulate}")
+    instead = ("--step jit " if by_mesh else "") + "--accumulate 1" + (
+        " and no pipe or seq in --mesh" if by_mesh and sizes["pipe"] * sizes["seq"] > 1 else "")
+    return ConfigError(
+        f"this loss is not a sum over the rows of a batch: {rows} rows together give "
+        f"{found.mean('wanted')} (sum / count), {rows_of_part} rows at a time give "
+        f"{found.mean('sums')} in total; these differ: {found.what}; {' and '.join(splits)} "
+        f"{'splits' if len(splits) == 1 else 'split'} the batch: return sums over rows, or use "
+        f"{instead}")
+
+
+def _not_this_mesh(plan: Plan, found: Difference, rows: int) -> ConfigError:
+    axes = plan.needs or [f"{a}={n}" for a, n in dict(plan.mesh.shape).items() if n > 1]
+    chunks = ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else ""
+    return ConfigError(
+        f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} rows is "
+        f"{found.mean('sums')} (sum / count), on one device {found.mean('wanted')}; these differ: "
+        f"{found.what}; code that picks or pools positions of the time, or adds up layers' weights "
+        f"outside shard.pipelined_loss, sees only a part of them there{chunks}: {ANY_LOSS}")

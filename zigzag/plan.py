@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.checks import check_batch, check_overrides
@@ -24,13 +25,16 @@ from zigzag.mesh import (
     BATCH_AXES,
     WITHOUT_TENSOR,
     abstract_mesh,
+    batch_spec,
     by_path,
     cast,
     is_spec,
+    keep_on_first,
     mark_varying,
     row_groups,
     spec_axes,
     untyped,
+    varying,
     without_tensor,
 )
 from zigzag.rule import plan_sharding, zero1_specs
@@ -119,6 +123,35 @@ class Plan:
         """The tree with the type of what differs between devices that have other rows, layers or
         time. Never over tensor: there the type of a weight says that it is split."""
         return mark_varying(tree, also=self.sum_axes) if self.typed else tree
+
+    def local_sums(self, weights: Any, batch: Any) -> tuple:
+        """What the loss gives on this device: its part of the sum, the count, and other sums."""
+        total, count, aux = self.loss(weights, batch, self.used)
+        if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
+            raise ConfigError(
+                f"mesh axis seq={dict(self.mesh.shape)['seq']}: this loss divides by a constant or "
+                f"by its rows, as a pooled one does, and each device has a part of the time; let "
+                f"it count in the batch, as the sum of its weights; {ANY_LOSS}")
+        sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
+                            (total, count, aux))
+        return keep_on_first(sums, self.shared_row_axes)
+
+    def on_mesh(self, fn: Callable, out_specs: Any, shard_time: Callable, splits_rows: bool = True
+                ) -> Callable:
+        """fn(params, batch), run by each group of devices on its rows, and on its part of their
+        time, as shard_time splits it."""
+        if self.mode == JIT:
+            return fn
+
+        def call(params: Any, batch: Any) -> Any:
+            batch, specs = shard_time(batch, self.mesh)
+            rows = [*batch_spec(self.mesh)] if splits_rows else []
+            specs = {k: P(*(rows or [None]), *s[1:]) for k, s in specs.items()}
+            return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.local(self.stored), specs),
+                                 out_specs=out_specs, axis_names=set(self.manual),
+                                 check_vma=self.typed)(params, batch)
+
+        return call
 
     def on_device(self, fn: Callable) -> Callable:
         """fn as each device computes it: of a loss that is not typed, as one device does."""
@@ -280,6 +313,6 @@ def _split_axes(plan: Plan, marks: set[str], why: str) -> tuple[str, ...]:
                               f"and over {axis} that would be the gradient of a part of it; "
                               f"{ANY_LOSS}")
     if why and needs and sizes["tensor"] > 1:
-        raise ConfigError(f"mesh axis tensor={sizes['tensor']}: this loss {why}, so no compiler may "
-                          f"split it beside {needs[0]}; give a mesh without tensor")
+        raise ConfigError(f"mesh axis tensor={sizes['tensor']}: this loss {why}, so no compiler "
+                          f"may split it beside {needs[0]}; give a mesh without tensor")
     return tuple(needs)

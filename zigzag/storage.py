@@ -48,7 +48,7 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dt
 
 
 def _all_gather(w: jax.Array, axis: str, dim: int, sum_dtype: str) -> jax.Array:
-    if axis == "tensor":        # its devices then compute the same: each keeps its part of a gradient
+    if axis == "tensor":        # its devices compute the same: each keeps its part of a gradient
         return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
 
     def gather(w: jax.Array) -> jax.Array:

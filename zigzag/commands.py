@@ -1,0 +1,145 @@
+"""What train.py's command line does besides training, for whatever it trains.
+
+    machine        the mesh of a configuration, on what is here or (--topology) on what is not
+    choose_mesh    --mesh auto
+    ready_to_run   the program and its compiled step, without data: compile_step
+    dry_run        --topology
+    bench          --bench
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any, Callable, NamedTuple
+
+import jax
+
+from zigzag import chips, forecast, hosts
+from zigzag.attention import block_ends, kernel_name
+from zigzag.errors import ConfigError
+from zigzag.loop import report_header
+from zigzag.mesh import (
+    abstract_mesh,
+    is_single_cpu,
+    make_mesh,
+    mesh_sizes,
+    row_groups,
+    simulate_devices,
+)
+from zigzag.plan import resolve_dtype
+from zigzag.program import Program, compiled
+from zigzag.report import BenchReporter, Reporter
+
+
+class Trained(NamedTuple):
+    """What these commands must know of what is trained."""
+    check: Callable         # (config, mesh): refuses what the mesh cannot split
+    build: Callable         # (config, mesh) -> Program
+    shapes: Callable        # config -> shapes of the weights
+    flops: Callable         # config -> of an update
+    count: Callable         # Program -> its weights, counted, as a text
+    expected: Callable      # Program -> what an update should send
+    max_logits: int         # in memory at once
+    vocab_size: int         # where no data says it
+    hidden: tuple[str, ...]     # fields of the configuration that are not shown
+
+
+def machine(config: Any) -> Any:
+    """The mesh on the accelerators of this machine, or of all that the configuration names; with
+    none, on as many CPU devices as it needs."""
+    sizes, processes = mesh_sizes(config.mesh, config.shards), max(1, config.processes)
+    if not config.distributed and math.prod(sizes.values()) % processes == 0:
+        simulate_devices(math.prod(sizes.values()) // processes)
+    hosts.init_distributed(config)
+    return make_mesh(chips.topology_devices(config.topology) if config.topology else None, **sizes)
+
+
+def choose_mesh(config: Any, trained: Trained
+                ) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
+    """--mesh auto: the fastest that fits, with the program and the step compiled for it."""
+    if config.mesh != "auto":
+        return config, None
+    hosts.init_distributed(config)
+    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
+    one = _with_vocabulary(resolve_dtype(config, make_mesh(devices[:1])), trained)
+    # What no mesh could have is refused here; other refusals only leave a mesh out.
+    trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
+                                      schedule="gpipe"), abstract_mesh({}))
+
+    def check(config: Any, mesh: Any) -> None:
+        trained.check(config, mesh)
+        if any(n % dict(mesh.shape)["tensor"] for n in (config.heads, config.d_ff)):
+            raise ConfigError("tensor would not split all that the cost model takes it to split")
+
+    mesh, ready = forecast.auto_mesh(
+        one, devices, trained.shapes(one), check=check, flops=trained.flops(one),
+        compile_program=lambda config: ready_to_run(config, trained),
+        max_logits=trained.max_logits, say=Reporter(config.steps).line)
+    return dataclasses.replace(config, mesh=mesh, shards=0), ready
+
+
+def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Compiled]:
+    """The program of the command line, without its data, and its step, compiled."""
+    config, ready = choose_mesh(config, trained)
+    if ready:
+        return ready
+    mesh = machine(config)
+    config = _with_vocabulary(resolve_dtype(config, mesh), trained)
+    trained.check(config, mesh)
+    program = trained.build(config, mesh)
+    return program, compiled(program)
+
+
+def _with_vocabulary(config: Any, trained: Trained) -> Any:
+    return dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
+
+
+def dry_run(config: Any, trained: Trained) -> None:
+    """The real step, for hardware that is not here."""
+    begin = time.perf_counter()
+    program, step = ready_to_run(config, trained)
+    config, say = program.config, Reporter(config.steps)
+    report_header(program, say, trained.count(program), trained.hidden)
+    say.line(describe_attention(config, program.mesh))
+    say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
+    forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
+                     expected=trained.expected(program))
+
+
+def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:
+    """The loop and the loader of a training run, and how long they take: fit(config, reporter)
+    trains, make_batch(config, update) makes a batch."""
+    config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0)
+    say = BenchReporter(config.steps)
+    say.line(describe_attention(config, mesh))
+    fit(config, say)
+    if len(say.took) < config.steps:
+        return              # it was stopped, and said so
+    begin = time.perf_counter()
+    for at in range(10):
+        make_batch(config, at)
+    forecast.bench_report(say, mesh, config.dtype, tokens=config.batch * config.seq_len,
+                          flops=flops, loader=(time.perf_counter() - begin) / 10)
+
+
+def describe_attention(config: Any, mesh: Any) -> str:
+    """How attention is computed, for a person."""
+    sizes, T, by_hand = dict(mesh.shape), config.seq_len, config.step == "shard_map"
+    if by_hand and sizes["seq"] > 1:
+        return "attend   each device's queries with keys that go around a ring"
+    kernel = kernel_name(config.dtype, T, config.head_dim, mesh)
+    if kernel and config.kernel and (by_hand or mesh.size == 1):
+        return f"attend   by the {kernel} kernel"
+    rows = config.batch // config.accumulate
+    if by_hand:
+        rows = max(1, rows // row_groups(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
+    scores = rows * config.heads * T * T
+    if config.heads % sizes["tensor"] == 0:
+        scores //= sizes["tensor"]
+    ends, parts = block_ends(scores, T, loops=not is_single_cpu(mesh))
+    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
+    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
+    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
+            f"the keys up to the last of them{again}")

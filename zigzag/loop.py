@@ -1,0 +1,199 @@
+"""What the training loop carries, and what it does beside its steps.
+
+    prepare         restore or make the state, and compile the step
+    flush_metrics   write down the numbers of the step before, while the devices work on the next
+    evaluate        the loss over all held-out examples, and a prediction
+    save            begin to save the state
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import socket
+import statistics
+import time
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag import chips
+from zigzag.batches import batch_arrays, place_batch
+from zigzag.checkpoint import RunFolder
+from zigzag.errors import RunError, human_bytes
+from zigzag.hlo import collectives
+from zigzag.hosts import process_allgather, watchdog
+from zigzag.mesh import row_groups
+from zigzag.pipeline import timeline
+from zigzag.program import Program, compiled
+from zigzag.report import Reporter, mean_loss
+from zigzag.rule import explain
+
+
+class Task(NamedTuple):
+    """What is learned, and shown: fit's arguments of these names."""
+    collate: Callable
+    predict: Callable | None
+    examples: Sequence
+    held_out: Sequence
+    show: Callable | None
+    flops: float | None
+    bits_per_nat: float | None
+
+
+@dataclasses.dataclass
+class Loop:
+    """What goes around the loop."""
+    program: Program
+    task: Task
+    folder: RunFolder | None        # None: nothing is kept on disk
+    reporter: Reporter
+    numbers: Callable               # update -> the numbers of its examples
+    state: Any = None               # params, opt, step
+    at: int = 0                     # updates made
+    pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
+    clock: float = 0.0              # when the last step's numbers came
+    saving: float = 0.0             # seconds that saves took since then
+    skipped: int = 0                # updates in a row whose gradient was not finite
+    losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
+    recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
+    score: float | None = None      # the last evaluation
+    outputs: Any = None
+
+
+def prepare(loop: Loop, expected_traffic: Callable) -> Callable | None:
+    """Restore or make the state, and compile the step; None where the run has all of its steps."""
+    program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
+    begin = time.perf_counter()
+    watchdog.arm("reading the checkpoint")
+    state = folder.restore(say.line) if folder else None
+    if state is None:
+        state = program.start(jax.random.key(config.seed))
+    elif folder:
+        loop.skipped, loop.losses = folder.skipped, folder.losses
+    loop.state, loop.at = program.permute(state), int(state["step"])
+    if loop.at:
+        say.line(f"continuing {config.out} at step {loop.at}")
+    if loop.at >= config.steps:
+        say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
+        return None
+    watchdog.arm("compiling")
+    step = compiled(program)
+    process_allgather("compiled")     # before the devices first wait for each other
+    if folder:
+        folder.compile_checksums(program.permute(loop.state, back=True))
+    memory = step.memory_analysis()
+    say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
+             f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
+             f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
+    say.collectives(collectives(step), expected_traffic(program))
+    return step
+
+
+def flush_metrics(loop: Loop) -> None:
+    """Write down the step whose numbers are still on the devices."""
+    if loop.pending is None:
+        return
+    (at, metrics), loop.pending, task, config = loop.pending, None, loop.task, loop.program.config
+    watchdog.arm("a step")
+    values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
+                          else float(v), jax.device_get(metrics))
+    before, loop.clock = loop.clock, time.perf_counter()
+    took = loop.clock - before
+    loop.skipped = loop.skipped + 1 if values["skipped"] else 0
+    row = {"step": at, "loss": values["loss"], "lr": values["lr"],
+           "grad_norm": values["grad_norm"], "tokens": int(np.nan_to_num(values["tokens"])),
+           "tokens_per_second": round(values["tokens"] / took, 1),
+           "mfu": chips.mfu(task.flops, took, loop.program.mesh),
+           "save_seconds": round(loop.saving, 4)}
+    row |= {**{k: v for k, v in values.items() if k not in row}, "skipped": loop.skipped}
+    loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
+    if loop.folder:
+        loop.folder.write(row)
+    loop.reporter.step(row, took, chips.memory_in_use())
+    if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
+        loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
+                           f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
+    if math.isfinite(loss):
+        recent.append(loss)
+        loop.losses.append(loss)
+    if loop.skipped:
+        chosen = loop.numbers(at - 1)
+        batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
+                 + (", ..." if len(chosen) > 8 else ""))
+        loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; "
+                           f"{batch}")
+        if loop.skipped >= config.max_skipped:
+            if loop.folder:
+                loop.folder.drain()         # every process is here
+            raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
+                           f"(--max_skipped); {batch}; what is saved is finite")
+
+
+def save(loop: Loop) -> None:
+    """Begin to save the state."""
+    flush_metrics(loop)
+    watchdog.arm("a save")
+    begin = time.perf_counter()
+    loop.folder.save(loop.at, loop.program.permute(loop.state, back=True), loop.skipped)
+    loop.saving += time.perf_counter() - begin
+    watchdog.arm("a step")
+
+
+def evaluate(loop: Loop, folder: RunFolder | None) -> None:
+    """The loss over every held-out example, and the prediction for the first few; written down in
+    the folder, if one is given."""
+    flush_metrics(loop)
+    watchdog.arm("an evaluation")
+    task, params = loop.task, loop.state["params"]
+    loop.score = _held_out_loss(loop.program, task, params)
+    if task.predict is not None:
+        few = min(row_groups(loop.program.mesh), len(task.held_out))
+        whole = NamedSharding(loop.program.mesh, P())
+        loop.outputs = jax.device_get(jax.jit(task.predict, out_shardings=whole)(
+            loop.program.permute(params, back=True), _held_out_batch(loop.program, task, 0, few)))
+    row = {"step": loop.at, "eval_loss": loop.score, "train_loss": mean_loss(loop.losses),
+           "bits_per_byte": None if task.bits_per_nat is None else loop.score * task.bits_per_nat}
+    if folder:
+        folder.write(row)
+    loop.reporter.evaluation(row, task.show(loop.outputs) if task.show and task.predict else None)
+    loop.losses, loop.clock = [], time.perf_counter()
+    watchdog.arm("a step")
+
+
+def _held_out_loss(program: Program, task: Task, params: Any) -> float:
+    config, groups = program.config, row_groups(program.mesh)
+    first, sums = 0, []
+    while first < len(task.held_out):
+        rows = min(config.batch // config.accumulate, len(task.held_out) - first)
+        if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
+            rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
+        batch = _held_out_batch(program, task, first, rows)
+        # (Un-awaited collectives deadlock the CPU backend.)
+        sums.append(jax.block_until_ready(program.evaluate(params, batch)))
+        first += rows
+    total, count = np.sum([[float(s), float(c)] for s, c in sums], axis=0)
+    return float(total / (count or 1))
+
+
+def _held_out_batch(program: Program, task: Task, first: int, rows: int) -> Any:
+    def make(begin: int, end: int) -> dict[str, np.ndarray]:
+        return batch_arrays(task.collate,
+                            [task.held_out[i] for i in range(first + begin, first + end)])
+
+    return place_batch(program.mesh, make, rows, rows % row_groups(program.mesh) == 0)
+
+
+def report_header(program: Program, say: Reporter, weights: str, hidden: Sequence[str]) -> None:
+    """How a run begins, for a person: `weights` counts them; fields `hidden` are not shown."""
+    plan, config, stages = program.plan, program.config, dict(program.mesh.shape)["pipe"]
+    table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min)
+    schedule = ""
+    if stages > 1 and config.step == "shard_map":
+        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks)
+    say.header(config, program.mesh, weights, table, schedule,
+               process_allgather(socket.gethostname()), hidden)

@@ -1,0 +1,82 @@
+"""What is compiled, or ready to be, to train with a loss on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag.mesh import batch_spec, by_path, compiler_options, shardings
+from zigzag.plan import JIT, Plan
+from zigzag.rule import state_specs
+from zigzag.storage import permute_layers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    plan: Plan
+    state: Any              # shapes with their places: params, opt, step
+    batch: Any              # the same for a batch
+    start: Any              # key -> state
+    step: Any               # state, batch -> state, metrics
+    evaluate: Any           # params, batch -> (sum, count)
+
+    @property
+    def config(self) -> Any:
+        return self.plan.config
+
+    @property
+    def mesh(self) -> Any:
+        return self.plan.mesh
+
+    @property
+    def decisions(self) -> Any:
+        return self.plan.decisions
+
+    def permute(self, state: Any, back: bool = False) -> Any:
+        """A state, or its params, with layers in the order of the pipeline's stages, or (`back`)
+        in their own, in which they are saved."""
+        chunks = 1 if self.plan.mode == JIT else self.config.chunks
+        like = self.state if "opt" in state else self.state["params"]
+        return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
+
+
+def make_program(plan: Plan, init: Callable, optimizer: Any, step: Callable, evaluate: Callable
+                 ) -> Program:
+    """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
+    mesh = plan.mesh
+
+    def start(key: jax.Array) -> Any:
+        params = init(key)
+        return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    def place(shapes: Any, places: Any) -> Any:
+        return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p),
+                            shapes, places)
+
+    places = shardings({"params": plan.stored, "step": P(),
+                        "opt": state_specs(optimizer, plan.params, plan.moments)}, mesh)
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, batch_spec(mesh))
+    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+    return Program(plan, place(jax.eval_shape(start, jax.random.key(0)), places),
+                   place(plan.batch, jax.tree.map(lambda _: rows, plan.batch)),
+                   jit(start, out_shardings=places),
+                   jit(step, donate_argnums=0, out_shardings=(places, whole)),
+                   jit(evaluate, out_shardings=whole))
+
+
+def compiled(program: Program) -> jax.stages.Compiled:
+    with jax.set_mesh(program.mesh):
+        return program.step.lower(program.state, program.batch).compile()
+
+
+def shapes_hash(params: Any) -> str:
+    """By which a run that continues knows its weights."""
+    text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
