@@ -397,8 +397,8 @@ def _with_info(tokens: jax.Array, batch: Params) -> Params:
     return {"positions": place, **batch, "query": info, "key": info}
 
 
-def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: Params | None = None
-           ) -> tuple[jax.Array, Params | None]:
+def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: Params | None = None,
+           specs: Params | None = None) -> tuple[jax.Array, Params | None]:
     """tokens [B, T] -> the last block's output [B, T, D], and the cache with these T in it."""
     def layer(w: Params, x: jax.Array, each: tuple) -> tuple:
         i, layer_cache = each
@@ -406,7 +406,7 @@ def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: P
         return x, layer_cache
 
     return shard.layers(layer, params["layers"], _embed(params, tokens, c),
-                        (jnp.arange(c.layers), cache))
+                        (jnp.arange(c.layers), cache), specs and specs["layers"])
 
 
 def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
@@ -474,16 +474,17 @@ def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
 
 
 def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: jax.Array,
-           config: Config) -> tuple[jax.Array, Params]:
+           config: Config, specs: Params | None = None) -> tuple[jax.Array, Params]:
     """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
-    the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding."""
+    the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding.
+    Weights of layers that `specs` split over fsdp are gathered layer by layer."""
     B, T = tokens.shape
     slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
     keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
     batch = {"positions": jnp.maximum(slots - start[:, None], 0), "slot": slot,
              "query": {"place": slots, "document": jnp.zeros_like(slots)},
              "key": {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}}
-    x, cache = _trunk(params, tokens, config, batch, cache)
+    x, cache = _trunk(params, tokens, config, batch, cache, specs)
     x, head = _head(params, shard.whole_time(x)[:, -1:], config)
     logits = shard.vocab_logits(x, head, config.vocab_size)
     return shard.whole_vocab(logits, head)[:, 0], cache

@@ -4,7 +4,10 @@
 
     . . t h e |        slots before a row's start are padding: never seen, no position
     o n c e   |
-              ^ all rows say their first new id at the same slot
+              ^ all rows choose their first new id at the same slot
+
+On a mesh this is one shard_map, as a training step is: the model's functions are the same, and for
+one token at a time, which has no time to split, `shard.row` is an all-reduce.
 
     python sample.py --run out --prompt "def main("
 """
@@ -14,17 +17,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import data
 import model
 import shard
-from shard import Refused
+from zigzag.checkpoint import read_run
+from zigzag.errors import ConfigError
+from zigzag.flags import from_flags, run_main
+from zigzag.mesh import (
+    BATCH_AXES,
+    batch_spec,
+    cast,
+    is_spec,
+    mark_alike,
+    mesh_of,
+    simulate_devices,
+    spec_axes,
+    varying,
+)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
@@ -33,8 +52,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
     """The `tokens` new ids of each prompt. Temperature 0 is greedy. top_k keeps that many of the
     likeliest ids (0: all), top_p the likeliest that together have that share."""
     padded, start = _pad(prompts, config, source)
-    with _on(params):
-        new = _generate(params, padded, start, config, tokens, temperature, top_k, top_p, seed)
+    with _mesh_of_weights(params):
+        new = generate_ids(params, padded, start, config, tokens, temperature, top_k, top_p, seed)
     return np.asarray(new).tolist()
 
 
@@ -42,81 +61,124 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
                 beams: int = 4, tokens: int = 128, eos: int | None = None, source: Any = None
                 ) -> list[list[tuple[list[int], float]]]:
     """For each prompt the `beams` likeliest continuations found, as (ids, sum of log
-    probabilities), best first. A continuation that says `eos` ends there."""
+    probabilities), best first. A continuation ends where its id is `eos`."""
     padded, start = _pad(prompts, config, source)
-    with _on(params):
-        ids, parents, scores = map(np.asarray, _beams(params, padded, start, config, beams,
-                                                      tokens, -1 if eos is None else eos))
-    found = []
-    for b in range(len(prompts)):
-        best = []
-        for k in np.argsort(-scores[b], kind="stable"):
-            said, at = [], k
-            for t in reversed(range(tokens)):                # follow the beam back to its start
-                said.append(int(ids[t, b, at]))
-                at = parents[t, b, at]
-            said.reverse()
-            best.append((said[:said.index(eos)] if eos in said else said, float(scores[b, k])))
-        found.append(best)
-    return found
+    with _mesh_of_weights(params):
+        ids, parents, scores = map(np.asarray, _beams(params, padded, start, config, beams, tokens,
+                                                      -1 if eos is None else eos))
+    return [_follow(ids[b], parents[b], scores[b], eos) for b in range(len(prompts))]
+
+
+def _follow(ids: np.ndarray, parents: np.ndarray, scores: np.ndarray, eos: int | None
+            ) -> list[tuple[list[int], float]]:
+    """The beams of one prompt, from ids and parents [tokens, beams]: each back to its start."""
+    best = []
+    for k in np.argsort(-scores, kind="stable"):
+        path, at = [], k
+        for t in reversed(range(len(ids))):
+            path.append(int(ids[t, at]))
+            at = parents[t, at]
+        path.reverse()
+        best.append((path[:path.index(eos)] if eos in path else path, float(scores[k])))
+    return best
 
 
 def _pad(prompts: Sequence[Sequence[int]], config: model.Config, source: Any
          ) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as [B, P], padded on the left, and where each begins."""
     if source is not None:
-        raise Refused("this model has no encoder to give a source to")
+        raise ConfigError("this model has no encoder to give a source to")
     if not len(prompts) or not all(len(p) for p in prompts):
-        raise Refused("a prompt is empty: generation needs at least one id to begin with")
+        raise ConfigError("a prompt is empty: generation needs at least one id to begin with")
     longest = max(map(len, prompts))
     padded = np.zeros((len(prompts), longest), np.int32)
     for row, p in enumerate(prompts):
         if min(p) < 0 or max(p) >= config.vocab_size:
-            raise Refused(f"prompt {row} has the id {min(p) if min(p) < 0 else max(p)}; the "
-                          f"model knows 0 to {config.vocab_size - 1}")
+            raise ConfigError(f"prompt {row} has the id {min(p) if min(p) < 0 else max(p)}; the "
+                              f"model knows 0 to {config.vocab_size - 1}")
         padded[row, longest - len(p):] = p
     return padded, np.array([longest - len(p) for p in prompts], np.int32)
 
 
-def _on(params: Any) -> Any:
+def _mesh_of_weights(params: Any) -> Any:
     """The mesh that the weights lie on, as jax's ambient one."""
-    mesh = shard.mesh_of(params)
+    mesh = mesh_of(params)
     return jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
 
 
-def _first(params, padded, start, config, tokens):
-    """The weights in the compute precision, the prompt's last logits, and the filled cache."""
-    params = shard.cast(params, config.dtype)
-    B, P = padded.shape
-    cache = model.new_cache(config, B, P + tokens, params["embed"].dtype)
-    return (params, *model.extend(params, cache, padded, 0, start, config))
+# -------------------------------------------------------------------------------------------
+# On a mesh
+
+@functools.lru_cache(maxsize=None)
+def _decoding_specs(config: model.Config, mesh: Any) -> Any:
+    """How decoding splits the weights: as training does, but each device has all layers."""
+    return jax.tree.map(lambda s: P(*[None if e == "pipe" else e for e in s]),
+                        model.weight_specs(config, mesh), is_leaf=is_spec)
+
+
+def _on_mesh(decode: Callable, params: Any, config: model.Config, *rows: jax.Array) -> Any:
+    """decode(params, specs, *rows) on the ambient mesh, if there is one: rows [B, ...] and results
+    are split over groups of devices where B divides, else every group has them all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    params = cast(params, config.dtype)
+    if mesh.empty:
+        return decode(params, None, *rows)
+    specs, groups = _decoding_specs(config, mesh), math.prod(mesh.shape[a] for a in BATCH_AXES)
+    split = batch_spec(mesh) if len(rows[0]) % groups == 0 else P()
+
+    def local(params: Any, *rows: jax.Array) -> Any:
+        rows = mark_alike(rows, rows, params)
+        params = {name: w if name == "layers" else shard.gather(w, specs[name])
+                  for name, w in params.items()}
+
+        def same(x: jax.Array) -> jax.Array:        # equal copies, as the one value that they are
+            axes = tuple(sorted(varying(x) - spec_axes(split)))
+            return lax.pmax(x, axes) if axes else x
+
+        return jax.tree.map(same, decode(params, specs, *rows))
+
+    return jax.shard_map(local, in_specs=(specs, *[split] * len(rows)), out_specs=split)(
+        params, *rows)
+
+
+def _prefill(params: Any, specs: Any, padded: jax.Array, start: jax.Array, config: model.Config,
+             tokens: int) -> tuple[jax.Array, Any]:
+    """The logits after the prompts [B, P], and the cache with room for so many more tokens."""
+    cache = model.new_cache(params, config, padded.shape[0], padded.shape[1] + tokens)
+    return model.extend(params, cache, padded, 0, start, config, specs)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
-def _generate(params, padded, start, config, tokens, temperature, top_k, top_p, seed):
+def generate_ids(params: Any, padded: jax.Array, start: jax.Array, config: model.Config,
+                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> jax.Array:
     """Prompts [B, P] as arrays -> new ids [B, tokens]."""
-    params, logits, cache = _first(params, padded, start, config, tokens)
-    B, P = padded.shape
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(B))
+    def decode(params: Any, specs: Any, padded: jax.Array, start: jax.Array, row: jax.Array
+               ) -> jax.Array:
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(row)
 
-    def turn(carry, t):
-        logits, cache = carry
-        said = _draw(logits, jax.vmap(lambda k: jax.random.fold_in(k, t))(keys), temperature,
-                     top_k, top_p)
-        logits, cache = model.extend(params, cache, said[:, None], P + t, start, config)
-        return (logits, cache), said
+        def turn(carry: tuple, t: jax.Array) -> tuple:
+            logits, cache = carry
+            ids = _draw(logits, jax.vmap(lambda k: jax.random.fold_in(k, t))(keys), temperature,
+                        top_k, top_p)
+            return model.extend(params, cache, ids[:, None], padded.shape[1] + t, start, config,
+                                specs), ids
 
-    # The last turn's logits go unused; that is one pass too many, and no special case.
-    _, said = jax.lax.scan(turn, (logits, cache), jnp.arange(tokens))
-    return said.T
+        # The last turn's logits go unused: one pass too many, and no special case.
+        _, ids = lax.scan(turn, _prefill(params, specs, padded, start, config, tokens),
+                          jnp.arange(tokens))
+        return ids.T
+
+    return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]))
 
 
-def _draw(logits, keys, temperature, top_k, top_p):
+def _draw(logits: jax.Array, keys: jax.Array, temperature: float, top_k: int, top_p: float
+          ) -> jax.Array:
     """One id for each row of logits [B, V], with each row's own key."""
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     logits = logits / temperature
     if top_k and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        least = lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if top_p < 1:
         ranked = jnp.flip(jnp.sort(logits, -1), -1)
@@ -129,36 +191,41 @@ def _draw(logits, keys, temperature, top_k, top_p):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "beams", "tokens"))
-def _beams(params, padded, start, config, beams, tokens, eos):
-    """ids and parents [tokens, B, beams], scores [B, beams]."""
-    params, logits, cache = _first(params, padded, start, config, tokens)
-    B, P = padded.shape
-    cache = jax.tree.map(lambda c: jnp.repeat(c, beams, axis=1), cache)
-    logits = jnp.repeat(logits, beams, axis=0)
-    # All beams of a row begin equal, so all but the first begin with no chance.
-    scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf) * jnp.ones((B, 1))
+def _beams(params: Any, padded: jax.Array, start: jax.Array, config: model.Config, beams: int,
+           tokens: int, eos: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """ids and parents [B, tokens, beams], scores [B, beams]."""
+    def decode(params: Any, specs: Any, padded: jax.Array, start: jax.Array) -> tuple:
+        B, length = padded.shape
+        logits, cache = _prefill(params, specs, padded, start, config, tokens)
+        cache = jax.tree.map(lambda c: jnp.repeat(c, beams, axis=1), cache)
+        logits = jnp.repeat(logits, beams, axis=0)
+        # All beams of a row begin equal, so all but the first begin with no chance.
+        scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf) + 0 * logits[::beams, :1]
 
-    def turn(carry, t):
-        logits, cache, scores, ended = carry
-        V = logits.shape[-1]
-        each = jax.nn.log_softmax(logits).reshape(B, beams, V)
-        # What has ended goes on saying eos, for nothing.
-        each = jnp.where(ended[..., None], jnp.where(jnp.arange(V) == eos, 0.0, -jnp.inf), each)
-        scores, best = jax.lax.top_k((scores[..., None] + each).reshape(B, -1), beams)
-        parent, said = best // V, (best % V).astype(jnp.int32)
-        ended = jnp.take_along_axis(ended, parent, 1) | (said == eos)
-        rows = (jnp.arange(B)[:, None] * beams + parent).reshape(-1)
-        cache = jax.tree.map(lambda c: c[:, rows], cache)
-        logits, cache = model.extend(params, cache, said.reshape(-1, 1), P + t,
-                                     jnp.repeat(start, beams), config)
-        return (logits, cache, scores, ended), (said, parent)
+        def turn(carry: tuple, t: jax.Array) -> tuple:
+            logits, cache, scores, ended = carry
+            V = logits.shape[-1]
+            each = jax.nn.log_softmax(logits).reshape(B, beams, V)
+            # What has ended repeats eos, at no cost.
+            each = jnp.where(ended[..., None], jnp.where(jnp.arange(V) == eos, 0.0, -jnp.inf), each)
+            scores, best = lax.top_k((scores[..., None] + each).reshape(B, -1), beams)
+            parent, ids = best // V, (best % V).astype(jnp.int32)
+            ended = jnp.take_along_axis(ended, parent, 1) | (ids == eos)
+            rows = (jnp.arange(B)[:, None] * beams + parent).reshape(-1)
+            cache = jax.tree.map(lambda c: c[:, rows], cache)
+            logits, cache = model.extend(params, cache, ids.reshape(-1, 1), length + t,
+                                         jnp.repeat(start, beams), config, specs)
+            return (logits, cache, scores, ended), (ids, parent)
 
-    carry = (logits, cache, scores, jnp.zeros((B, beams), bool))
-    (_, _, scores, _), (ids, parents) = jax.lax.scan(turn, carry, jnp.arange(tokens))
-    return ids, parents, scores
+        carry = (logits, cache, scores, jnp.isnan(scores))      # none has ended
+        (_, _, scores, _), (ids, parents) = lax.scan(turn, carry, jnp.arange(tokens))
+        return ids.swapaxes(0, 1), parents.swapaxes(0, 1), scores
+
+    return _on_mesh(decode, params, config, padded, start)
 
 
 # -------------------------------------------------------------------------------------------
+# The command line
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -182,27 +249,25 @@ class Config:
                                ("beams", self.beams >= 0, "0 or more"),
                                ("shards", self.shards >= 1, "at least 1")):
             if not ok:
-                raise Refused(f"--{name} {getattr(self, name)}: must be {want}")
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be {want}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    import train
-    config = train.flags(Config(), argv)
+    config = from_flags(Config(), argv)
     if config.model:
         model.load_hf(config.model)
-    record = model.read_run(config.run)
+    record = read_run(config.run, model.DEFAULTS)
     if "tokenizer" not in record:
-        raise Refused(f"--run {config.run}: a run of another task, with no tokenizer to read or "
-                      f"write text with")
-    mesh = train.machine({"tensor": config.shards})
-    params, c = model.load_run(config.run, mesh)
-    train.check_model(c, mesh)
+        raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
+                          f"or write text with")
+    simulate_devices(config.shards)
+    params, c = model.load_run(config.run, shard.make_mesh(tensor=config.shards))
     tokenizer = data.tokenizer_of(Path(config.run), record)
     try:
         prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.prompt))]
     except UnicodeEncodeError as e:
-        raise Refused(f"--prompt cannot be encoded: {e.reason} at character {e.start}; expected "
-                      f"text in UTF-8") from None
+        raise ConfigError(f"--prompt cannot be encoded: {e.reason} at character {e.start}; "
+                          f"expected text in UTF-8") from None
     if config.beams:
         for ids, score in beam_search(params, [prompt], c, config.beams, config.tokens,
                                       tokenizer.separator)[0]:
@@ -216,6 +281,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import sample
-    import train
-    train.run(sample.main)
+    run_main(main)

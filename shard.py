@@ -281,12 +281,9 @@ def embed_lookup(table: jax.Array, ids: jax.Array, split_time: bool = True) -> j
 
 
 def vocab_logits(x: jax.Array, head: jax.Array, vocab_size: int) -> jax.Array:
-    """float32 logits [B, T, V] of a head [D, V], V split as the head is. Rows of the head beyond
+    """float32 logits [B, T, V] of a head [D, V], V split as the head is. Columns of the head beyond
     vocab_size are padding, which no token has."""
-    return _mask_padding(columns(x, head, dtype=jnp.float32)[0], head, vocab_size)
-
-
-def _mask_padding(logits: jax.Array, head: jax.Array, vocab_size: int) -> jax.Array:
+    logits, = columns(x, head, dtype=jnp.float32)
     return jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
 
 
@@ -305,20 +302,22 @@ def token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.A
                vocab_size: int, chunks: int = 1) -> jax.Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for a
     stream x and a head [D, V]. In so many chunks of the time, one in memory at a time."""
-    own_time = is_split(x) and not is_split(head)   # each device all logits of its time: no gather
+    split_vocab, ids = is_split(head), _vocab_ids(head)
+    own_time = is_split(x) and not split_vocab      # each device all logits of its time: no gather
     if own_time:
         targets, weights = my_time_slice((targets, weights), x)
 
     def chunk_loss(head: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array
                    ) -> jax.Array:
-        logits = (matmul if own_time else columns)(x, head, dtype=jnp.float32)
-        logits = _mask_padding(logits if own_time else logits[0], head, vocab_size)
-        top = lax.stop_gradient(logits.max(-1))                                     # [B, T]
-        top = lax.pmax(top, "tensor") if is_split(head) else top
+        logits = matmul(x, head, 1, jnp.float32) if own_time else columns(
+            x, head, dtype=jnp.float32)[0]
+        logits = jnp.where(ids < vocab_size, logits, -1e30)                     # [B, T, V]
+        top = lax.stop_gradient(logits.max(-1))                                 # [B, T]
+        top = lax.pmax(top, "tensor") if split_vocab else top
         total = jnp.exp(logits - top[..., None]).sum(-1)
         # Not a gather of the target's logit, whose gradient a compiler may send around.
-        target = jnp.where(_vocab_ids(head) == targets[..., None], logits, 0).sum(-1)
-        if is_split(head):
+        target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)
+        if split_vocab:
             total, target = lax.psum(total, "tensor"), lax.psum(target, "tensor")
         return jnp.sum((jnp.log(total) + top - target) * weights)
 
@@ -388,7 +387,8 @@ def attend(attention_fn: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mas
     if q.shape[1] != jax.tree.leaves(query_info)[0].shape[1]:
         raise ValueError(f"queries of {q.shape[1]} tokens beside info of "
                          f"{jax.tree.leaves(query_info)[0].shape[1]}: time must be whole here")
-    n, keys = _size("seq"), attention.Keys(k, v, key_info)
+    keys = attention.Keys(k, v, key_info)
+    n = _size("seq") if "seq" in varying(q) else 1      # (to generate, time is not split)
 
     def send_around(keys: Any) -> Any:
         ring = [(i, (i + 1) % n) for i in range(n)]
