@@ -458,7 +458,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     partial, whole = ([out], []) if is_split(back) else ([], [out])
     for h, w in beside:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
-    return marked(_into_stream(partial, whole, split_time), "row")
+    return _into_stream(partial, whole, split_time)
 
 
 def _gather_shares(shares: jax.Array) -> jax.Array:
@@ -551,7 +551,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
-        return marked(s, "pipelined_loss"), *others
+        return marked(checkpoint_name(s, "pipelined_loss"), "pipelined_loss"), *others
     stages = _size("pipe")
     _check_stages(stages, total, chunks, specs)
     if schedule == "1f1b" and total == stages:

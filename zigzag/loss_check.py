@@ -190,7 +190,8 @@ def _times_allowed(found: Comparison, is_narrow: bool) -> dict[str, float]:
 
 def _ratio(gap: Any, allowed: Any) -> float:
     """The largest gap / allowed; infinite where that is no number."""
-    ratio = np.where(gap == 0, 0, gap / np.where(allowed == 0, 1e-45, allowed))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(gap == 0, 0, gap / allowed)
     return float(np.nan_to_num(np.max(ratio, initial=0), nan=np.inf, posinf=np.inf))
 
 
