@@ -75,12 +75,12 @@ def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
     return found
 
 
-def _binary(path: Path) -> bool:
+def _binary(path):
     with open(path, "rb") as f:
         return b"\0" in f.read(8192)
 
 
-def _held_out(name: str) -> bool:
+def _held_out(name):
     """A tenth of the documents, by the hash of their names: adding a document moves no other."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
 
@@ -137,7 +137,7 @@ def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> P
     """Train a sentencepiece model on the lines of the files and save it as `out`."""
     import sentencepiece
 
-    def lines() -> Iterator[str]:
+    def lines():
         for _, path in files:
             with open(path, encoding="utf-8", errors="replace") as f:
                 for line in f:
@@ -207,8 +207,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpu
     return Corpus(out)
 
 
-def _encode(files: list[tuple[str, Path]], tokenizer: Bytes | Pieces, dtype: Any, out: Path
-            ) -> None:
+def _encode(files, tokenizer, dtype, out
+            ):
     """Write the tokens of the files, each after a separator."""
     with open(out, "wb") as f:
         for i, (_, path) in enumerate(files):
@@ -225,7 +225,7 @@ def _encode(files: list[tuple[str, Path]], tokenizer: Bytes | Pieces, dtype: Any
         print("\r\x1b[K", end="", file=sys.stderr)
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _parts(path):
     """A file in parts of about a megabyte, cut after line ends where there are any. (Elsewhere a
     character may be cut in two, and a tokenizer then sees two broken ones.)"""
     with open(path, "rb") as f:
@@ -240,7 +240,7 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path):
     """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
     evenly spread."""
     size, digest = path.stat().st_size, hashlib.sha256()
@@ -253,12 +253,12 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _changed(path: Path, digest: str | None) -> bool:
+def _changed(path, digest):
     """Whether a file is another than when this digest was written down, if one was."""
     return bool(digest) and _sha256(path) != digest
 
 
-def _map(path: Path, dtype: Any) -> np.ndarray:
+def _map(path, dtype):
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if size % item:
         raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
@@ -396,7 +396,7 @@ def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
     mask, half = np.uint64(2**bits - 1), np.uint64(bits)
     key = mix(epoch * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed % 2**64))
 
-    def permuted(v: np.ndarray) -> np.ndarray:
+    def permuted(v):
         left, right = v >> half, v & mask
         for i in range(4):
             left, right = right, left ^ (mix(right ^ key + np.uint64(i)) & mask)

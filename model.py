@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import shard
 from zigzag.checkpoint import read_checkpoint, read_run
@@ -146,7 +147,7 @@ class Weight(NamedTuple):
     tensor: int             # the dimension that tensor may split in the code below; -1: none
 
 
-def _weights(c: Config) -> Params:
+def _weights(c):
     """Every weight, once."""
     L, D, H, K, N, F, V = (c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim, c.d_ff,
                            padded(c.vocab_size))
@@ -176,18 +177,18 @@ def _weights(c: Config) -> Params:
     return weights
 
 
-def _is_weight(x: Any) -> bool:
+def _is_weight(x):
     return isinstance(x, Weight)
 
 
-def init(config: Config, key: jax.Array) -> Params:
+def init(config: Config, key: Array) -> Params:
     """New float32 weights. Under jit with out_shardings each device makes only its own part: the
     values of a weight follow from the key, its path and the place in it, not from the mesh or from
     the other weights."""
     if not config.vocab_size:
         raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
 
-    def first_values(path: Any, w: Weight) -> jax.Array:
+    def first_values(path, w):
         if w.scale is None:
             return jnp.ones(w.shape, jnp.float32)
         own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
@@ -230,14 +231,14 @@ def flops(config: Config, tokens: int) -> float:
 # -------------------------------------------------------------------------------------------
 # The parts of a block
 
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _norm(x, scale):
     """RMSNorm over D, in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
     return x32.astype(x.dtype) * scale
 
 
-def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def _rotate(x, positions, theta):
     """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
     position, so that q.k depends on how far apart they are. x: [B, T, H, N]."""
     half = x.shape[-1] // 2
@@ -248,8 +249,8 @@ def _rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-                       ) -> tuple[jax.Array, jax.Array]:
+def _softmax_attention(q, k, v, mask
+                       ):
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
     of the sum that the weights were divided by [B, H, T]."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
@@ -261,19 +262,19 @@ def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
-def _attention_mask(query: Params, key: Params) -> jax.Array:
+def _attention_mask(query, key):
     """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (A
     kernel knows only the first half: another mask here means kernel=False in _heads.)"""
     before = key["place"][:, None, :] <= query["place"][:, :, None]
     return (before & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
 
 
-def _qkv(w: Params, c: Config) -> list[jax.Array]:
+def _qkv(w, c):
     return [w["wq"], *(shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv"))]
 
 
-def _heads(qkv: list[jax.Array], c: Config, batch: Params, cache: Params | None = None
-           ) -> tuple[jax.Array, Params | None]:
+def _heads(qkv, c, batch, cache=None
+           ):
     """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
     with these keys and values in it."""
     q, k, v = qkv
@@ -287,20 +288,20 @@ def _heads(qkv: list[jax.Array], c: Config, batch: Params, cache: Params | None 
                         causal=cache is None, kernel=c.kernel and plain), cache
 
 
-def _attention(w: Params, h: jax.Array, c: Config, batch: Params, cache: Params | None
-               ) -> tuple[jax.Array, Params | None]:
+def _attention(w, h, c, batch, cache
+               ):
     """h [B, T, D] -> [B, T, D]."""
     heads, cache = _heads(shard.columns(h, *_qkv(w, c)), c, batch, cache)
     return shard.row((heads, w["wo"]), split_time=c.sequence_parallel), cache
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def _gated(gate, up):
     """What is between the two products of an MLP."""
     return jax.nn.silu(gate) * up
 
 
-def _feed_forward(w: Params, h: jax.Array, c: Config, i: Any, batch: Params
-                  ) -> tuple[jax.Array, Any]:
+def _feed_forward(w, h, c, i, batch
+                  ):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
     out = []
     if "w_gate" in w:
@@ -310,8 +311,8 @@ def _feed_forward(w: Params, h: jax.Array, c: Config, i: Any, batch: Params
     return shard.row(*out, split_time=c.sequence_parallel), None
 
 
-def _experts(w: Params, h: jax.Array, c: Config, i: Any, batch: Params, beside: list
-             ) -> tuple[jax.Array, Any]:
+def _experts(w, h, c, i, batch, beside
+             ):
     """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
     are added. In training also what is added to the loss: for each row, the share of tokens that
     an expert has times the share of probability that it is given, summed over experts, times their
@@ -336,13 +337,13 @@ def _experts(w: Params, h: jax.Array, c: Config, i: Any, batch: Params, beside: 
     return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
-def _drop(y: jax.Array, c: Config, site: Any, batch: Params) -> jax.Array:
+def _drop(y, c, site, batch):
     """Dropout of [B, T, D] in training. The bits follow from the row's own seed, the site in the
     network and the place in the row: not from the mesh, nor from how the batch was cut."""
     if c.dropout == 0 or "seeds" not in batch:
         return y
 
-    def keep(seed: jax.Array, place: jax.Array) -> jax.Array:
+    def keep(seed, place):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), place)
         return jax.random.bernoulli(key, 1 - c.dropout, y.shape[-1:])
 
@@ -354,13 +355,13 @@ def _drop(y: jax.Array, c: Config, site: Any, batch: Params) -> jax.Array:
 # -------------------------------------------------------------------------------------------
 # The network: embed, block, head
 
-def _embed(params: Params, tokens: jax.Array, c: Config) -> jax.Array:
+def _embed(params, tokens, c):
     x = shard.embed_lookup(params["embed"], tokens, split_time=c.sequence_parallel)
     return x * c.d_model**0.5       # rows of about unit size
 
 
-def _block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params, cache: Params | None = None
-           ) -> tuple[jax.Array, Any, Params | None]:
+def _block(w, x, i, c, batch, cache=None
+           ):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
@@ -370,8 +371,8 @@ def _block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params, cache: Par
     return x + _drop(y, c, 2 * i + 1, batch), aux, cache
 
 
-def _parallel_block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params,
-                    cache: Params | None) -> tuple[jax.Array, Any, Params | None]:
+def _parallel_block(w, x, i, c, batch,
+                    cache):
     """Attention and MLP after one norm: one collective into both, one out of both."""
     h, dense = _norm(x, w["attn_norm"]), [w["w_gate"], w["w_up"]] if "w_gate" in w else []
     q, k, v, *mlp = shard.columns(h, *_qkv(w, c), *dense)
@@ -384,12 +385,12 @@ def _parallel_block(w: Params, x: jax.Array, i: Any, c: Config, batch: Params,
     return x + _drop(y, c, 2 * i + 1, batch), aux, cache
 
 
-def _head(params: Params, x: jax.Array, c: Config) -> tuple[jax.Array, jax.Array]:
+def _head(params, x, c):
     """The last norm's output [B, T, D] and the loss head [D, V]."""
     return _norm(x, params["norm"]), params["embed"].T if c.tied else params["head"]
 
 
-def _with_info(tokens: jax.Array, batch: Params) -> Params:
+def _with_info(tokens, batch):
     """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
     queries and of keys, the place in the row and the document, which decide who sees whom."""
     place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
@@ -397,10 +398,10 @@ def _with_info(tokens: jax.Array, batch: Params) -> Params:
     return {"positions": place, **batch, "query": info, "key": info}
 
 
-def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: Params | None = None,
-           specs: Params | None = None) -> tuple[jax.Array, Params | None]:
+def _trunk(params, tokens, c, batch, cache=None,
+           specs=None):
     """tokens [B, T] -> the last block's output [B, T, D], and the cache with these T in it."""
-    def layer(w: Params, x: jax.Array, each: tuple) -> tuple:
+    def layer(w, x, each):
         i, layer_cache = each
         x, _, layer_cache = _block(w, x, i, c, batch, layer_cache)
         return x, layer_cache
@@ -409,8 +410,8 @@ def _trunk(params: Params, tokens: jax.Array, c: Config, batch: Params, cache: P
                         (jnp.arange(c.layers), cache), specs and specs["layers"])
 
 
-def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array | None = None,
-            positions: jax.Array | None = None, segments: jax.Array | None = None) -> jax.Array:
+def forward(params: Params, tokens: Array, config: Config, source: Array | None = None,
+            positions: Array | None = None, segments: Array | None = None) -> Array:
     """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
@@ -422,7 +423,7 @@ def forward(params: Params, tokens: jax.Array, config: Config, source: jax.Array
     return logits[..., :config.vocab_size]
 
 
-def loss(params: Params, batch: dict[str, jax.Array], config: Config,
+def loss(params: Params, batch: dict[str, Array], config: Config,
          specs: Params | None = None, with_aux: bool = False) -> tuple:
     """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
     weights. They travel together and are divided once, so that masks and uneven shards change
@@ -430,13 +431,13 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config,
     what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
     params, c, batch = cast(params, config.dtype), config, _with_info(batch["tokens"], batch)
 
-    def embed(params: Params, batch: Params) -> jax.Array:
+    def embed(params, batch):
         return _embed(params, batch["tokens"], c)
 
-    def block(w: Params, x: jax.Array, i: Any, batch: Params) -> tuple:
+    def block(w, x, i, batch):
         return _block(w, x, i, c, batch)[:2]
 
-    def head(params: Params, x: jax.Array, batch: Params) -> tuple:
+    def head(params, x, batch):
         x, table = _head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                 loss_chunks(c, *x.shape[:2])), jnp.sum(batch["weights"])
@@ -473,8 +474,8 @@ def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     return {"k": jnp.zeros(shape, wk.dtype), "v": jnp.zeros(shape, wk.dtype)}
 
 
-def extend(params: Params, cache: Params, tokens: jax.Array, slot: Any, start: jax.Array,
-           config: Config, specs: Params | None = None) -> tuple[jax.Array, Params]:
+def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
+           config: Config, specs: Params | None = None) -> tuple[Array, Params]:
     """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
     the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding.
     Weights of layers that `specs` split over fsdp are gathered layer by layer."""

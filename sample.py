@@ -19,12 +19,12 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 import data
@@ -69,8 +69,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     return [_follow(ids[b], parents[b], scores[b], eos) for b in range(len(prompts))]
 
 
-def _follow(ids: np.ndarray, parents: np.ndarray, scores: np.ndarray, eos: int | None
-            ) -> list[tuple[list[int], float]]:
+def _follow(ids, parents, scores, eos
+            ):
     """The beams of one prompt, from ids and parents [tokens, beams]: each back to its start."""
     best = []
     for k in np.argsort(-scores, kind="stable"):
@@ -83,8 +83,8 @@ def _follow(ids: np.ndarray, parents: np.ndarray, scores: np.ndarray, eos: int |
     return best
 
 
-def _pad(prompts: Sequence[Sequence[int]], config: model.Config, source: Any
-         ) -> tuple[np.ndarray, np.ndarray]:
+def _pad(prompts, config, source
+         ):
     """Prompts as [B, P], padded on the left, and where each begins."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
@@ -100,7 +100,7 @@ def _pad(prompts: Sequence[Sequence[int]], config: model.Config, source: Any
     return padded, np.array([longest - len(p) for p in prompts], np.int32)
 
 
-def _mesh_of_weights(params: Any) -> Any:
+def _mesh_of_weights(params):
     """The mesh that the weights lie on, as jax's ambient one."""
     mesh = mesh_of(params)
     return jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
@@ -110,13 +110,13 @@ def _mesh_of_weights(params: Any) -> Any:
 # On a mesh
 
 @functools.lru_cache(maxsize=None)
-def _decoding_specs(config: model.Config, mesh: Any) -> Any:
+def _decoding_specs(config, mesh):
     """How decoding splits the weights: as training does, but each device has all layers."""
     return jax.tree.map(lambda s: P(*[None if e == "pipe" else e for e in s]),
                         model.weight_specs(config, mesh), is_leaf=is_spec)
 
 
-def _on_mesh(decode: Callable, params: Any, config: model.Config, *rows: jax.Array) -> Any:
+def _on_mesh(decode, params, config, *rows):
     """decode(params, specs, *rows) on the ambient mesh, if there is one: rows [B, ...] and results
     are split over groups of devices where B divides, else every group has them all."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -126,12 +126,12 @@ def _on_mesh(decode: Callable, params: Any, config: model.Config, *rows: jax.Arr
     specs, groups = _decoding_specs(config, mesh), math.prod(mesh.shape[a] for a in BATCH_AXES)
     split = batch_spec(mesh) if len(rows[0]) % groups == 0 else P()
 
-    def local(params: Any, *rows: jax.Array) -> Any:
+    def local(params, *rows):
         rows = mark_alike(rows, rows, params)
         params = {name: w if name == "layers" else shard.gather(w, specs[name])
                   for name, w in params.items()}
 
-        def same(x: jax.Array) -> jax.Array:        # equal copies, as the one value that they are
+        def same(x):        # equal copies, as the one value that they are
             axes = tuple(sorted(varying(x) - spec_axes(split)))
             return lax.pmax(x, axes) if axes else x
 
@@ -141,22 +141,22 @@ def _on_mesh(decode: Callable, params: Any, config: model.Config, *rows: jax.Arr
         params, *rows)
 
 
-def _prefill(params: Any, specs: Any, padded: jax.Array, start: jax.Array, config: model.Config,
-             tokens: int) -> tuple[jax.Array, Any]:
+def _prefill(params, specs, padded, start, config,
+             tokens):
     """The logits after the prompts [B, P], and the cache with room for so many more tokens."""
     cache = model.new_cache(params, config, padded.shape[0], padded.shape[1] + tokens)
     return model.extend(params, cache, padded, 0, start, config, specs)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
-def generate_ids(params: Any, padded: jax.Array, start: jax.Array, config: model.Config,
-                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> jax.Array:
+def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
+                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> Array:
     """Prompts [B, P] as arrays -> new ids [B, tokens]."""
-    def decode(params: Any, specs: Any, padded: jax.Array, start: jax.Array, row: jax.Array
-               ) -> jax.Array:
+    def decode(params, specs, padded, start, row
+               ):
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(row)
 
-        def turn(carry: tuple, t: jax.Array) -> tuple:
+        def turn(carry, t):
             logits, cache = carry
             ids = _draw(logits, jax.vmap(lambda k: jax.random.fold_in(k, t))(keys), temperature,
                         top_k, top_p)
@@ -171,8 +171,8 @@ def generate_ids(params: Any, padded: jax.Array, start: jax.Array, config: model
     return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]))
 
 
-def _draw(logits: jax.Array, keys: jax.Array, temperature: float, top_k: int, top_p: float
-          ) -> jax.Array:
+def _draw(logits, keys, temperature, top_k, top_p
+          ):
     """One id for each row of logits [B, V], with each row's own key."""
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -191,10 +191,10 @@ def _draw(logits: jax.Array, keys: jax.Array, temperature: float, top_k: int, to
 
 
 @functools.partial(jax.jit, static_argnames=("config", "beams", "tokens"))
-def _beams(params: Any, padded: jax.Array, start: jax.Array, config: model.Config, beams: int,
-           tokens: int, eos: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _beams(params, padded, start, config, beams,
+           tokens, eos):
     """ids and parents [B, tokens, beams], scores [B, beams]."""
-    def decode(params: Any, specs: Any, padded: jax.Array, start: jax.Array) -> tuple:
+    def decode(params, specs, padded, start):
         B, length = padded.shape
         logits, cache = _prefill(params, specs, padded, start, config, tokens)
         cache = jax.tree.map(lambda c: jnp.repeat(c, beams, axis=1), cache)
@@ -202,7 +202,7 @@ def _beams(params: Any, padded: jax.Array, start: jax.Array, config: model.Confi
         # All beams of a row begin equal, so all but the first begin with no chance.
         scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf) + 0 * logits[::beams, :1]
 
-        def turn(carry: tuple, t: jax.Array) -> tuple:
+        def turn(carry, t):
             logits, cache, scores, ended = carry
             V = logits.shape[-1]
             each = jax.nn.log_softmax(logits).reshape(B, beams, V)

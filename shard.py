@@ -56,7 +56,7 @@ from typing import Any, Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +86,7 @@ from zigzag.rule import infer_specs as infer_specs
 from zigzag.rule import plan_sharding as plan_sharding
 
 
-def _size(axis: str) -> int:
+def _size(axis):
     """The size of an axis that is split by hand here, else 1."""
     sizes, manual = ambient()
     return sizes[axis] if axis in manual else 1
@@ -109,7 +109,7 @@ def sum_gradients(tree: Any, specs: Any = None, scattered: Any = None, axes: Any
     say), but for those that its spec names: there devices have different parts of it, and fsdp's
     gather has already summed them. Where `scattered` has a spec that names data, each device gets
     its part of the sum."""
-    def total(x: jax.Array, spec: P, part: P) -> jax.Array:
+    def total(x, spec, part):
         over = (varying(x) if axes is None else axes) & only - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first: what is left to sum is less
             dim = list(part).index("data")
@@ -138,12 +138,12 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     if specs is None or _size("fsdp") == 1:
         return weights
 
-    def whole(w: jax.Array, spec: P) -> jax.Array:
+    def whole(w, spec):
         if "fsdp" not in spec:
             return w
         dim = list(spec).index("fsdp")
 
-        def all_gather(w: jax.Array) -> jax.Array:
+        def all_gather(w):
             return lax.all_gather(w, "fsdp", axis=dim, tiled=True)
 
         wide = sum_dtype or w.dtype
@@ -171,17 +171,17 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # split does too. They say whether, not along which dimension: only `columns`, `row` and
 # `embed_lookup` may make a stream vary over tensor, and only `whole_time` may pick positions of it.
 
-def is_split(x: jax.Array) -> bool:
+def is_split(x: Array) -> bool:
     return "tensor" in varying(x)
 
 
-def own_part(x: jax.Array, dim: int) -> jax.Array:
+def own_part(x: Array, dim: int) -> Array:
     """This device's part of an array that every device of tensor has."""
     size = x.shape[dim] // _size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
-def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
+def columns(x: Array, *weights: Array, dtype: Any = None) -> list[Array]:
     """Into a block: the stream x [B, T, D] times weights [D, F, ...]. Time is whole in the results,
     F split where the weights' is. `dtype` is the products', if not x's."""
     n, some = _size("tensor"), any(map(is_split, weights))
@@ -194,7 +194,7 @@ def columns(x: jax.Array, *weights: jax.Array, dtype: Any = None) -> list[jax.Ar
     return [marked(matmul(x, w, 1, dtype), "columns") for w in weights]
 
 
-def row(*pairs: tuple[jax.Array, jax.Array], split_time: bool = True) -> jax.Array:
+def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
     """Out of a block: the sum of the products of activations [B, T, F, ...] with weights
     [F, ..., D], as the stream [B, T, D]. All of them share one reduction."""
     partial, whole = [], []
@@ -207,7 +207,7 @@ def row(*pairs: tuple[jax.Array, jax.Array], split_time: bool = True) -> jax.Arr
     return marked(_into_stream(partial, whole, split_time), "row")
 
 
-def _into_stream(partial: list, whole: list, split_time: bool) -> jax.Array:
+def _into_stream(partial, whole, split_time):
     """The residual stream of partial sums over tensor, and of what every device has whole."""
     n, total = _size("tensor"), []
     split_time = split_time and n > 1 and (partial or whole)[0].shape[1] % n == 0
@@ -224,7 +224,7 @@ def _into_stream(partial: list, whole: list, split_time: bool) -> jax.Array:
     return checkpoint_name(y, "stream") if n > 1 else y
 
 
-def whole_time(x: jax.Array) -> jax.Array:
+def whole_time(x: Array) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
     pool positions. Its transpose keeps this device's time."""
     if is_split(x):
@@ -235,9 +235,9 @@ def whole_time(x: jax.Array) -> jax.Array:
     return x
 
 
-def my_time_slice(tree: Any, x: jax.Array) -> Any:
+def my_time_slice(tree: Any, x: Array) -> Any:
     """Of arrays [B, T, ...] the part of the time that this device has of the stream x."""
-    def part(a: jax.Array) -> jax.Array:
+    def part(a):
         if is_split(x) and a.shape[1] != x.shape[1] * _size("tensor"):
             raise ValueError(f"time {a.shape[1]} beside a stream that has {x.shape[1]} on each of "
                              f"{_size('tensor')} devices of tensor")
@@ -246,7 +246,7 @@ def my_time_slice(tree: Any, x: jax.Array) -> Any:
     return jax.tree.map(part, tree)
 
 
-def repeat_kv(w: jax.Array, heads: int) -> jax.Array:
+def repeat_kv(w: Array, heads: int) -> Array:
     """Weights [D, K, N] of keys or values beside `heads` query heads. Where tensor divides the
     query heads but not K, each head is repeated until it divides, and a device has those that its
     own queries use: otherwise it would make all of them."""
@@ -270,7 +270,7 @@ def repeat_kv(w: jax.Array, heads: int) -> jax.Array:
 #               only their largest logit and their sum of exponentials
 #   more        zigzag/products.py (chunks of the time, for memory)
 
-def embed_lookup(table: jax.Array, ids: jax.Array, split_time: bool = True) -> jax.Array:
+def embed_lookup(table: Array, ids: Array, split_time: bool = True) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
         return _into_stream([], [table[ids]], split_time)
@@ -280,26 +280,26 @@ def embed_lookup(table: jax.Array, ids: jax.Array, split_time: bool = True) -> j
                         split_time)
 
 
-def vocab_logits(x: jax.Array, head: jax.Array, vocab_size: int) -> jax.Array:
+def vocab_logits(x: Array, head: Array, vocab_size: int) -> Array:
     """float32 logits [B, T, V] of a head [D, V], V split as the head is. Columns of the head beyond
     vocab_size are padding, which no token has."""
     logits, = columns(x, head, dtype=jnp.float32)
     return jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
 
 
-def _vocab_ids(head: jax.Array) -> jax.Array:
+def _vocab_ids(head):
     first = lax.axis_index("tensor") * head.shape[1] if is_split(head) else 0
     return first + jnp.arange(head.shape[1])
 
 
-def whole_vocab(logits: jax.Array, head: jax.Array) -> jax.Array:
+def whole_vocab(logits: Array, head: Array) -> Array:
     """Logits with all of the vocabulary on every device, to choose from."""
     return lax.all_gather(logits, "tensor", axis=logits.ndim - 1, tiled=True,
                           to="invarying") if is_split(head) else logits
 
 
-def token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array,
-               vocab_size: int, chunks: int = 1) -> jax.Array:
+def token_loss(x: Array, head: Array, targets: Array, weights: Array,
+               vocab_size: int, chunks: int = 1) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for a
     stream x and a head [D, V]. In so many chunks of the time, one in memory at a time."""
     split_vocab, ids = is_split(head), _vocab_ids(head)
@@ -307,8 +307,8 @@ def token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.A
     if own_time:
         targets, weights = my_time_slice((targets, weights), x)
 
-    def chunk_loss(head: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array
-                   ) -> jax.Array:
+    def chunk_loss(head, x, targets, weights
+                   ):
         logits = matmul(x, head, 1, jnp.float32) if own_time else columns(
             x, head, dtype=jnp.float32)[0]
         logits = jnp.where(ids < vocab_size, logits, -1e30)                     # [B, T, V]
@@ -330,7 +330,7 @@ def token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.A
     return lax.psum(loss, "tensor") if is_split(loss) else loss
 
 
-def _time_chunks(a: jax.Array, count: int, n: int) -> jax.Array:
+def _time_chunks(a, count, n):
     """a [B, T, ...] as [count, B, T / count, ...]: the chunks of a stream whose time n devices
     split, so that a chunk has a part of each device's time."""
     B, T = a.shape[:2]
@@ -356,7 +356,7 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
 
 
-def shard_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
+def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
     """A batch as seq splits it, and its specs: the time of what has as much of it as the tokens
     (but not of a source, which is another sequence) in zigzag order, with the places that the
     tokens had. The devices of seq have the batch whole: nothing is sent."""
@@ -377,8 +377,8 @@ def shard_time(batch: dict[str, jax.Array], mesh: Any) -> tuple[dict, dict]:
             {k: P(None, "seq") if k in timed else P(None) for k in batch})
 
 
-def attend(attention_fn: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: Callable,
-           query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> jax.Array:
+def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
+           query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
     """attention_fn(q, k, v, mask) over whole heads; q [B, T, H, N], k and v [B, S, K, N]. It gives
     [B, T, H, N] and the logarithm of its weights' sum [B, H, T]. The mask is mask(query_info,
     key_info), of what is known of each query and each key (trees of [B, T] and [B, S]). `causal`
@@ -390,7 +390,7 @@ def attend(attention_fn: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mas
     keys = attention.Keys(k, v, key_info)
     n = _size("seq") if "seq" in varying(q) else 1      # (to generate, time is not split)
 
-    def send_around(keys: Any) -> Any:
+    def send_around(keys):
         ring = [(i, (i + 1) % n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, "seq", ring), keys)
 
@@ -408,7 +408,7 @@ def attend(attention_fn: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mas
     return marked(checkpoint_name(out, "attend"), "attend")
 
 
-def sum_over_time(x: jax.Array) -> jax.Array:
+def sum_over_time(x: Array) -> Array:
     """What each device has summed over its part of the time, summed over all of it."""
     axes = tuple(sorted(varying(x) & {"seq", "tensor"}))
     return lax.psum(x, axes) if axes else x
@@ -425,9 +425,9 @@ def sum_over_time(x: jax.Array) -> jax.Array:
 #               wherever they are
 #   more        zigzag/experts.py (sorting, grouped products); README "The parallelisms"
 
-def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
-            between: Callable, back: jax.Array, *beside: tuple[jax.Array, jax.Array],
-            split_time: bool = True) -> jax.Array:
+def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
+            between: Callable, back: Array, *beside: tuple[Array, Array],
+            split_time: bool = True) -> Array:
     """Each token of the stream x [B, T, D] through the experts that it has chosen [B, T, K], into
     the stream: the sum of what they make, by shares [B, T, K]. An expert is columns `into`, each
     [E, D, F], then between(...), then rows `back` [E, F, D]. `beside` are pairs as `row` takes
@@ -442,7 +442,7 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     n, own = _size("expert"), back.shape[0]
     rows, chosen, shares = x.reshape(-1, D), chosen.reshape(-1, K), shares.reshape(-1, K)
 
-    def exchange(a: jax.Array) -> jax.Array:        # a[j] to device j; from device j its own
+    def exchange(a):        # a[j] to device j; from device j its own
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
     if n > 1:
@@ -461,8 +461,8 @@ def experts(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     return _into_stream(partial, whole, split_time)
 
 
-def _gather_shares(shares: jax.Array) -> jax.Array:
-    def gather(a: jax.Array) -> jax.Array:
+def _gather_shares(shares):
+    def gather(a):
         return lax.all_gather(a, "expert", tiled=True)
 
     if own_reduce_scatter():
@@ -471,7 +471,7 @@ def _gather_shares(shares: jax.Array) -> jax.Array:
     return gather(shares)
 
 
-def _own_choices(chosen: jax.Array, shares: jax.Array, own: int) -> tuple[jax.Array, jax.Array]:
+def _own_choices(chosen, shares, own):
     """Choices among this device's experts, numbered from 0; `own` is another device's."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
     if chosen.shape[1] > own:       # no row has more choices here than there are experts
@@ -500,14 +500,14 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     layer_specs = None if specs is None else jax.tree.map(lambda s: P(*s[1:]), specs,
                                                           is_leaf=is_spec)
 
-    def body(x: Any, layer: tuple) -> tuple:
+    def body(x, layer):
         w, e = layer
         return block(gather(w, layer_specs, sum_dtype), x, e)
 
     if remat != "none" or layer_specs is not None and _size("fsdp") > 1:
         body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
 
-    def step(x: Any, layer: tuple) -> tuple:        # its input has a name, for a pipeline to keep
+    def step(x, layer):        # its input has a name, for a pipeline to keep
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
     # A loop keeps what layers leave for the backward pass in arrays of all layers.
@@ -543,7 +543,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     are of that part."""
     total = jax.tree.leaves(weights)[0].shape[0] * _size("pipe")
 
-    def stack(weights: Any, x: jax.Array, indices: jax.Array, batch: Any) -> tuple:
+    def stack(weights, x, indices, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
                         sum_dtype)
         return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
@@ -564,11 +564,11 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
 
 
-def _sum_over_tensor(x: jax.Array) -> jax.Array:
+def _sum_over_tensor(x):
     return lax.psum(x, "tensor") if is_split(x) else x
 
 
-def _check_stages(stages: int, layers: int, chunks: int, specs: Any) -> None:
+def _check_stages(stages, layers, chunks, specs):
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=is_spec)):
         raise ConfigError(f"mesh axis pipe={stages}: the number of layers must divide by it, and "
                           f"shard.pipelined_loss must be given their specs")
@@ -577,14 +577,14 @@ def _check_stages(stages: int, layers: int, chunks: int, specs: Any) -> None:
                           f"divide into {stages * chunks}")
 
 
-def _send(tree: Any, step: int) -> Any:
+def _send(tree, step):
     """To the next stage, or the one before; around the end."""
     n = _size("pipe")
     pairs = [(i, (i + step) % n) for i in range(n)]
     return jax.tree.map(lambda a: lax.ppermute(a, "pipe", pairs), tree)
 
 
-def _share_time(x: jax.Array) -> jax.Array:
+def _share_time(x):
     """x [B, T, D] that one stage has, and the others have zeros for: to each its part of the time
     (of that which the device has of tensor's, if it divides)."""
     stages = _size("pipe")
@@ -597,9 +597,9 @@ def _share_time(x: jax.Array) -> jax.Array:
         x, "pipe", scatter_dimension=1, tiled=True), P())(x)
 
 
-def _time_of_stage(tree: Any, x: jax.Array) -> Any:
+def _time_of_stage(tree, x):
     """Of arrays [B, T, ...] the time that the devices of this stage have of a shared x."""
-    def part(a: jax.Array) -> jax.Array:
+    def part(a):
         if a.ndim < 2:
             return a
         pieces = _time_chunks(a, _size("pipe"), _size("tensor") if is_split(x) else 1)

@@ -19,7 +19,7 @@ from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.mesh import ambient, is_single_cpu, mark_varying, untyped
@@ -31,15 +31,15 @@ SCORES, BLOCK = 2**25, 128
 
 class Keys(NamedTuple):
     """Keys, values, and what is known of each key."""
-    k: jax.Array        # [B, S, K, N]
-    v: jax.Array        # [B, S, K, N]
+    k: Array        # [B, S, K, N]
+    v: Array        # [B, S, K, N]
     info: Any           # a tree of [B, S]
 
 
 class Partial(NamedTuple):
     """Attention to some of the keys, normalised by itself."""
-    values: jax.Array   # [B, T, H, N] float32
-    logsum: jax.Array   # [B, H, T], the logarithm of what the weights were divided by
+    values: Array   # [B, T, H, N] float32
+    logsum: Array   # [B, H, T], the logarithm of what the weights were divided by
 
 
 # -------------------------------------------------------------------------------------------
@@ -62,8 +62,8 @@ def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
     return ends, next((n for n in parts if scores <= n * count * SCORES), last)
 
 
-def in_blocks(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
-              causal: bool, tensor: int = 1) -> jax.Array:
+def in_blocks(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
+              causal: bool, tensor: int = 1) -> Array:
     """Attention [B, T, H, N] in blocks of queries. `tensor` counts devices among which a compiler
     divides the heads."""
     B, T, H, _ = q.shape
@@ -71,7 +71,7 @@ def in_blocks(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, que
     causal, scores = causal and S == T, B * H * T * S // tensor
     ends, parts = block_ends(scores, T, causal, not is_single_cpu())
 
-    def one(queries: Any, keys: Keys) -> jax.Array:
+    def one(queries, keys):
         q, info = queries
         return attention(q, keys.k, keys.v, mask(info, keys.info))[0]
 
@@ -91,7 +91,7 @@ def in_blocks(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, que
     return jnp.concatenate(results, 1) if len(ends) > 1 else results[0]
 
 
-def _time(tree: Any, begin: int, end: int | None) -> Any:
+def _time(tree, begin, end):
     return jax.tree.map(lambda x: x[:, begin:end], tree)
 
 
@@ -113,20 +113,20 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
     return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
 
 
-def kernel_fits(q: jax.Array) -> bool:
+def kernel_fits(q: Array) -> bool:
     """Whether the device has a kernel for these queries, and no compiler has to split it."""
     sizes, manual = ambient()
     whole = all(size == 1 or axis in manual for axis, size in sizes.items())
     return whole and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
 
 
-def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def by_kernel(q: Array, k: Array, v: Array) -> Array:
     """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
     backward are each traced without them, and the results marked as varying where q, k, v are."""
     return _untracked(causal_kernel, *(mark_varying(a, q, k, v) for a in (q, k, v)))
 
 
-def causal_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_kernel(q: Array, k: Array, v: Array) -> Array:
     """q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
     B, T, H, N = q.shape
     if kernel_name(q.dtype, T, N) != "splash":
@@ -144,12 +144,12 @@ def causal_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return kernel(*rows).reshape(B, H, T, N).swapaxes(1, 2)
 
 
-def _untracked(kernel: Callable, *args: jax.Array) -> jax.Array:
+def _untracked(kernel, *args):
     """kernel(*args) and its gradients, where types are tracked around it."""
     structure = None        # of what the forward pass leaves for the backward pass
 
-    def track(fn: Callable) -> Callable:
-        def call(*args: Any) -> Any:
+    def track(fn):
+        def call(*args):
             if not ambient()[1]:
                 return fn(*args)
             out = jax.shard_map(untyped(fn, outside=False), in_specs=P(), out_specs=P(),
@@ -158,8 +158,8 @@ def _untracked(kernel: Callable, *args: jax.Array) -> jax.Array:
 
         return call
 
-    def forward(*args: jax.Array) -> tuple:
-        def run(*args: jax.Array) -> tuple:
+    def forward(*args):
+        def run(*args):
             nonlocal structure
             out, vjp = jax.vjp(kernel, *args)
             saved, structure = jax.tree.flatten(vjp)
@@ -167,7 +167,7 @@ def _untracked(kernel: Callable, *args: jax.Array) -> jax.Array:
 
         return track(run)(*args)
 
-    def backward(saved: list, cotangent: jax.Array) -> tuple:
+    def backward(saved, cotangent):
         return track(lambda saved, g: jax.tree.unflatten(structure, saved)(g))(saved, cotangent)
 
     attention = jax.custom_vjp(track(kernel))
@@ -178,28 +178,28 @@ def _untracked(kernel: Callable, *args: jax.Array) -> jax.Array:
 # -------------------------------------------------------------------------------------------
 # Around a ring: each device has its queries, and sees everybody's keys in turn
 
-def _look(attention: Callable, mask: Callable, queries: Any, keys: Keys) -> Partial:
+def _look(attention, mask, queries, keys):
     q, info = queries
     values, logsum = attention(q, keys.k, keys.v, mask(info, keys.info))
     return Partial(values.astype(jnp.float32), logsum)
 
 
-def _join(a: Partial, b: Partial) -> Partial:
+def _join(a, b):
     """Attention to the keys of both."""
     logsum = jnp.logaddexp(a.logsum, b.logsum)
 
-    def share(part: Partial) -> jax.Array:
+    def share(part):
         return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
 
     return Partial(a.values * share(a) + b.values * share(b), logsum)
 
 
-def full_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
-              pass_on: Callable, n: int) -> jax.Array:
+def full_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
+              pass_on: Callable, n: int) -> Array:
     """Attention in which a query may see any key. pass_on gives the keys of the device before."""
     look = jax.checkpoint(functools.partial(_look, attention, mask, (q, query_info)))
 
-    def turn(state: tuple, _: None) -> tuple:
+    def turn(state, _):
         keys, result = state
         keys = pass_on(keys)
         return (keys, _join(result, look(keys))), None
@@ -208,8 +208,8 @@ def full_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, que
     return result.values.astype(q.dtype)
 
 
-def causal_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, query_info: Any,
-                pass_on: Callable, me: jax.Array, n: int) -> jax.Array:
+def causal_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
+                pass_on: Callable, me: Array, n: int) -> Array:
     """Causal attention over a sequence in zigzag order (data.py's `shard_time`): device i has an
     early part of the time and a late one, and all devices have equally much to do.
 
@@ -221,11 +221,11 @@ def causal_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, q
     early, late = _time(queries, 0, half), _time(queries, half, None)
     look = functools.partial(_look, attention, mask)
 
-    def select(condition: jax.Array, a: Any, b: Any) -> Any:
+    def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
     @jax.checkpoint         # of each turn only the keys and the results before it are kept
-    def look_at(keys: Keys, before: jax.Array, first: Partial, second: Partial) -> tuple:
+    def look_at(keys, before, first, second):
         second = _join(second, look(late, _time(keys, 0, half)))
         part = look(select(before, early, late),
                     select(before, _time(keys, 0, half), _time(keys, half, None)))
@@ -233,7 +233,7 @@ def causal_ring(attention: Callable, q: jax.Array, keys: Keys, mask: Callable, q
         return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, never))),
                 _join(second, part._replace(logsum=jnp.where(before, never, part.logsum))))
 
-    def turn(state: tuple, _: None) -> tuple:
+    def turn(state, _):
         keys, whose, *results = state
         keys, whose = pass_on(keys), (whose - 1) % n
         return (keys, whose, *look_at(keys, whose < me, *results)), None

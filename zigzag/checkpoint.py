@@ -26,11 +26,12 @@ import re
 import secrets
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax import Array
 
 from zigzag.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.files import appears, write_json
@@ -107,7 +108,7 @@ class RunFolder:
                               f"there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep)
 
-    def _take(self, word: str, record: dict[str, Any]) -> None:
+    def _take(self, word, record):
         """Lock the folder. The lock ends with the process."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ class RunFolder:
             self._open_metrics(step or 0)
         return state
 
-    def _set_aside(self, at: int) -> Path:
+    def _set_aside(self, at):
         place = self.folder / "checkpoints"
         aside, number = place / f"damaged-{at}", 0
         while aside.exists():
@@ -168,7 +169,7 @@ class RunFolder:
         self.manager.reload()
         return aside
 
-    def _open_metrics(self, step: int) -> None:
+    def _open_metrics(self, step):
         """Go on with metrics.jsonl, without what came after this step: it will be made again."""
         path, lines = self.folder / "metrics.jsonl", []
         if path.exists():
@@ -228,7 +229,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def _as_run_error(what: str) -> Iterator[None]:
+def _as_run_error(what):
     """A full disk, say, in one line. Errors of a save in the background come later."""
     try:
         yield
@@ -240,12 +241,12 @@ def _as_run_error(what: str) -> Iterator[None]:
         raise RunError(f"{what}: {one_line(e)}; earlier checkpoints are complete") from None
 
 
-def _orbax_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+def _orbax_manager(folder, keep):
     # orbax would note which devices held what, and then refuse to open the checkpoint on other
     # ones unless told where to put it. Without the note it opens anywhere.
     logging.disable(logging.WARNING)        # it warns that it does as it is told
     ocp.type_handlers.register_type_handler(
-        jax.Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
+        Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
     logging.disable(logging.NOTSET)
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
     return ocp.CheckpointManager(
@@ -253,7 +254,7 @@ def _orbax_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
         options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
 
 
-def _parse_row(line: str) -> dict[str, Any]:
+def _parse_row(line):
     """A line of metrics.jsonl; {} where it was cut short."""
     try:
         row = json.loads(line) if line.endswith("\n") else {}
@@ -270,11 +271,11 @@ def state_items(state: Any) -> dict[str, Any]:
     return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
 
 
-def _kinds(tree: Any) -> dict[str, str]:
+def _kinds(tree):
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
 
 
-def checksum(x: jax.Array) -> jax.Array:
+def checksum(x: Array) -> Array:
     """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
     element, times an odd number that its place decides, modulo 2**32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -285,7 +286,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _compiled_checksums(mesh: Any) -> Callable:
+def _compiled_checksums(mesh):
     return jax.jit(lambda tree: jax.tree.map(checksum, tree),
                    out_shardings=jax.NamedSharding(mesh, jax.P()),
                    compiler_options=compiler_options(mesh))
@@ -316,8 +317,8 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
     return items, meta
 
 
-def _read_items(folder: Path, wanted: dict[str, Any], whose: str
-                ) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_items(folder, wanted, whose
+                ):
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
                                                barrier_sync_key_prefix=str(me))
@@ -341,7 +342,7 @@ def _read_items(folder: Path, wanted: dict[str, Any], whose: str
             raise _read_error(folder, e, "it cannot be read") from None
 
 
-def _read_error(folder: Path, e: Exception, what: str) -> Exception:
+def _read_error(folder, e, what):
     """Is it the checkpoint, or this machine? Then nothing is to be set aside."""
     if isinstance(e, MemoryError) or re.search(
             "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
@@ -352,7 +353,7 @@ def _read_error(folder: Path, e: Exception, what: str) -> Exception:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _silence():
     """Without the hundreds of lines that reading a damaged checkpoint prints."""
     logging.disable(logging.CRITICAL)
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
@@ -364,5 +365,5 @@ def _silence() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _ignore(_: Any) -> None:
+def _ignore(_):
     pass

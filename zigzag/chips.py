@@ -109,7 +109,7 @@ def topology_devices(name: str) -> list[Any]:
             f"(slices x hosts x GPUs)") from None
 
 
-def _check_compiler(name: str, is_gpu: bool) -> None:
+def _check_compiler(name, is_gpu):
     module, wheels = ("libtpu", "libtpu")
     if is_gpu:
         module = "jax_plugins.xla_cuda12"

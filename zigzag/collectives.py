@@ -48,7 +48,7 @@ def scattering(n: int, mesh: Any) -> tuple[str, int]:
     return "reduce-scatter", 1
 
 
-def _stages(n: int) -> list[int]:
+def _stages(n):
     """n as a product of small numbers."""
     few = next((d for d in (4, 2, *range(3, n + 1)) if n % d == 0), 1)
     return [few, *_stages(n // few)] if n > 1 else []

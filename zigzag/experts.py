@@ -10,18 +10,18 @@ R rows, D model, F feed-forward, E experts of this device.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import ambient, mark_varying, platform, zeros_of
 
 
-def mixture(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[jax.Array],
-            between: Callable, back: jax.Array, usual: int) -> jax.Array:
+def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
+            between: Callable, back: Array, usual: int) -> Array:
     """Rows x [R, D] through the experts that they have chosen [R, K] (E where it is none of these),
     summed by shares [R, K]: columns `into`, each [E, D, F], then between(...), then rows `back`
     [E, F, D]. About `usual` of the choices are of experts here."""
@@ -33,7 +33,7 @@ def mixture(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     counts = (flat == jnp.arange(back.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    def product(x, w):
         return checkpoint_name(grouped_product(x, w, counts, usual), "product")
 
     rows = jnp.where(ours, x[order // K], 0)
@@ -42,7 +42,7 @@ def mixture(x: jax.Array, chosen: jax.Array, shares: jax.Array, into: Sequence[j
     return (out * shares[..., None]).sum(1)
 
 
-def grouped_product(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
+def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
     """Rows x [R, D], sorted into groups of so many, times the weights [E, D, F] of their group."""
     x, w, counts = mark_varying(x, w), mark_varying(w, x), mark_varying(counts, x)
     sizes, manual = ambient()
@@ -54,12 +54,12 @@ def grouped_product(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -
 class _Blocks(NamedTuple):
     """Blocks of `size` rows, each of one group; there may be more than are needed."""
     size: int
-    group: jax.Array        # [n] of each block
-    first: jax.Array        # [n] its first row
-    rows: jax.Array         # [n] how many rows of it are its own; 0: none is
+    group: Array        # [n] of each block
+    first: Array        # [n] its first row
+    rows: Array         # [n] how many rows of it are its own; 0: none is
 
 
-def _blocks(counts: jax.Array, rows: int, usual: int) -> _Blocks:
+def _blocks(counts, rows, usual):
     E = len(counts)
     size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
@@ -70,15 +70,15 @@ def _blocks(counts: jax.Array, rows: int, usual: int) -> _Blocks:
     return _Blocks(size, group, first, own)
 
 
-def _loop(blocks: _Blocks, make: Callable, put: Callable, start: jax.Array, *rows: jax.Array
-          ) -> jax.Array:
+def _loop(blocks, make, put, start, *rows
+          ):
     """What put(all, group, first, made) makes of made = make(group, *the block's rows)."""
     rows = [jnp.pad(a, ((0, blocks.size), (0, 0))) for a in rows]
 
-    def turn(out: jax.Array, block: tuple) -> tuple:
+    def turn(out, block):
         group, first, count = block
 
-        def work() -> jax.Array:
+        def work():
             own = (jnp.arange(blocks.size) < count)[:, None]
             return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, blocks.size), 0)
                                  for a in rows])
@@ -90,38 +90,38 @@ def _loop(blocks: _Blocks, make: Callable, put: Callable, start: jax.Array, *row
     return lax.scan(turn, mark_varying(start, *rows), (blocks.group, blocks.first, blocks.rows))[0]
 
 
-def _by_blocks(x: jax.Array, w: jax.Array, counts: jax.Array, usual: int) -> jax.Array:
+def _by_blocks(x, w, counts, usual):
     """grouped_product where XLA has none and multiplies every row with every group's weights: a
     loop over blocks of rows of one group. A group of the usual length has about four blocks."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
-    def product(x: jax.Array, w: jax.Array, counts: jax.Array, contract: int) -> jax.Array:
+    def product(x, w, counts, contract):
         R, blocks = len(x), _blocks(counts, len(x), usual)
 
-        def make(group: Any, x: jax.Array) -> jax.Array:
+        def make(group, x):
             return lax.dot_general(x, w[group], (((1,), (contract,)), ((), ())))
 
-        def put(out: jax.Array, group: Any, first: Any, made: jax.Array) -> jax.Array:
+        def put(out, group, first, made):
             # In order: what a block writes beyond its own rows, the next ones write over.
             return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
         start = jnp.zeros((R + blocks.size, w.shape[2 - contract]), x.dtype)
         return _loop(blocks, make, put, start, x)[:R]
 
-    def backward(saved: tuple, cotangent: jax.Array) -> tuple:
+    def backward(saved, cotangent):
         x, w, counts = saved
 
-        def make(group: Any, x: jax.Array, g: jax.Array) -> jax.Array:
+        def make(group, x, g):
             return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=wide)
 
-        def put(out: jax.Array, group: Any, first: Any, made: jax.Array) -> jax.Array:
+        def put(out, group, first, made):
             return out.at[group].add(made)
 
         blocks, zeros = _blocks(counts, len(x), usual), jnp.zeros(w.shape, wide)
         dw = _loop(blocks, make, put, zeros, x, cotangent)
         return product(cotangent, w, counts, 1), dw.astype(w.dtype), None
 
-    def forward(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    def forward(x, w, counts):
         return product(x, w, counts, 0)
 
     by_blocks = jax.custom_vjp(forward)

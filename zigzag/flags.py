@@ -60,14 +60,14 @@ def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = "
     return given, words
 
 
-def _check_name(name: str, types: dict[str, str]) -> None:
+def _check_name(name, types):
     if name not in types:
         near = difflib.get_close_matches(name, types, 1, 0.5)
         raise ConfigError(f"--{name} is not an option" + (
             f"; did you mean --{near[0]}?" if near else f"; the options are --{' --'.join(types)}"))
 
 
-def _value(name: str, kind: str, values: list[str], given: dict[str, Any]) -> Any:
+def _value(name, kind, values, given):
     """What the words after --name mean for a field of this type."""
     if kind == "tuple":
         if not values:

@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -169,11 +169,11 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
 
-def _gib(size: float) -> str:
+def _gib(size):
     return f"{size / 2**30:.2f} GiB"
 
 
-def _share_in_groups(config: Any, mesh: Any) -> float:
+def _share_in_groups(config, mesh):
     """Of the rows for which an expert's device has room, how many are tokens on average."""
     devices = mesh.shape["expert"] if config.step == "shard_map" else 1
     room = min(config.experts_per_token, max(1, config.experts // devices))
@@ -181,7 +181,7 @@ def _share_in_groups(config: Any, mesh: Any) -> float:
 
 
 @contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
+def _without_stderr():
     """Without what a compiler prints of its own troubles."""
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)

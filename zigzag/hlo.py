@@ -21,10 +21,9 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
 from zigzag.mesh import mesh_of
 
@@ -97,20 +96,20 @@ class _Computation:
     lines: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
-    def shapes(self) -> dict[str, list[int]]:
+    def shapes(self):
         """The shape of each value that is made here."""
         return {m[1]: _ints(m[2]) for line in self.lines if (m := _RESULT.match(line))}
 
     @functools.cached_property
-    def starts_a_chain(self) -> bool:
+    def starts_a_chain(self):
         return any("AsyncCollectiveStart" in line for line in self.lines)
 
 
-def _executed(text: str, ragged: float = 1.0) -> Iterator[tuple[str, float, _Computation]]:
+def _executed(text, ragged=1.0):
     """Each line that runs, how often, and its computation."""
     computations, entry = _parse(text)
 
-    def visit(name: str, times: float) -> Iterator:
+    def visit(name, times):
         computation = computations.get(name, _Computation())
         for line in computation.lines:
             yield line, times, computation
@@ -122,7 +121,7 @@ def _executed(text: str, ragged: float = 1.0) -> Iterator[tuple[str, float, _Com
     return visit(entry, 1)
 
 
-def _parse(text: str) -> tuple[dict[str, _Computation], str]:
+def _parse(text):
     """All computations by name, and the name of the one that runs first."""
     computations: dict[str, _Computation] = {}
     entry, current = "", _Computation()
@@ -135,7 +134,7 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
     return computations, entry
 
 
-def _repeats(line: str, computations: dict[str, _Computation], ragged: float) -> float:
+def _repeats(line, computations, ragged):
     """How often a line runs what it calls."""
     if " while(" in line:
         trips = (_TRIP_COUNT.search(line)
@@ -145,14 +144,14 @@ def _repeats(line: str, computations: dict[str, _Computation], ragged: float) ->
     return ragged if " conditional(" in line and "/ragged/" in line else 1
 
 
-def _loop_bound(condition: list[str]) -> re.Match | None:
+def _loop_bound(condition):
     """The constant, of a loop that counts from 0 while it is less than a constant."""
     if not any("direction=LT" in line for line in condition):
         return None
     return next(filter(None, map(_CONSTANT.search, condition)), None)
 
 
-def _ints(text: str) -> list[int]:
+def _ints(text):
     return [int(x) for x in text.split(",") if x]
 
 
@@ -176,7 +175,7 @@ _MESH = re.compile(r"replica_groups=mesh\[(?P<axes>.*?)\](?:, device_ids=\(\[(?P
                    r"(?:T\((?P<order>[\d,]+)\))?\))? {(?P<over>.*?)}")
 
 
-def _sent(found: re.Match, line: str, mesh: Mesh) -> tuple[str, str, float]:
+def _sent(found, line, mesh):
     """Kind and axis of the collective on this line, and the bytes that a device sends in it."""
     kind, sizes = found["kind"], [math.prod(_ints(dims)) * _bits(name) / 8
                                   for name, dims in _SHAPE.findall(found["result"])]
@@ -191,13 +190,13 @@ def _sent(found: re.Match, line: str, mesh: Mesh) -> tuple[str, str, float]:
     return kind, _axes_within(groups, mesh), sum(sizes) * share
 
 
-def _bits(name: str) -> int:
+def _bits(name):
     """The width of a type: bf16, s32, f8e4m3fn, pred, or one that is not sent, as token."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else {"pred": 8}.get(name, 0)
 
 
-def _groups(line: str, mesh: Mesh) -> list[list[int]]:
+def _groups(line, mesh):
     """The devices that take part in a collective together, in any of the ways in which XLA writes
     them. Where it writes none, all devices are one group."""
     if found := _IOTA.search(line):
@@ -214,13 +213,13 @@ def _groups(line: str, mesh: Mesh) -> list[list[int]]:
     return groups or [list(range(mesh.size))]
 
 
-def _count(shape: str, order: str | None) -> np.ndarray:
+def _count(shape, order):
     """0, 1, 2, ... in this shape, transposed to this order."""
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
 
 
-def _axes_within(groups: Iterable[Iterable[int]], mesh: Mesh) -> str:
+def _axes_within(groups, mesh):
     """The axes along which the members of a group differ, as one name. (A program numbers the
     mesh's devices in order.)"""
     differ = {d for group in groups
@@ -254,7 +253,7 @@ _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _DIMS = re.compile(r"\w+\[([\d,]+)\]")
 
 
-def _operations(line: str, computation: _Computation, ragged: float) -> float:
+def _operations(line, computation, ragged):
     """Operations of a line, if it is a product or a kernel that has some."""
     if "tpu_custom_call" in line and "ragged_dot_tiling" in line:
         return 2 * ragged * _ragged_products(line)
@@ -273,12 +272,12 @@ def _operations(line: str, computation: _Computation, ragged: float) -> float:
     return 2 * math.prod(result) * math.prod(left[d] for d in contracted)
 
 
-def _inputs(line: str) -> str:
+def _inputs(line):
     """The shapes of a kernel's operands."""
     return line.split("operand_layout_constraints=")[1]
 
 
-def _ragged_products(line: str) -> int:
+def _ragged_products(line):
     """A TPU's kernel for a ragged product. Of its two matrices and its result, one has a
     dimension of groups: each dimension of the product is in two of the three."""
     result, *_, left, right = _DIMS.findall(line.split(" custom-call(")[0]
@@ -286,7 +285,7 @@ def _ragged_products(line: str) -> int:
     return math.isqrt(math.prod(math.prod(_ints(dims)[-2:]) for dims in (result, left, right)))
 
 
-def _cudnn_operations(line: str) -> float:
+def _cudnn_operations(line):
     """cuDNN's attention, of queries [B, T, H, N] and keys [B, S, K, N]: two products forward,
     five backward, half of each where it is causal."""
     (B, T, H, N), (_, S, *_) = map(_ints, _DIMS.findall(_inputs(line))[:2])
@@ -294,7 +293,7 @@ def _cudnn_operations(line: str) -> float:
     return products * B * T * S * H * N * (1 if '"CAUSAL"' in line else 2)
 
 
-def _splash_operations(kernel: str, line: str) -> float:
+def _splash_operations(kernel, line):
     """A TPU's attention, of queries [B H, T, N]. Of n x n blocks, which its first operand
     [1, n, n] counts, it computes those up to the diagonal."""
     inputs = _inputs(line)
@@ -303,14 +302,14 @@ def _splash_operations(kernel: str, line: str) -> float:
     return _SPLASH_PRODUCTS[kernel] * BH * T * T * N * (n + 1) / n
 
 
-def _convolution_products(result: list[int], image: list[int], kernel: list[int],
-                          options: str) -> int:
+def _convolution_products(result, image, kernel,
+                          options):
     """How many products of two numbers a convolution has: one with padding, or between the
     numbers of a dilated side, is none. (TPU programs write batched products as convolutions.)"""
     image_dims, kernel_dims, result_dims = _DIM_LABELS.search(options).groups()
     window = dict(_SETTING.findall("".join(_WINDOW.findall(options))))
 
-    def setting(name: str, dim: int, default: str = "1") -> str:
+    def setting(name, dim, default="1"):
         return window[name].split("x")[dim] if name in window else default
 
     products = (result[result_dims.index("b")] * result[result_dims.index("f")]

@@ -67,7 +67,7 @@ def init_distributed(config: Any) -> None:
     watchdog.arm("beginning")
 
 
-def _bind_address(coordinator: str) -> str | None:
+def _bind_address(coordinator):
     """Process 0 listens on the address that is named and on no other, if this machine has it; None
     stands for all its addresses. It is tried first: on a port in use jax crashes (139, no line)."""
     host, port = coordinator.rsplit(":", 1)
@@ -133,7 +133,7 @@ class Watchdog:
         # loss of process 0 still aborts the others.
         line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
 
-        def on_abort(_: int) -> None:
+        def on_abort(_):
             os.write(2, line)
             os._exit(1)
 
@@ -155,7 +155,7 @@ class Watchdog:
         if what:                # should even the thread not get its turn
             faulthandler.dump_traceback_later(limit + 10, exit=True)
 
-    def _watch(self) -> None:
+    def _watch(self):
         while True:
             time.sleep(0.5)
             what, since, limit = self.what, self.since, self.limit
@@ -181,11 +181,11 @@ def stop_on_signals(stop: list[int]) -> Iterator[None]:
     numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def restore() -> None:
+    def restore():
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def on_signal(number: int, _: Any) -> None:
+    def on_signal(number, _):
         restore()
         if several:
             os.kill(os.getpid(), signal.SIGTERM)

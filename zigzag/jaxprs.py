@@ -55,7 +55,7 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def _ranks(variables: Any) -> list[int]:
+def _ranks(variables):
     return [len(v.aval.shape) for v in variables]
 
 
@@ -79,12 +79,12 @@ def marked(x: jax.Array, name: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _mark(x: jax.Array, name: str) -> jax.Array:
+def _mark(x, name):
     return checkpoint_name(x, name)
 
 
 @_mark.defjvp
-def _mark_jvp(name: str, primals: tuple, tangents: tuple) -> tuple:
+def _mark_jvp(name, primals, tangents):
     return checkpoint_name(primals[0], DIFFERENTIATED), tangents[0]
 
 

@@ -50,7 +50,7 @@ def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
     return sizes
 
 
-def _check_axis(name: str) -> None:
+def _check_axis(name):
     if name not in AXES:
         raise ConfigError(f"mesh axis {name!r}: the axes are {', '.join(AXES)}"
                           + did_you_mean(name, AXES))
@@ -77,7 +77,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _wrong_size(sizes: dict[str, int], needed: int, devices: list[Any]) -> str:
+def _wrong_size(sizes, needed, devices):
     count, platform = len(devices), devices[0].platform if devices else "no"
     if needed <= count:
         fits = [n for n in range(1, count + 1) if count % n == 0]
@@ -94,7 +94,7 @@ def _wrong_size(sizes: dict[str, int], needed: int, devices: list[Any]) -> str:
 
 def all_meshes(count: int) -> list[dict[str, int]]:
     """Every mesh of so many devices, as the sizes of its axes."""
-    def over(axes: Sequence[str], count: int) -> list[dict[str, int]]:
+    def over(axes, count):
         if len(axes) == 1:
             return [{axes[0]: count}]
         return [{axes[0]: n, **rest} for n in range(1, count + 1) if count % n == 0
@@ -245,7 +245,7 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     stay local until you sum them; mark an activation, and its gradient is summed there."""
     axes = varying(*like) | set(also)
 
-    def mark(x: jax.Array) -> jax.Array:
+    def mark(x):
         new = tuple(sorted(axes - varying(x)))
         return lax.pcast(x, new, to="varying") if new else x
 
@@ -260,14 +260,17 @@ def mark_alike(tree: Any, *like: Any) -> Any:
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros of the shapes and types that fn(*args) has."""
-    return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
-                        jax.eval_shape(fn, *args))
+    # (Not by eval_shape: jax.typeof of what that gives fails where an axis is not manual.)
+    traced, made = jax.make_jaxpr(fn, return_shape=True)(*args)
+    zeros = [mark_varying(jnp.zeros(a.shape, a.dtype), also=a.mat.varying)
+             for a in traced.out_avals]
+    return jax.tree.unflatten(jax.tree.structure(made), zeros)
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
     """Each leaf that all devices of an axis computed alike: kept on the first of them, 0 on the
     others. A sum over the axis then counts it once."""
-    def first(x: jax.Array) -> jax.Array:
+    def first(x):
         for axis in sorted(axes - varying(x)):
             x = jnp.where(lax.axis_index(axis) == 0, x, 0)
         return x
@@ -286,7 +289,7 @@ def untyped(fn: Callable, outside: bool = True) -> Callable:
     """fn without varying types: traced with plain shapes, and `outside` the mesh, where no function
     of shard.py sends anything. In a shard_map with check_vma=False each device computes so on what
     it has, whatever fn contains."""
-    def call(*args: Any) -> Any:
+    def call(*args):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh if outside else contextlib.nullcontext():

@@ -17,7 +17,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from zigzag.mesh import ambient, mark_alike, mark_varying, varying, zeros_of
 from zigzag.remat import POLICIES
@@ -38,7 +38,7 @@ class Loss:
     layers: Callable        # weights, x, indices, batch -> x, aux (None or a pair with a sum)
     head: Callable          # params, x, batch -> sum, count
     batch: Any              # a tree of [B, ...]
-    indices: jax.Array      # of all layers [L]
+    indices: Array      # of all layers [L]
     links: Links
     stages: int
     microbatches: int
@@ -56,7 +56,7 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
     return _last_tick(M - 1, S, V) + 1, V
 
 
-def _last_tick(microbatch: int, S: int, V: int) -> int:
+def _last_tick(microbatch, S, V):
     """When the last stage finishes a microbatch. They go in groups of S: each of a group's V laps
     takes S ticks, and the last lap of number j of the group begins j ticks after the first's."""
     group, j = divmod(microbatch, S)
@@ -79,7 +79,7 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
 
-    def cell(stage: int, t: int) -> str:
+    def cell(stage, t):
         if schedule == "1f1b":
             work = zip(("", "'"), work_1f1b(t, stage, S))
         else:
@@ -95,8 +95,8 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     note = ("; x' is the backward pass of x (here a tick is a forward and a backward; in the other "
             "schedules, one of the two)" if schedule == "1f1b" else "")
     batches, parts = "microbatches" if M > 1 else "microbatch", "chunks" if V > 1 else "chunk"
-    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} {batches} of {V} {parts} a stage, "
-                              f"{1 - M * V / count:.0%} of them idle{note}"])
+    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} {batches} of {V} {parts} a "
+                              f"stage, {1 - M * V / count:.0%} of them idle{note}"])
 
 
 # -------------------------------------------------------------------------------------------
@@ -113,24 +113,24 @@ def pick(tree: Any, index: Any) -> Any:
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
 
-def _in_float32(weights: Any) -> tuple[Any, Callable]:
+def _in_float32(weights):
     """Weights in float32 and the way back to their precision, for use inside a loop: autodiff then
     adds their gradients up in float32."""
     dtypes = jax.tree.map(lambda w: w.dtype, weights)
 
-    def back(wide: Any) -> Any:
+    def back(wide):
         return jax.tree.map(lambda w, dtype: w.astype(dtype), wide, dtypes)
 
     return jax.tree.map(lambda w: w.astype(jnp.float32), weights), back
 
 
-def _skip_idle(busy: jax.Array, work: Callable, idle: Callable, x: Any) -> Any:
+def _skip_idle(busy, work, idle, x):
     """work(x) in the ticks in which a stage has work, else idle(x). Skipped, but for seq: its ring
     is one collective-permute of all devices, idle ones too."""
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
                          jax.eval_shape(idle, x))
 
-    def typed(fn: Callable) -> Callable:
+    def typed(fn):
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
     if ambient()[0]["seq"] > 1:
@@ -162,7 +162,7 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
     wide = split_rows(wide, V)
     indices = loss.indices.reshape(V, S, -1)
 
-    def tick(x: jax.Array, t: jax.Array) -> tuple:
+    def tick(x, t):
         microbatch, chunk = work_at(t, me, S, V)
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
@@ -170,8 +170,8 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
         # Weights are picked again in the backward pass, or every tick would keep them. (The outer
         # policy wins: it decides what is kept of the layers inside, too.)
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[remat])
-        def turn(x: jax.Array) -> tuple:
-            def work(x: jax.Array) -> tuple:
+        def turn(x):
+            def work(x):
                 return loss.layers(narrow(pick(wide, chunk)), x, pick(pick(indices, chunk), me),
                                    pick(batch, microbatch))
 
@@ -196,10 +196,10 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
 
 class _State(NamedTuple):
     """What 1F1B carries from tick to tick."""
-    x: jax.Array            # into this stage, from the stage before
-    dx: jax.Array           # the cotangent of what this stage made, from the next stage
-    dlast: jax.Array        # the same for the last stage: from the head, one tick ago
-    inputs: jax.Array       # [2 S, b, T, D]: what came in, until its backward pass
+    x: Array            # into this stage, from the stage before
+    dx: Array           # the cotangent of what this stage made, from the next stage
+    dlast: Array        # the same for the last stage: from the head, one tick ago
+    inputs: Array       # [2 S, b, T, D]: what came in, until its backward pass
     grads: tuple            # of params and of weights, float32
     pair: tuple             # the loss's sum and count
     aux: Any
@@ -215,22 +215,22 @@ def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
     takes one microbatch forward and one back, from its input again. The gradient is made along
     with the loss, for a cotangent of 1; autodiff then only scales it."""
     @jax.custom_vjp
-    def total(params: Any, weights: Any) -> tuple:      # when no gradient is asked for
+    def total(params, weights):      # when no gradient is asked for
         return forward_then_backward(loss, params, weights, 1, "none")
 
-    def scaled(grads: Any, cotangents: tuple) -> Any:
+    def scaled(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), grads)
 
     total.defvjp(functools.partial(_with_gradients, loss), scaled)
     return total(params, weights)
 
 
-def _with_gradients(loss: Loss, params: Any, weights: Any) -> tuple:
+def _with_gradients(loss, params, weights):
     """The loss, and the gradients of params and weights."""
     S, M, me = loss.stages, loss.microbatches, lax.axis_index("pipe")
     stage = _Stage(loss, params, weights)
 
-    def zeros32(tree: Any) -> Any:
+    def zeros32(tree):
         return jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w, me), tree)
 
     x = stage.zeros
@@ -245,7 +245,7 @@ def _with_gradients(loss: Loss, params: Any, weights: Any) -> tuple:
 class _Stage:
     """What one stage does in a tick of 1F1B."""
 
-    def __init__(self, loss: Loss, params: Any, weights: Any):
+    def __init__(self, loss, params, weights):
         self.loss, self.params, self.weights = loss, params, weights
         self.me = lax.axis_index("pipe")
         self.batch = split_rows(loss.batch, loss.microbatches)
@@ -254,21 +254,21 @@ class _Stage:
         self.zeros = self._alike(x)
         self.no_aux = zeros_of(self.layers, weights, self.zeros, 0)[1]
 
-    def _alike(self, tree: Any) -> Any:
+    def _alike(self, tree):
         return mark_alike(tree, self.params, self.batch, self.weights, self.me)
 
-    def embed(self, params: Any, m: Any) -> jax.Array:
+    def embed(self, params, m):
         return self._alike(self.loss.embed(params, pick(self.batch, m)))
 
-    def layers(self, weights: Any, x: jax.Array, m: Any) -> tuple:
+    def layers(self, weights, x, m):
         return self._alike(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
 
-    def head(self, params: Any, y: jax.Array, m: Any) -> tuple:
+    def head(self, params, y, m):
         x = self.loss.links.scatter_time(y)
         batch = self.loss.links.my_time(pick(self.batch, m), x)
         return self._alike(tuple(self.loss.head(params, x, batch)))
 
-    def tick(self, s: _State, t: jax.Array) -> _State:
+    def tick(self, s, t):
         S, M, links = self.loss.stages, self.loss.microbatches, self.loss.links
         (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
         first, last = self.me == 0, self.me == S - 1
@@ -299,29 +299,29 @@ class _Stage:
                       (dparams, _add(total, dweights)), _add(s.pair, _where(valid, pair)),
                       _add(s.aux, aux))
 
-    def _zeros(self, tree: Any) -> Any:
+    def _zeros(self, tree):
         return jax.tree.map(jnp.zeros_like, tree)
 
-    def _head_gradients(self, y: jax.Array, m: Any) -> tuple:
+    def _head_gradients(self, y, m):
         """The loss's pair, the gradient of params, and the cotangent of y."""
         pair, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
         one, zero = (mark_varying(jnp.full_like(v, k), v) for k, v in zip((1, 0), pair))
         return pair, *vjp((one, zero))
 
-    def _layer_gradients(self, x: jax.Array, dy: jax.Array, m: Any) -> tuple:
+    def _layer_gradients(self, x, dy, m):
         (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
         if aux is None:
             return vjp((dy, None))
         added, others = aux
         return vjp((dy, (mark_varying(jnp.ones_like(added), added), self._zeros(others))))
 
-    def _embed_gradients(self, dx: jax.Array, m: Any) -> Any:
+    def _embed_gradients(self, dx, m):
         return jax.vjp(lambda params: self.embed(params, m), self.params)[1](dx)[0]
 
 
-def _add(total: Any, more: Any) -> Any:
+def _add(total, more):
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
-def _where(condition: jax.Array, tree: Any) -> Any:
+def _where(condition, tree):
     return jax.tree.map(lambda a: jnp.where(condition, a, 0), tree)

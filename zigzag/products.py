@@ -12,24 +12,24 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from zigzag.mesh import mark_alike, mark_varying, platform, zeros_of
 
 
-def matmul(x: jax.Array, w: jax.Array, contract: int = 1, dtype: Any = None) -> jax.Array:
+def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
     """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
     w. `dtype` is the result's, if not x's."""
     first = x.ndim - contract
     dims = ((tuple(range(first, x.ndim)), tuple(range(contract))), ((), ()))
 
-    def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+    def plain(x, w):
         return lax.dot_general(x, w, dims, preferred_element_type=dtype)
 
     if platform() != "cpu":
         return plain(x, w)
 
-    def backward(saved: tuple, cotangent: jax.Array) -> tuple:
+    def backward(saved, cotangent):
         x, w = saved
         dx, = jax.linear_transpose(lambda x: plain(x, w), x)(cotangent)
         rows = tuple(range(first))
@@ -42,7 +42,7 @@ def matmul(x: jax.Array, w: jax.Array, contract: int = 1, dtype: Any = None) -> 
     return product(mark_varying(x, w), mark_varying(w, x))
 
 
-def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> jax.Array:
+def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
     """The sum of the scalar fn(weights, *chunk) over chunks (arrays [count, ...]), with one chunk
     in memory at a time. Where it is differentiated, a chunk's gradients are made with the chunk in
     the forward pass: the backward pass only scales them, and computes nothing again."""
@@ -51,15 +51,15 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> jax.Array:
     dtypes = jax.tree.map(lambda w: w.dtype, weights)
 
     @jax.custom_vjp
-    def total(weights: Any, chunks: Any) -> jax.Array:
+    def total(weights, chunks):
         return lax.scan(lambda s, chunk: (s + fn(weights, *chunk), None), zero, chunks)[0]
 
-    def forward(weights: Any, chunks: Any) -> tuple:
-        def one(carry: tuple, chunk: Any) -> tuple:
+    def forward(weights, chunks):
+        def one(carry, chunk):
             s, grads = carry
             floats = {i: a for i, a in enumerate(chunk) if jnp.issubdtype(a.dtype, jnp.floating)}
 
-            def of_floats(weights: Any, floats: dict) -> jax.Array:
+            def of_floats(weights, floats):
                 return fn(weights, *(floats.get(i, a) for i, a in enumerate(chunk)))
 
             value, vjp = jax.vjp(of_floats, weights, floats)
@@ -71,7 +71,7 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> jax.Array:
         (s, grads), dfloats = lax.scan(one, (zero, wide), chunks)
         return s, (grads, dfloats)
 
-    def backward(saved: tuple, cotangent: jax.Array) -> tuple:
+    def backward(saved, cotangent):
         grads, dfloats = saved
         return (jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes),
                 [(dfloats[i] * cotangent).astype(dfloats[i].dtype) if i in dfloats else

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 # As good as its operand: never worth keeping.
@@ -11,13 +9,13 @@ VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element
          "pvary", "sharding_constraint", "copy"}
 
 
-def _gathers_weights(name: str, params: dict[str, Any]) -> bool:
+def _gathers_weights(name, params):
     inside = getattr(params.get("jaxpr"), "eqns", ())
     return (name == "all_gather" and "fsdp" in params["axis_name"] or name == "dynamic_slice"
             or any(_gathers_weights(eqn.primitive.name, eqn.params) for eqn in inside))
 
 
-def _all_but_weights(operation: Any, *_: Any, **params: Any) -> bool:
+def _all_but_weights(operation, *_, **params):
     """Everything but gathered weights: to keep those would undo fsdp. So nothing that gathers or
     picks them is kept, nor a view of them."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)

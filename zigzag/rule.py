@@ -45,7 +45,7 @@ from zigzag.mesh import (
     spec_axes,
     trimmed,
 )
-from zigzag.trace import Cost, Facts, trace
+from zigzag.trace import Cost, trace
 
 # Not worth a reduction: a group this many times narrower than what its columns read (low rank,
 # few labels), a table with this many times fewer rows than each is long (token types), and what
@@ -163,7 +163,7 @@ def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tupl
     return found
 
 
-def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: dict[str, int]) -> None:
+def _check_spec(path, shape, spec, sizes):
     if len(spec) > len(shape):
         raise ConfigError(f"{path}: {spec} has {len(spec)} dimensions, the weight has "
                           f"{len(shape)}")
@@ -181,7 +181,7 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, sizes: dict[str, int
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored: P, decision: Decision, rank: int, code_dim: int | None) -> P:
+def _spec_the_loss_gets(stored, decision, rank, code_dim):
     """How a loss is given a weight that an override stores otherwise. Layers go to their stages
     and experts to their devices as the rule has it. `tensor` is as the override says, unless the
     model's code splits another dimension; and so is `fsdp`, but on the dimension that counts
@@ -214,7 +214,7 @@ Dim = tuple[int, int]       # a leaf, and which dimension of it
 class _Choice:
     """Which groups are split over `tensor`."""
 
-    def __init__(self, facts: Facts, shards: int):
+    def __init__(self, facts, shards):
         self.facts, self.shards = facts, shards
         self.sizes = [math.prod(shape) for shape in facts.shapes]
         self.members: dict[int, list[Dim]] = {}     # of each group
@@ -242,13 +242,13 @@ class _Choice:
             form = self.form(members)
             self.size_by_form[form] = self.size_by_form.get(form, 0) + self.size(members)
 
-    def size(self, members: list[Dim]) -> int:
+    def size(self, members):
         return sum(self.sizes[leaf] for leaf, _ in members)
 
-    def form(self, members: list[Dim]) -> Any:
+    def form(self, members):
         return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in members))
 
-    def forbid_tables(self) -> dict[int, str]:
+    def forbid_tables(self):
         """Of tables whose rows are added up one is split: the one that is an output too, or else
         the largest. A second would be a second reduction, for positions."""
         sums = []
@@ -264,7 +264,7 @@ class _Choice:
             forbidden |= {facts.groups[leaf][d]: why for leaf, d in tables - {best}}
         return forbidden
 
-    def splits(self, code_dims: Sequence[int | None]) -> list[_Split]:
+    def splits(self, code_dims):
         """What is split of each leaf, at most one dimension; only the given one, where a model's
         code gives it."""
         if self.shards == 1:
@@ -292,7 +292,7 @@ class _Choice:
         return [chosen.get(leaf) or _Split(None, self.why_whole(leaf, refused))
                 for leaf in range(len(self.sizes))]
 
-    def independent(self, ranked: list[tuple]) -> set[int]:
+    def independent(self, ranked):
         """Groups of which no two share a weight: the cheapest first; then one of about the same
         price takes the place of those that it excludes where it splits a quarter more."""
         groups = {group: (ratio, -less) for ratio, less, _, group in ranked}
@@ -307,7 +307,7 @@ class _Choice:
                     owner.update(dict.fromkeys((leaf for leaf, _ in self.members[group]), group))
         return set(owner.values())
 
-    def arriving(self, groups: set[int], refused: dict[int, str]) -> set[int]:
+    def arriving(self, groups, refused):
         """Without those that are only sliced into what weights read whole: the slices of a fused
         query, key and value stay split, by heads, those of a modulation would be gathered."""
         while True:
@@ -322,7 +322,7 @@ class _Choice:
             groups = groups - lost
 
     # -- refusals
-    def refuse(self, group: int, members: list[Dim]) -> str:
+    def refuse(self, group, members):
         """Why a group is not split, whatever its price; or ''."""
         facts = self.facts
         if group not in facts.made or not any(facts.roles[w].get(d) for w, d in members):
@@ -338,7 +338,7 @@ class _Choice:
             return "it is two dimensions of one weight"
         return self.not_worth_it(members)
 
-    def not_worth_it(self, members: list[Dim]) -> str:
+    def not_worth_it(self, members):
         columns, rows, tables = (
             [(w, d) for w, d in members if role in self.facts.roles[w].get(d, ())]
             for role in ("free", "contracted", "indexed"))
@@ -359,15 +359,15 @@ class _Choice:
             return "a small part of the model at its output"
         return ""
 
-    def dims(self, leaf: int, role: str) -> list[int]:
+    def dims(self, leaf, role):
         return [d for d, names in self.facts.roles[leaf].items()
                 if role in names and "stacked" not in names]
 
-    def groups(self, leaf: int, role: str) -> set[int]:
+    def groups(self, leaf, role):
         return {self.facts.groups[leaf][d] for d in self.dims(leaf, role)}
 
     # -- reasons
-    def why_split(self, leaf: int, dim: int) -> str:
+    def why_split(self, leaf, dim):
         roles = self.facts.roles[leaf].get(dim, set())
         if "indexed" in roles:
             return "table: looked up by row" + (", and used again as a product's columns"
@@ -378,7 +378,7 @@ class _Choice:
             return "column: meets a whole activation"
         return "follows the split activation it meets"
 
-    def why_whole(self, leaf: int, refused: dict[int, str]) -> str:
+    def why_whole(self, leaf, refused):
         groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
         for role in ("indexed", "free", "grouped", "contracted"):
             for d in sorted(self.dims(leaf, role)):
@@ -391,7 +391,7 @@ class _Choice:
                             "it meets weights alone" if met == {"inner"} else
                             "it reads and writes what is whole between the layers")
 
-    def expert_dims(self, leaf: int) -> list[int]:
+    def expert_dims(self, leaf):
         """The dimensions that count experts, of a leaf that has others: a router has not."""
         roles = self.facts.roles[leaf]
         mine = [d for d, group in enumerate(self.facts.groups[leaf]) if group in self.experts]
@@ -403,7 +403,7 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # The other axes
 
-def _decide(choice: _Choice, leaf: int, split: _Split, mesh: Any, fsdp_min: int) -> Decision:
+def _decide(choice, leaf, split, mesh, fsdp_min):
     sizes = {a: 1 for a in AXES} | dict(mesh.shape)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = [None] * len(shape)
@@ -525,7 +525,7 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     return "\n".join(lines)
 
 
-def _why_copied(reason: str, axis: str) -> str:
+def _why_copied(reason, axis):
     """What the reason of a decision says of this axis, over which the leaf is whole."""
     parts = reason.split("; ")
     other = {"pipe": "no layer's own", "tensor": parts[0]}.get(axis, reason)
@@ -533,7 +533,7 @@ def _why_copied(reason: str, axis: str) -> str:
     return re.sub("^whole(.*?): ", "", why)
 
 
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+def _aligned(table):
     a, b, c, d = (max(map(len, column)) for column in list(zip(*table))[:4])
     return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
             for path, shape, split, size, why in table]

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import jax.numpy as jnp
 
@@ -109,11 +109,11 @@ class _Value:
     tables: frozenset = frozenset()     # (leaf, dimension)s whose rows were looked up and added
 
     @property
-    def is_weight(self) -> bool:
+    def is_weight(self):
         """Made from parameters alone."""
         return self.from_params and not self.from_data
 
-    def dims_without(self, *gone: Sequence[int]) -> list[int]:
+    def dims_without(self, *gone):
         """Its dimensions but these."""
         return [d for d in range(len(self.groups)) if not any(d in dims for dims in gone)]
 
@@ -131,7 +131,7 @@ class _Walk:
     for each kind of operation, given the equation and the values that go in and come out, unites
     them, and notes costs and uses."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], shards: int, draws_data: bool):
+    def __init__(self, shapes, shards, draws_data):
         self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
         self.parent: list[int] = []     # of each group: the union-find
         self.repeat = 1                 # how often the scans around run
@@ -145,63 +145,63 @@ class _Walk:
         self.added_tables = []
 
     # -- groups
-    def value(self, like: Any, **known: bool) -> _Value:
+    def value(self, like, **known):
         """A new value in the shape of `like`."""
         rank = len(jnp.shape(like))
         return _Value(self.new_groups(rank), [frozenset()] * rank, **known)
 
-    def new_groups(self, count: int) -> list[int]:
+    def new_groups(self, count):
         first = len(self.parent)
         self.parent.extend(range(first, first + count))
         return self.parent[first:]
 
-    def find(self, group: int) -> int:
+    def find(self, group):
         while self.parent[group] != group:
             self.parent[group] = self.parent[self.parent[group]]
             group = self.parent[group]
         return group
 
-    def union(self, a: int, b: int) -> None:
+    def union(self, a, b):
         a, b = self.find(a), self.find(b)
         self.parent[max(a, b)] = min(a, b)
 
     # -- notes
-    def cost(self, group: int, aval: Any, key: Any = None, is_reduction: bool = True) -> None:
+    def cost(self, group, aval, key=None, is_reduction=True):
         """Splitting the group costs a reduction of this value (or sends it), in each turn of the
         loops around. Costs with the same key are one."""
         size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
         self.costs.append((group, len(self.costs) if key is None else key,
                            Cost(self.repeat, float(size * self.repeat), is_reduction)))
 
-    def reshard(self, a: int, b: int, aval: Any, only_way: bool = True) -> None:
+    def reshard(self, a, b, aval, only_way=True):
         """A split of group `a` goes on as one of `b`, by sending this value."""
         self.reshards.append((a, b, only_way))
         for group in (a, b):
             self.cost(group, aval, is_reduction=False)
 
-    def forbid(self, group: int, why: str) -> None:
+    def forbid(self, group, why):
         self.forbidden.append((group, why))
 
-    def role(self, value: _Value, dims: Sequence[int], role: str) -> None:
+    def role(self, value, dims, role):
         """What becomes of dimensions of a weight, seen through its views."""
         self.uses += [(leaf, d, role) for dim in dims for leaf, d in sorted(value.origins[dim])]
 
-    def same(self, x: _Value, dim: int, out: _Value, out_dim: int) -> None:
+    def same(self, x, dim, out, out_dim):
         """This dimension of x is that one of the result."""
         self.union(x.groups[dim], out.groups[out_dim])
         self.inherit(x, dim, out, out_dim)
 
-    def keep(self, x: _Value, dims: Sequence[int], out: _Value) -> None:
+    def keep(self, x, dims, out):
         """The result has these dimensions of x, in this order."""
         for o, d in enumerate(dims):
             self.same(x, d, out, o)
 
-    def inherit(self, x: _Value, dim: int, out: _Value, out_dim: int) -> None:
+    def inherit(self, x, dim, out, out_dim):
         if out.is_weight or out.is_view:
             out.origins[out_dim] = out.origins[out_dim] | x.origins[dim]
 
     # -- the walk
-    def run(self, jaxpr: Any, consts: Any, args: list[_Value], **known: bool) -> list[_Value]:
+    def run(self, jaxpr, consts, args, **known):
         """The results of a jaxpr. `known` is what is known of its constants."""
         values = dict(zip(jaxpr.invars, args))
         values.update(zip(jaxpr.constvars, [self.value(c, **known) for c in consts]))
@@ -213,7 +213,7 @@ class _Walk:
             values.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars])))
         return [read(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
+    def equation(self, eqn, ins):
         """The results of one operation."""
         name = eqn.primitive.name
         if name in _CONTROL_FLOW:
@@ -302,7 +302,7 @@ class _Walk:
                 if e > k:
                     self.reshard(x.groups[m], out.groups[e], aval, only_way=False)
 
-    def carrier(self, shape: tuple[int, ...], dims: list[int]) -> int:
+    def carrier(self, shape, dims):
         """Which of the dimensions that are merged or divided bears a split of them all."""
         left = self.shards
         for d in dims:
@@ -354,7 +354,7 @@ class _Walk:
             for group in (image.groups[feature], kernel.groups[made]):
                 self.forbid(group, f"a convolution in {groups} groups mixes it")
 
-    def product(self, eqn: Any, out: _Value, *sides: _Side) -> None:
+    def product(self, eqn, out, *sides):
         left, right = sides
         for a, b in zip((*left.contracted, *left.batch), (*right.contracted, *right.batch)):
             self.union(left.value.groups[a], right.value.groups[b])
@@ -382,7 +382,7 @@ class _Walk:
                 self.cost(other.value.groups[d], eqn.invars[i].aval, ("gradient", *x.groups))
         out.after_matmul = True
 
-    def is_attention(self, left: _Side, right: _Side) -> bool:
+    def is_attention(self, left, right):
         """Whether two activations meet, both of them made by weights."""
         a, b = left.value, right.value
         is_changed_weight = not (a.is_weight or b.is_weight) and any(a.origins + b.origins)
@@ -390,7 +390,7 @@ class _Walk:
                 and bool(left.free or right.free)
                 and (bool(left.batch) or a.from_data and b.from_data))
 
-    def weights_of(self, left: _Value, right: _Value) -> tuple[int, ...]:
+    def weights_of(self, left, right):
         """Which of the two sides of a product is the weight: what follows from parameters alone,
         or else is a parameter that was changed (by its gradient, in an inner loop of learning).
         Of two weights the one that was in a product, or has more dimensions, or is on the left, is
@@ -449,7 +449,7 @@ class _Walk:
         for d in rows | set(numbers.collapsed_slice_dims):
             self.row(table, d, index, aval, out)
 
-    def row(self, table: _Value, dim: int, index: _Value, aval: Any, out: _Value) -> None:
+    def row(self, table, dim, index, aval, out):
         """Of this dimension one entry is taken: one that the data ask for, or the same each time
         (positions, the layers of a stack)."""
         self.role(table, [dim], "indexed" if index.from_data else "placed")
@@ -472,7 +472,7 @@ class _Walk:
                 self.union(ins[2].groups[u], outs[0].groups[d])
 
     # -- loops and branches
-    def scan(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
+    def scan(self, eqn, ins):
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
         fixed, carried, _ = scan_counts(eqn)
         split = fixed + carried
@@ -487,14 +487,14 @@ class _Walk:
             dataclasses.replace(o, groups=self.new_groups(1) + o.groups,
                                 origins=[frozenset(), *o.origins]) for o in outs[carried:]]
 
-    def while_loop(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
+    def while_loop(self, eqn, ins):
         params = eqn.params
         n, m, test = params["cond_nconsts"], params["body_nconsts"], params["cond_jaxpr"]
         self.run(test.jaxpr, test.consts, ins[:n] + ins[n + m:])
         return self.loop(params["body_jaxpr"], ins[n:n + m], ins[n + m:])
 
-    def loop(self, body: Any, fixed: list[_Value], carry: list[_Value],
-             scanned: Sequence[_Value] = ()) -> list[_Value]:
+    def loop(self, body, fixed, carry,
+             scanned=()):
         """The body once, and what it carries united with what it was given. What is carried
         follows from all that the body sees."""
         seen = [*fixed, *carry, *scanned]
@@ -508,7 +508,7 @@ class _Walk:
                 self.union(a, b)
         return outs
 
-    def cond(self, eqn: Any, ins: list[_Value]) -> list[_Value]:
+    def cond(self, eqn, ins):
         branches = [self.run(b.jaxpr, b.consts, ins[1:]) for b in eqn.params["branches"]]
         outs = []
         for values in zip(*branches):
@@ -522,7 +522,7 @@ class _Walk:
         return outs
 
     # -- what is known only at the end
-    def facts(self, leaves: list[_Value]) -> Facts:
+    def facts(self, leaves):
         roles: list[dict[int, set[str]]] = [{} for _ in leaves]
         first_use, is_made = {}, {}
         groups = [[self.find(group) for group in leaf.groups] for leaf in leaves]
@@ -566,7 +566,7 @@ class _Walk:
                 self.forbid(group, f"{length} does not divide by {self.shards}")
 
 
-def _merged_or_divided(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple]:
+def _merged_or_divided(old, new):
     """What a reshape makes of what: (start, dimensions) before and after, of each run of
     dimensions that becomes another of the same size; without dimensions of size 1."""
     i = j = 0

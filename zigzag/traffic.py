@@ -15,17 +15,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from zigzag.collectives import scattering
 from zigzag.hlo import Collective, add_up
 from zigzag.mesh import AXES, WITHOUT_TENSOR, full_spec, is_spec, platform, row_groups, spec_axes
 from zigzag.pipeline import ticks
-from zigzag.rule import Decision, zero1_specs
+from zigzag.rule import zero1_specs
 
 # A kind of collective, its axes joined by +, how often it runs, and the bytes that a device has
 # in each: in the end, or of a reduce-scatter in the beginning.
@@ -55,7 +54,7 @@ def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, tra
     return add_up(row for row in (_sent(row, run.sizes) for row in rows) if row[3])
 
 
-def _sent(row: Row, sizes: dict[str, int]) -> Row:
+def _sent(row, sizes):
     """The row with the bytes that a device sends in all its runs together."""
     kind, axes, count, size = row
     axis = "+".join(a for a in axes.split("+") if sizes.get(a, 1) > 1)
@@ -68,7 +67,7 @@ def _sent(row: Row, sizes: dict[str, int]) -> Row:
 class _Run:
     """What a device runs in an update, and how often."""
 
-    def __init__(self, config: Any, mesh: Any):
+    def __init__(self, config, mesh):
         self.config, self.mesh, c = config, mesh, config
         self.sizes = {a: 1 for a in AXES} | dict(mesh.shape)
         self.on_tpu = platform(mesh) == "tpu"
@@ -102,7 +101,7 @@ class _Run:
         self.ends = self.ticks if self.is_1f1b else c.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
-    def scatter(self, axis: str, count: float, size: float) -> Row:
+    def scatter(self, axis, count, size):
         """A reduce-scatter, which on a TPU is several exchanges."""
         kind, stages = scattering(self.sizes[axis], self.mesh)
         return kind, axis, count * stages, size / stages
@@ -130,7 +129,7 @@ def weight_traffic(decisions: Any, params: Any, run: _Run) -> list[Row]:
     return rows + [("all-reduce", axis, 1, G) for axis, G in reduced.items()]
 
 
-def _data(leaf: Any, spec: P, state_spec: P, run: _Run) -> Iterator[Row]:
+def _data(leaf, spec, state_spec, run):
     """2 (n-1)/n G: the gradient of what a device stores is summed over all other axes once an
     update. With --zero 1 it is scattered over data, and the new weights are gathered."""
     split = spec_axes(spec)
@@ -144,7 +143,7 @@ def _data(leaf: Any, spec: P, state_spec: P, run: _Run) -> Iterator[Row]:
     yield "all-reduce", "+".join(axes), 1, G
 
 
-def _fsdp(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
+def _fsdp(leaf, decision, run):
     """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
     their gradients are scattered, in each part of the batch and each pass through a stage's
     layers. What no layer owns is gathered once for all parts."""
@@ -161,7 +160,7 @@ def _fsdp(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
     yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
 
 
-def _overridden(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
+def _overridden(leaf, decision, run):
     """A weight that an override stores otherwise than the loss uses it: gathered once for all
     parts of the batch, and its gradient scattered in each."""
     whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
@@ -177,7 +176,7 @@ def _overridden(leaf: Any, decision: Decision, run: _Run) -> Iterator[Row]:
 # -------------------------------------------------------------------------------------------
 # Activations, of the transformer
 
-def _tensor(run: _Run) -> Iterator[Row]:
+def _tensor(run):
     """8 (n-1)/n X a layer (4 with --parallel): time is gathered into a block and scattered out of
     it, and backward the transposes. Where time does not divide, an all-reduce replaces both."""
     c, n, blocks = run.config, run.sizes["tensor"], 2 - run.config.parallel
@@ -199,7 +198,7 @@ def _tensor(run: _Run) -> Iterator[Row]:
                c.d_model * sum(whole_heads) * c.head_dim * run.itemsize)
 
 
-def _vocabulary(run: _Run, loss_chunks: Callable) -> Iterator[Row]:
+def _vocabulary(run, loss_chunks):
     """4 (n-1)/n X beside tensor, for the embedding and the head, and what the logits' parts need
     of each other."""
     D_bytes, S = run.config.d_model * run.itemsize, run.sizes["pipe"]
@@ -220,7 +219,7 @@ def _vocabulary(run: _Run, loss_chunks: Callable) -> Iterator[Row]:
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
 
 
-def _router(run: _Run) -> Iterator[Row]:
+def _router(run):
     """Beside tensor: each device routes its own time, and gathers what the others chose."""
     c, choices = run.config, run.tokens * run.config.experts_per_token
     yield run.reduce, "tensor", run.layers, choices * run.itemsize      # the shares' gradients
@@ -233,7 +232,7 @@ def _router(run: _Run) -> Iterator[Row]:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
 
 
-def _experts(run: _Run) -> Iterator[Row]:
+def _experts(run):
     """4 (n-1) X a layer: there is room for each token on each device, on the way to the experts
     and back, and backward; with them go the experts that it chose, and its shares."""
     c, n = run.config, run.sizes["expert"]
@@ -249,7 +248,7 @@ def _experts(run: _Run) -> Iterator[Row]:
     yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
-def _pipe(run: _Run) -> Iterator[Row]:
+def _pipe(run):
     """2 X in each tick, to the next stage and back; 2 (n-1)/n X in the end, when each stage gets
     its part of the time of the last stage's output for the head."""
     n = run.sizes["tensor"]
@@ -258,7 +257,7 @@ def _pipe(run: _Run) -> Iterator[Row]:
         yield kind, "pipe", run.ends, run.X_ends // (n if run.splits_head else 1)
 
 
-def _seq(run: _Run, segments: bool) -> Iterator[Row]:
+def _seq(run, segments):
     """4 (n-1) K a layer: keys and values go once around the ring, and their gradients back. With
     them goes what decides who sees them: their places and documents."""
     c, n = run.config, run.sizes["tensor"]
