@@ -207,8 +207,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpu
     return Corpus(out)
 
 
-def _encode(files, tokenizer, dtype, out
-            ):
+def _encode(files, tokenizer, dtype, out):
     """Write the tokens of the files, each after a separator."""
     with open(out, "wb") as f:
         for i, (_, path) in enumerate(files):

@@ -249,8 +249,7 @@ def _rotate(x, positions, theta):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _softmax_attention(q, k, v, mask
-                       ):
+def _softmax_attention(q, k, v, mask):
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
     of the sum that the weights were divided by [B, H, T]."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
@@ -273,8 +272,7 @@ def _qkv(w, c):
     return [w["wq"], *(shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv"))]
 
 
-def _heads(qkv, c, batch, cache=None
-           ):
+def _heads(qkv, c, batch, cache=None):
     """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
     with these keys and values in it."""
     q, k, v = qkv
@@ -288,8 +286,7 @@ def _heads(qkv, c, batch, cache=None
                         causal=cache is None, kernel=c.kernel and plain), cache
 
 
-def _attention(w, h, c, batch, cache
-               ):
+def _attention(w, h, c, batch, cache):
     """h [B, T, D] -> [B, T, D]."""
     heads, cache = _heads(shard.columns(h, *_qkv(w, c)), c, batch, cache)
     return shard.row((heads, w["wo"]), split_time=c.sequence_parallel), cache
@@ -300,8 +297,7 @@ def _gated(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def _feed_forward(w, h, c, i, batch
-                  ):
+def _feed_forward(w, h, c, i, batch):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
     out = []
     if "w_gate" in w:
@@ -311,8 +307,7 @@ def _feed_forward(w, h, c, i, batch
     return shard.row(*out, split_time=c.sequence_parallel), None
 
 
-def _experts(w, h, c, i, batch, beside
-             ):
+def _experts(w, h, c, i, batch, beside):
     """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
     are added. In training also what is added to the loss: for each row, the share of tokens that
     an expert has times the share of probability that it is given, summed over experts, times their
@@ -360,8 +355,7 @@ def _embed(params, tokens, c):
     return x * c.d_model**0.5       # rows of about unit size
 
 
-def _block(w, x, i, c, batch, cache=None
-           ):
+def _block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
@@ -371,8 +365,7 @@ def _block(w, x, i, c, batch, cache=None
     return x + _drop(y, c, 2 * i + 1, batch), aux, cache
 
 
-def _parallel_block(w, x, i, c, batch,
-                    cache):
+def _parallel_block(w, x, i, c, batch, cache):
     """Attention and MLP after one norm: one collective into both, one out of both."""
     h, dense = _norm(x, w["attn_norm"]), [w["w_gate"], w["w_up"]] if "w_gate" in w else []
     q, k, v, *mlp = shard.columns(h, *_qkv(w, c), *dense)
@@ -398,8 +391,7 @@ def _with_info(tokens, batch):
     return {"positions": place, **batch, "query": info, "key": info}
 
 
-def _trunk(params, tokens, c, batch, cache=None,
-           specs=None):
+def _trunk(params, tokens, c, batch, cache=None, specs=None):
     """tokens [B, T] -> the last block's output [B, T, D], and the cache with these T in it."""
     def layer(w, x, each):
         i, layer_cache = each

@@ -69,8 +69,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     return [_follow(ids[b], parents[b], scores[b], eos) for b in range(len(prompts))]
 
 
-def _follow(ids, parents, scores, eos
-            ):
+def _follow(ids, parents, scores, eos):
     """The beams of one prompt, from ids and parents [tokens, beams]: each back to its start."""
     best = []
     for k in np.argsort(-scores, kind="stable"):
@@ -83,8 +82,7 @@ def _follow(ids, parents, scores, eos
     return best
 
 
-def _pad(prompts, config, source
-         ):
+def _pad(prompts, config, source):
     """Prompts as [B, P], padded on the left, and where each begins."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
@@ -141,8 +139,7 @@ def _on_mesh(decode, params, config, *rows):
         params, *rows)
 
 
-def _prefill(params, specs, padded, start, config,
-             tokens):
+def _prefill(params, specs, padded, start, config, tokens):
     """The logits after the prompts [B, P], and the cache with room for so many more tokens."""
     cache = model.new_cache(params, config, padded.shape[0], padded.shape[1] + tokens)
     return model.extend(params, cache, padded, 0, start, config, specs)
@@ -152,8 +149,7 @@ def _prefill(params, specs, padded, start, config,
 def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
                  tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> Array:
     """Prompts [B, P] as arrays -> new ids [B, tokens]."""
-    def decode(params, specs, padded, start, row
-               ):
+    def decode(params, specs, padded, start, row):
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(row)
 
         def turn(carry, t):
@@ -171,8 +167,7 @@ def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
     return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]))
 
 
-def _draw(logits, keys, temperature, top_k, top_p
-          ):
+def _draw(logits, keys, temperature, top_k, top_p):
     """One id for each row of logits [B, V], with each row's own key."""
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -191,8 +186,7 @@ def _draw(logits, keys, temperature, top_k, top_p
 
 
 @functools.partial(jax.jit, static_argnames=("config", "beams", "tokens"))
-def _beams(params, padded, start, config, beams,
-           tokens, eos):
+def _beams(params, padded, start, config, beams, tokens, eos):
     """ids and parents [B, tokens, beams], scores [B, beams]."""
     def decode(params, specs, padded, start):
         B, length = padded.shape

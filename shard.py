@@ -307,8 +307,7 @@ def token_loss(x: Array, head: Array, targets: Array, weights: Array,
     if own_time:
         targets, weights = my_time_slice((targets, weights), x)
 
-    def chunk_loss(head, x, targets, weights
-                   ):
+    def chunk_loss(head, x, targets, weights):
         logits = matmul(x, head, 1, jnp.float32) if own_time else columns(
             x, head, dtype=jnp.float32)[0]
         logits = jnp.where(ids < vocab_size, logits, -1e30)                     # [B, T, V]

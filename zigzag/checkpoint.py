@@ -317,8 +317,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
     return items, meta
 
 
-def _read_items(folder, wanted, whose
-                ):
+def _read_items(folder, wanted, whose):
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
                                                barrier_sync_key_prefix=str(me))

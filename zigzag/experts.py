@@ -70,8 +70,7 @@ def _blocks(counts, rows, usual):
     return _Blocks(size, group, first, own)
 
 
-def _loop(blocks, make, put, start, *rows
-          ):
+def _loop(blocks, make, put, start, *rows):
     """What put(all, group, first, made) makes of made = make(group, *the block's rows)."""
     rows = [jnp.pad(a, ((0, blocks.size), (0, 0))) for a in rows]
 

@@ -302,8 +302,7 @@ def _splash_operations(kernel, line):
     return _SPLASH_PRODUCTS[kernel] * BH * T * T * N * (n + 1) / n
 
 
-def _convolution_products(result, image, kernel,
-                          options):
+def _convolution_products(result, image, kernel, options):
     """How many products of two numbers a convolution has: one with padding, or between the
     numbers of a dilated side, is none. (TPU programs write batched products as convolutions.)"""
     image_dims, kernel_dims, result_dims = _DIM_LABELS.search(options).groups()
