@@ -5,6 +5,7 @@ every test file imports it before it touches a device; conftest.py does so for a
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -23,11 +24,13 @@ import optax
 import pytest
 
 from zigzag import flags, report
+from zigzag import mesh as mesh_tools
 from zigzag.batches import place_batch
 from zigzag.mesh import make_mesh, mesh_sizes
 
 with contextlib.suppress(ImportError, AttributeError):      # until train.py is rewritten
     import data
+    import model
     import train
 
 ROOT = Path(__file__).parents[2]
@@ -139,10 +142,73 @@ def gradients_of(config, mesh, batch):
 @contextlib.contextmanager
 def in_float64():
     """Our code with twice the digits."""
+    cast = mesh_tools.cast
+
+    def as_it_is(tree, dtype):
+        return tree
+
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zigzag.mesh.cast", lambda tree, dtype: tree)
+        for module in list(sys.modules.values()):       # who imported it has it by name
+            if getattr(module, "cast", None) is cast:
+                patch.setattr(module, "cast", as_it_is)
         patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
         yield patch
+
+
+# Of what a sum is over devices, and how it is cut: the plain formula knows none of it.
+NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
+                      "sequence_parallel", "zero", "fsdp_min", "sum_dtype")
+
+
+@functools.lru_cache(maxsize=None)
+def _of_the_formula(config):
+    """(sum, count, aux), gradients: autodiff of model.loss where there is no mesh, in float64."""
+    def loss(params, batch):
+        sums = model.loss(params, batch, config, with_aux=True)
+        return sums[0], sums
+
+    params, batch = _exact_inputs(config)
+    (_, sums), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+    return jax.device_get((gradients, sums))
+
+
+@functools.lru_cache(maxsize=None)
+def _exact_inputs(config):
+    """First weights, and a batch in which rows have different numbers of targets."""
+    params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
+    return jax.device_get(params), batch_of(config, weights=masks)
+
+
+def sums_and_gradients(config, mesh, params, batch):
+    """What the training step computes before its update: (gradients, (sum, count, aux)), of the
+    whole batch."""
+    program = program_of(config, mesh)
+    gradients = train.make_step(program.plan, None)[1]
+    with jax.set_mesh(program.mesh):
+        placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
+                              program.state["params"])
+        rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                           config.batch)
+        options = mesh_tools.compiler_options(program.mesh)
+        found, sums = jax.jit(gradients, compiler_options=options)(program.permute(placed), rows)
+        return jax.device_get((program.permute(found, back=True), sums))
+
+
+def assert_same_on(mesh, rtol=1e-9, **changes):
+    """The step on this mesh finds the sum, the count, the other sums and every gradient that
+    autodiff finds of the plain formula without a mesh: in float64, so that what remains is no
+    rounding."""
+    config = make(**changes)
+    with in_float64():
+        plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
+        want = _of_the_formula(plain)
+        got = sums_and_gradients(config, mesh, *_exact_inputs(plain))
+    size = float(optax.tree.norm(want[0]))
+    for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
+        error = np.linalg.norm(a - b)
+        assert error <= rtol * (np.linalg.norm(b) + 1e-3 * size), (path, error, np.linalg.norm(b))
 
 
 def refused(capsys, *words, main=None):
