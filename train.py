@@ -28,7 +28,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,10 @@ import shard
 from zigzag import commands, hosts, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
-from zigzag.checks import check_batch, check_config, check_model, check_overrides
+from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
 from zigzag.errors import ConfigError, did_you_mean
 from zigzag.flags import parse_flags, run_main
-from zigzag.hosts import watchdog
-from zigzag.loop import Loop, Task, evaluate, flush_metrics, prepare, report_header, save
+from zigzag.loop import Fit, Loop, Task, evaluate, flush_metrics, prepare, profile, save
 from zigzag.loss_check import check_loss, check_traceable
 from zigzag.mesh import cast, mark_varying, pmean_all, row_groups
 from zigzag.plan import Plan, make_plan, resolve_dtype
@@ -154,16 +153,16 @@ def gather_weights(plan: Plan, weights: Any) -> Any:
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """The training step (state, batch) -> state, metrics. Second, its first half, for whoever
     compares gradients: (params, batch) -> gradients, sums."""
-    def gradients(params: Any, batch: Any) -> tuple:
+    def gradients(params, batch):
         # Accumulate: weights are gathered once; each micro-batch adds what it finds, in float32.
         weights = plan.mark(cast(params, plan.dtype))
         whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
 
-        def loss(weights: Any, part: Any) -> tuple:
+        def loss(weights, part):
             sums = plan.local_sums(weights, part)
             return sums[0], sums
 
-        def add_micro_batch(total: tuple, part: Any) -> tuple:
+        def add_micro_batch(total, part):
             (_, sums), grads = plan.on_device(jax.value_and_grad(loss, has_aux=True))(whole, part)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
@@ -183,7 +182,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
     gradients = plan.on_mesh(gradients, (plan.local(plan.moments), P()), shard.shard_time)
 
-    def step(state: Any, batch: Any) -> tuple:
+    def step(state, batch):
         params, config = state["params"], plan.config
         grads, (total, count, aux) = gradients(params, batch)
         divisor = jnp.where(count == 0, 1, count)
@@ -207,10 +206,10 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 def make_evaluate(plan: Plan) -> Callable:
     """(params, batch) -> the sum and the count over a batch, which every group of devices computes
     in full where its rows do not divide."""
-    def evaluate(params: Any, batch: Any) -> tuple:
+    def evaluate(params, batch):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
-        def local(params: Any, batch: Any) -> tuple:
+        def local(params, batch):
             weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)))
             sums = plan.on_device(plan.local_sums)(weights, batch)[:2]
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
@@ -234,14 +233,6 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 
 # -------------------------------------------------------------------------------------------
 # The loop
-
-class Fit(NamedTuple):
-    """What fit gives back."""
-    params: Any
-    step: int               # updates made
-    held_out: float | None  # the last evaluation's loss
-    outputs: Any            # and prediction
-
 
 def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (),
@@ -274,11 +265,11 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                            config.keep, config.verify == "on", config.patience
                            ) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
-            report_header(program, say, count_weights(program), NOT_RECORDED)
             loop = Loop(program, task, folder, say, functools.partial(
                 example_numbers, config, examples))
-            run_loop(loop, prepare(loop, expected_traffic), stop)
-    watchdog.arm("")
+            step = prepare(loop, count_parameters(program), NOT_RECORDED, expected_traffic)
+            run_loop(loop, step, stop)
+    hosts.watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)
 
 
@@ -286,22 +277,14 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     """Until the last step, or until somebody stops it. While the devices work on a step, the
     numbers of the one before are written down."""
     config, folder, has_held_out = loop.program.config, loop.folder, len(loop.task.held_out) > 0
-    profiled = range(loop.at + 2, min(loop.at + 2 + config.profile, config.steps))
-    trace = str(Path(config.out or ".") / "profile")
     loop.clock = time.perf_counter()
     while loop.at < config.steps and not stop:
-        if profiled and loop.at == profiled.start:      # (the first steps are slow)
-            jax.profiler.start_trace(trace, create_perfetto_trace=True)
         batch = training_batch(config, loop.program.mesh, loop.task, loop.at,
                                shapes=loop.program.batch)
         loop.state, metrics = step(loop.state, batch)
         loop.at += 1
-        if profiled and loop.at == profiled.stop:
-            flush_metrics(loop)
-            jax.profiler.stop_trace()
-            loop.reporter.line(f"a trace of {len(profiled)} steps is in {trace}: open its "
-                               f"perfetto_trace.json.gz in ui.perfetto.dev")
-        flush_metrics(loop)
+        profile(loop)
+        flush_metrics(loop)         # of the step before
         loop.pending = loop.at, metrics
         is_last = loop.at == config.steps
         if has_held_out and (is_last or loop.at % config.eval_every == 0):
@@ -330,7 +313,7 @@ def example_numbers(config: Config, examples: Sequence, at: int, first: int = 0,
 def training_batch(config: Config, mesh: Any, task: Task, at: int, rows: int = 0,
                    shapes: Any = None) -> Any:
     """Update number `at`'s batch, or its first rows: a pure function of the seed and the number."""
-    def make(first: int, last: int) -> dict[str, np.ndarray]:
+    def make(first, last):
         numbers = example_numbers(config, task.examples, at, first, last)
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row: randomness belongs to the example, wherever it is computed.
@@ -343,11 +326,11 @@ def training_batch(config: Config, mesh: Any, task: Task, at: int, rows: int = 0
 
 def check_program(program: Program, init: Callable, loss: Callable, task: Task,
                   overrides: Sequence[tuple[str, P]], say: Callable) -> Program:
-    """The program of somebody else's loss, if it is the same function on the mesh as on one device;
-    where it is only without types, that program."""
-    watchdog.arm("compiling")
+    """The program of somebody else's loss, checked; computed on each device as on one, if it must
+    be."""
+    hosts.watchdog.arm("compiling")
 
-    def check(program: Program) -> bool:
+    def check(program):
         return check_loss(
             program.plan, init, lambda plan: make_step(plan, None)[1], make_evaluate,
             lambda at, rows: training_batch(program.config, program.mesh, task, at, rows,
@@ -373,16 +356,10 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
             functools.partial(model.loss, config=config, with_aux=True), batch)
 
 
-def count_weights(program: Program) -> str:
-    """How many parameters there are, for a person."""
-    held = model.count(program.plan.params)
-    if not program.plan.trusted:
-        return f"{held:,} parameters"
-    total, visited = model.parameters(program.config)
-    return f"{total:,} parameters" + (
-        f", of which a token visits {visited:,}" if visited < total else "") + (
-        f" (and {held - total:,} of padding, in rows of the vocabulary that no token has)"
-        if held > total else "")
+def count_parameters(program: Program) -> tuple[int, int]:
+    """All parameters, and those that a token visits."""
+    count = model.count(program.plan.params)
+    return model.parameters(program.config) if program.plan.trusted else (count, count)
 
 
 def expected_traffic(program: Program) -> list:
@@ -413,13 +390,12 @@ def flops_of_update(config: Config) -> float:
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)), weight_shapes,
-    flops_of_update, count_weights, expected_traffic, model.LOGITS, data.Bytes.vocab_size,
+    flops_of_update, count_parameters, expected_traffic, model.LOGITS, data.Bytes.vocab_size,
     NOT_RECORDED)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
-    """The step of the command line, compiled for this machine, or --topology. Touches no run
-    directory."""
+    """The command line's step, compiled for this machine or --topology; writes nothing."""
     return commands.ready_to_run(config, TRANSFORMER)[1]
 
 
@@ -456,7 +432,7 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
     targets = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
     size = int(tokenizer.lengths()[targets].sum())
 
-    def predict(params: Any, batch: Any) -> jax.Array:
+    def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
         start = jnp.zeros(tokens.shape[0], jnp.int32)
         new = sample.generate_ids(params, tokens, start, config, 160, 0.8, 0, 1.0, config.seed)
@@ -466,21 +442,7 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
         lambda examples: data.collate(examples, T), predict,
         data.Windows(corpus.train, T, vocab_size=ids), held_out,
         lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
-        flops_of_update(config),
-        len(targets) / size / math.log(2) if size else None)
-
-
-def check_corpus(config: Config, corpus: data.Corpus) -> Config:
-    """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
-    corpus' vocabulary."""
-    ids = corpus.tokenizer.vocab_size
-    if config.vocab_size and config.vocab_size < ids:
-        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
-    if len(corpus.train) <= config.seq_len:
-        raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
-                          f"tokens to learn from; give more data or a --seq_len below "
-                          f"{len(corpus.train)}")
-    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)
+        flops_of_update(config), len(targets) / size / math.log(2) if size else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

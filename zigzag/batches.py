@@ -48,8 +48,8 @@ def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int, split: b
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)
 
-    def put(x: np.ndarray) -> jax.Array:
-        def part(index: tuple) -> np.ndarray:
+    def put(x):
+        def part(index):
             begin, end, _ = index[0].indices(rows)
             return x[begin - first:end - first]
 

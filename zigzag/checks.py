@@ -4,10 +4,12 @@
     check_batch       a batch that does not divide over the mesh
     check_model       a transformer that pipe, seq or expert cannot split
     check_overrides   --override, of any weights
+    check_corpus      data that is too short, or has other ids
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any, Sequence
@@ -57,7 +59,7 @@ def check_config(c: Any) -> None:
     _check_hosts(c)
 
 
-def _check_hosts(c: Any) -> None:
+def _check_hosts(c):
     given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
     if any(given) and not all(given):
         raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
@@ -115,7 +117,7 @@ def check_model(c: Any, mesh: Any) -> None:
                        " (each device has an early and a late part)")
 
 
-def _refuse_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
+def _refuse_length(axis, name, value, parts, why=""):
     raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; the "
                       f"nearest that does is --{name} {nearest_multiple(parts, value)}")
 
@@ -132,3 +134,16 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
     shapes = {path: leaf.shape for path, leaf in by_path(params).items()}
     apply_overrides(shapes, overrides, dict(mesh.shape))
     return overrides
+
+
+def check_corpus(config: Any, corpus: Any) -> Any:
+    """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
+    corpus' vocabulary."""
+    ids = corpus.tokenizer.vocab_size
+    if config.vocab_size and config.vocab_size < ids:
+        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
+    if len(corpus.train) <= config.seq_len:
+        raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
+                          f"tokens to learn from; give more data or a --seq_len below "
+                          f"{len(corpus.train)}")
+    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)

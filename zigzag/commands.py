@@ -39,7 +39,7 @@ class Trained(NamedTuple):
     build: Callable         # (config, mesh) -> Program
     shapes: Callable        # config -> shapes of the weights
     flops: Callable         # config -> of an update
-    count: Callable         # Program -> its weights, counted, as a text
+    count: Callable         # Program -> all parameters, and those that a token visits
     expected: Callable      # Program -> what an update should send
     max_logits: int         # in memory at once
     vocab_size: int         # where no data says it
@@ -68,7 +68,7 @@ def choose_mesh(config: Any, trained: Trained
     trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
                                       schedule="gpipe"), abstract_mesh({}))
 
-    def check(config: Any, mesh: Any) -> None:
+    def check(config, mesh):
         trained.check(config, mesh)
         if any(n % dict(mesh.shape)["tensor"] for n in (config.heads, config.d_ff)):
             raise ConfigError("tensor would not split all that the cost model takes it to split")
@@ -92,7 +92,7 @@ def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Com
     return program, compiled(program)
 
 
-def _with_vocabulary(config: Any, trained: Trained) -> Any:
+def _with_vocabulary(config, trained):
     return dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
 
 

@@ -4,6 +4,7 @@
     flush_metrics   write down the numbers of the step before, while the devices work on the next
     evaluate        the loss over all held-out examples, and a prediction
     save            begin to save the state
+    profile         begin or end a trace
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import socket
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -32,6 +34,14 @@ from zigzag.pipeline import timeline
 from zigzag.program import Program, compiled
 from zigzag.report import Reporter, mean_loss
 from zigzag.rule import explain
+
+
+class Fit(NamedTuple):
+    """What fit gives back."""
+    params: Any
+    step: int               # updates made
+    held_out: float | None  # the last evaluation's loss
+    outputs: Any            # and prediction
 
 
 class Task(NamedTuple):
@@ -54,6 +64,7 @@ class Loop:
     reporter: Reporter
     numbers: Callable               # update -> the numbers of its examples
     state: Any = None               # params, opt, step
+    began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
     clock: float = 0.0              # when the last step's numbers came
@@ -65,9 +76,12 @@ class Loop:
     outputs: Any = None
 
 
-def prepare(loop: Loop, expected_traffic: Callable) -> Callable | None:
-    """Restore or make the state, and compile the step; None where the run has all of its steps."""
+def prepare(loop: Loop, counts: tuple[int, int], hidden: Sequence[str],
+            expected_traffic: Callable) -> Callable | None:
+    """Report how the run begins, restore or make the state, and compile the step; None where the
+    run has all of its steps."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
+    report_header(program, say, counts, hidden)
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
@@ -76,6 +90,7 @@ def prepare(loop: Loop, expected_traffic: Callable) -> Callable | None:
     elif folder:
         loop.skipped, loop.losses = folder.skipped, folder.losses
     loop.state, loop.at = program.permute(state), int(state["step"])
+    loop.began = loop.at
     if loop.at:
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
@@ -165,7 +180,7 @@ def evaluate(loop: Loop, folder: RunFolder | None) -> None:
     watchdog.arm("a step")
 
 
-def _held_out_loss(program: Program, task: Task, params: Any) -> float:
+def _held_out_loss(program, task, params):
     config, groups = program.config, row_groups(program.mesh)
     first, sums = 0, []
     while first < len(task.held_out):
@@ -180,17 +195,40 @@ def _held_out_loss(program: Program, task: Task, params: Any) -> float:
     return float(total / (count or 1))
 
 
-def _held_out_batch(program: Program, task: Task, first: int, rows: int) -> Any:
-    def make(begin: int, end: int) -> dict[str, np.ndarray]:
+def _held_out_batch(program, task, first, rows):
+    def make(begin, end):
         return batch_arrays(task.collate,
                             [task.held_out[i] for i in range(first + begin, first + end)])
 
     return place_batch(program.mesh, make, rows, rows % row_groups(program.mesh) == 0)
 
 
-def report_header(program: Program, say: Reporter, weights: str, hidden: Sequence[str]) -> None:
-    """How a run begins, for a person: `weights` counts them; fields `hidden` are not shown."""
+def profile(loop: Loop) -> None:
+    """Begin or end the trace of --profile, after the step at which it is time: the first two of a
+    run are slow."""
+    config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
+    first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
+    if loop.at == first < last:
+        jax.profiler.start_trace(folder, create_perfetto_trace=True)
+    elif loop.at == last > first:
+        flush_metrics(loop)
+        jax.profiler.stop_trace()
+        loop.reporter.line(f"a trace of {last - first} steps is in {folder}: open its "
+                           f"perfetto_trace.json.gz in ui.perfetto.dev")
+
+
+def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str]
+                  ) -> None:
+    """How a run begins, for a person: `counts` are of all parameters and of those that a token
+    visits; fields `hidden` are not shown."""
     plan, config, stages = program.plan, program.config, dict(program.mesh.shape)["pipe"]
+    (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
+    weights = f"{total:,} parameters"
+    if visited < total:
+        weights += f", of which a token visits {visited:,}"
+    if held > total:
+        weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
+                    f"has)")
     table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min)
     schedule = ""
     if stages > 1 and config.step == "shard_map":

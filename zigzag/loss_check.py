@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def check_loss(plan: Plan, init: Callable, make_gradients: Callable, make_evalua
     is_narrow = small.dtype != "float32" or computes_in_16_bits(
         plan.loss, _in_dtype(plan.params, "float32"), batches[0])
 
-    def find(compare: Callable) -> Difference | None:
+    def find(compare):
         given = [(*batch_and_held, jax.random.key(plan.config.seed + i))
                  for i, batch_and_held in enumerate(zip(batches, held))]
         return _find_difference(plan, compare, given, is_narrow, say)
@@ -105,7 +105,7 @@ def check_loss(plan: Plan, init: Callable, make_gradients: Callable, make_evalua
     raise _not_this_mesh(plan, found, rows)
 
 
-def _rows_to_compare(plan: Plan) -> int:
+def _rows_to_compare(plan):
     """All rows of a batch, where they are small: then they are coupled as in an update. Else a few
     for each device."""
     config, cut = plan.config, plan.accumulate * math.prod(
@@ -116,11 +116,11 @@ def _rows_to_compare(plan: Plan) -> int:
     return cut * (each if config.batch * numbers <= SMALL else few)
 
 
-def _in_dtype(params: Any, dtype: str) -> Any:
+def _in_dtype(params, dtype):
     return jax.eval_shape(lambda p: cast(p, dtype), params)
 
 
-def _widest_dtype(plan: Plan, batch: Any) -> str:
+def _widest_dtype(plan, batch):
     """float32, if the loss can be traced in it: a loop of its own may be bound to another."""
     try:
         jax.eval_shape(plan.loss, _in_dtype(plan.params, "float32"), batch)
@@ -129,8 +129,8 @@ def _widest_dtype(plan: Plan, batch: Any) -> str:
         return plan.dtype
 
 
-def _find_difference(plan: Plan, compare: Callable, given: Sequence[tuple], is_narrow: bool,
-                     say: Callable) -> Difference | None:
+def _find_difference(plan, compare, given, is_narrow,
+                     say):
     """What compare finds, where that differs: once by three times what rounding may do, or in two
     of three batches. At weights that are moved at random; where nothing is finite there, at the
     weights as they are."""
@@ -165,7 +165,7 @@ def _find_difference(plan: Plan, compare: Callable, given: Sequence[tuple], is_n
     return None
 
 
-def _times_allowed(found: Comparison, is_narrow: bool) -> dict[str, float]:
+def _times_allowed(found, is_narrow):
     """How many times what rounding may do each thing differs by: a share of it, and four times what
     moving the weights by their rounding does."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
@@ -188,7 +188,7 @@ def _times_allowed(found: Comparison, is_narrow: bool) -> dict[str, float]:
     return times
 
 
-def _ratio(gap: Any, allowed: Any) -> float:
+def _ratio(gap, allowed):
     """The largest gap / allowed; infinite where that is no number."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(gap == 0, 0, gap / allowed)
@@ -198,8 +198,8 @@ def _ratio(gap: Any, allowed: Any) -> float:
 # -------------------------------------------------------------------------------------------
 # What is compared: functions to be compiled, of (batch, held, key, size, rounding)
 
-def _on_mesh(plan: Plan, init: Callable, gradients: Callable, evaluate: Callable, batch: Any,
-             held: Any, key: jax.Array, size: jax.Array, rounding: jax.Array) -> Comparison:
+def _on_mesh(plan, init, gradients, evaluate, batch,
+             held, key, size, rounding):
     """The mesh beside one device."""
     places = shardings(plan.stored, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.chunks
@@ -215,10 +215,10 @@ def _on_mesh(plan: Plan, init: Callable, gradients: Callable, evaluate: Callable
             _whole(params), _whole(held))[:2])
 
 
-def _in_parts(plan: Plan, init: Callable, batch: Any, held: Any, key: jax.Array, size: jax.Array,
-              rounding: jax.Array) -> Comparison:
+def _in_parts(plan, init, batch, held, key, size,
+              rounding):
     """One device with the rows in parts beside all together."""
-    def added(params: Any, batch: Any) -> tuple:
+    def added(params, batch):
         parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
         return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
             functools.partial(_sums_and_gradient, plan.loss, params), parts))
@@ -229,11 +229,11 @@ def _in_parts(plan: Plan, init: Callable, batch: Any, held: Any, key: jax.Array,
         return _beside_one_device(plan, sums, grad, params, batch, key, rounding)
 
 
-def _beside_one_device(plan: Plan, sums: Any, grad: Any, params: Any, batch: Any, key: jax.Array,
-                       rounding: jax.Array) -> Comparison:
+def _beside_one_device(plan, sums, grad, params, batch, key,
+                       rounding):
     """What was found beside what one device finds, and how far off that is where weights are moved
     by their rounding, twice."""
-    def three(params: Any, batch: Any, key: jax.Array, rounding: jax.Array) -> tuple:
+    def three(params, batch, key, rounding):
         return jax.lax.map(lambda i: _sums_and_gradient(plan.loss, _moved(
             params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding)), batch),
             jnp.arange(3))
@@ -247,14 +247,14 @@ def _beside_one_device(plan: Plan, sums: Any, grad: Any, params: Any, batch: Any
                       _norms(wanted_grad, jax.tree.map(jnp.zeros_like, wanted_grad)), gaps_noise)
 
 
-def _start(plan: Plan, init: Callable, key: jax.Array, size: jax.Array) -> Any:
+def _start(plan, init, key, size):
     """New weights, moved by `size` of their own size."""
     params = jax.lax.with_sharding_constraint(init(key), shardings(plan.stored, plan.mesh))
     return cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
 
 
-def _moved(params: Any, key: jax.Array, size: jax.Array) -> Any:
-    def move(w: jax.Array, key: jax.Array) -> jax.Array:
+def _moved(params, key, size):
+    def move(w, key):
         rms = jnp.sqrt(jnp.mean(w * w))
         scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
         return w + scale * jax.random.normal(key, w.shape, w.dtype)
@@ -264,8 +264,8 @@ def _moved(params: Any, key: jax.Array, size: jax.Array) -> Any:
     return jax.tree.unflatten(structure, map(move, leaves, keys))
 
 
-def _sums_and_gradient(loss: Callable, params: Any, batch: Any) -> tuple:
-    def with_sums(params: Any) -> tuple:
+def _sums_and_gradient(loss, params, batch):
+    def with_sums(params):
         sums = loss(params, batch)
         return sums[0], sums
 
@@ -273,20 +273,20 @@ def _sums_and_gradient(loss: Callable, params: Any, batch: Any) -> tuple:
     return sums, grad
 
 
-def _whole(tree: Any) -> Any:
+def _whole(tree):
     """Whole on each device where that is little: no compiler splits what is compared with."""
     is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
     return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
 
 
-def _norms(a: Any, b: Any) -> Any:
+def _norms(a, b):
     return jax.tree.map(lambda a, b: jnp.linalg.norm((a - b).astype(jnp.float32)), a, b)
 
 
 # -------------------------------------------------------------------------------------------
 # What is said
 
-def _cannot_run(plan: Plan, e: Exception, say: Callable) -> bool:
+def _cannot_run(plan, e, say):
     """The answer of check_loss, where the loss ended in an exception on the mesh."""
     if "RESOURCE_EXHAUSTED" in str(e):
         say("this loss is not checked on this mesh: there is no room for it")
@@ -309,7 +309,7 @@ def check_traceable(plan: Plan, step: Callable, state: Any, batch: Any) -> None:
         raise _not_traceable(plan, e) from None
 
 
-def _not_traceable(plan: Plan, e: Exception) -> ConfigError:
+def _not_traceable(plan, e):
     if plan.needs:
         return ConfigError(f"mesh axis {' and '.join(plan.needs)}: this loss cannot be computed "
                            f"over it ({one_line(e)}); {ANY_LOSS}")
@@ -318,7 +318,7 @@ def _not_traceable(plan: Plan, e: Exception) -> ConfigError:
                        f"it say where arrays lie; or use --step jit")
 
 
-def _not_a_sum(plan: Plan, found: Difference, rows: int, rows_of_part: int) -> ConfigError:
+def _not_a_sum(plan, found, rows, rows_of_part):
     sizes, config = dict(plan.mesh.shape), plan.config
     by_mesh = plan.parts > config.accumulate
     splits = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in BATCH_AXES if sizes[a] > 1)}"
@@ -335,7 +335,7 @@ def _not_a_sum(plan: Plan, found: Difference, rows: int, rows_of_part: int) -> C
         f"{instead}")
 
 
-def _not_this_mesh(plan: Plan, found: Difference, rows: int) -> ConfigError:
+def _not_this_mesh(plan, found, rows):
     axes = plan.needs or [f"{a}={n}" for a, n in dict(plan.mesh.shape).items() if n > 1]
     chunks = ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else ""
     return ConfigError(

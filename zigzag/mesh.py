@@ -236,7 +236,9 @@ def ambient() -> tuple[dict[str, int], set[str]]:
 
 def varying(*trees: Any) -> set[str]:
     """The manual axes over which the leaves may differ from device to device."""
-    return set().union(*[jax.typeof(x).mat.varying for x in jax.tree.leaves(trees)])
+    # (jax.typeof of a shape fails where tensor is the compiler's.)
+    return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
+                         for x in jax.tree.leaves(trees)])
 
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
@@ -260,11 +262,8 @@ def mark_alike(tree: Any, *like: Any) -> Any:
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros of the shapes and types that fn(*args) has."""
-    # (Not by eval_shape: jax.typeof of what that gives fails where an axis is not manual.)
-    traced, made = jax.make_jaxpr(fn, return_shape=True)(*args)
-    zeros = [mark_varying(jnp.zeros(a.shape, a.dtype), also=a.mat.varying)
-             for a in traced.out_avals]
-    return jax.tree.unflatten(jax.tree.structure(made), zeros)
+    return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
+                        jax.eval_shape(fn, *args))
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:

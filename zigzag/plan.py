@@ -143,7 +143,7 @@ class Plan:
         if self.mode == JIT:
             return fn
 
-        def call(params: Any, batch: Any) -> Any:
+        def call(params, batch):
             batch, specs = shard_time(batch, self.mesh)
             rows = [*batch_spec(self.mesh)] if splits_rows else []
             specs = {k: P(*(rows or [None]), *s[1:]) for k, s in specs.items()}
@@ -216,18 +216,18 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     return dataclasses.replace(plan, needs=_split_axes(plan, marks, why))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def _shape(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _whole_over_tensor(decision: Any, why: str) -> Any:
+def _whole_over_tensor(decision, why):
     """A weight that is stored as decided, and used whole over tensor."""
     reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
     return dataclasses.replace(decision, used=without_tensor(decision.given), reductions=(),
                                reason=decision.reason + reason)
 
 
-def _see_whole_batch(decisions: Any, loss: Callable, weights: Any, batch: Any, rows: int) -> Any:
+def _see_whole_batch(decisions, loss, weights, batch, rows):
     """What is a matrix must not follow from how many rows a device has: that is seen in a whole
     batch."""
     if jax.tree.leaves(batch)[0].shape[0] == rows:
@@ -244,7 +244,7 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
     """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
     takes_specs = "specs" in inspect.signature(loss).parameters
 
-    def checked(weights: Any, batch: Any, specs: Any = None) -> tuple:
+    def checked(weights, batch, specs=None):
         return loss_sums(loss(weights, batch, specs=specs) if takes_specs
                          else loss(weights, batch))
 
@@ -269,7 +269,7 @@ def loss_sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
-def _check_sums_of_parts(plan: Plan, weights: Any, rows: int) -> None:
+def _check_sums_of_parts(plan, weights, rows):
     _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
     for name, x in plan.sums[2].items():
         if x.shape != whole[name].shape:
@@ -288,14 +288,14 @@ def resolve_dtype(config: Any, mesh: Any) -> Any:
                                dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
 
 
-def _check_floats(params: Any) -> None:
+def _check_floats(params):
     for path, leaf in by_path(params).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
                               f"trained; keep others out of what init returns")
 
 
-def _split_axes(plan: Plan, marks: set[str], why: str) -> tuple[str, ...]:
+def _split_axes(plan, marks, why):
     """The axes, as axis=size, over which the loss must split itself, if it can."""
     sizes, needs = dict(plan.mesh.shape), []
     in_use = set().union(*map(spec_axes, jax.tree.leaves(plan.used, is_leaf=is_spec)))

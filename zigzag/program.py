@@ -52,11 +52,11 @@ def make_program(plan: Plan, init: Callable, optimizer: Any, step: Callable, eva
     """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
     mesh = plan.mesh
 
-    def start(key: jax.Array) -> Any:
+    def start(key):
         params = init(key)
         return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
-    def place(shapes: Any, places: Any) -> Any:
+    def place(shapes, places):
         return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p),
                             shapes, places)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.collectives import own_reduce_scatter, reduce_scatter, with_transpose
+from zigzag.collectives import with_reduce_scatter
 from zigzag.mesh import ambient, beside_auto_tensor, full_spec
 
 
@@ -30,7 +30,7 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dt
     if not manual:          # --step jit: the compiler moves what it needs
         return weights
 
-    def convert(w: jax.Array, stored: P, used: P) -> jax.Array:
+    def convert(w, stored, used):
         stored, used = full_spec(stored, w.ndim), full_spec(used, w.ndim)
         for dim, axis in enumerate(stored):
             if axis in manual and axis != used[dim]:
@@ -47,21 +47,17 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dt
     return jax.tree.map(convert, weights, stored, used)
 
 
-def _all_gather(w: jax.Array, axis: str, dim: int, sum_dtype: str) -> jax.Array:
+def _all_gather(w, axis, dim, sum_dtype):
     if axis == "tensor":        # its devices compute the same: each keeps its part of a gradient
         return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
 
-    def gather(w: jax.Array) -> jax.Array:
+    def gather(w):
         return lax.all_gather(w, axis, axis=dim, tiled=True)
 
-    wide = sum_dtype if sum_dtype and axis != "expert" else w.dtype
-    if own_reduce_scatter() or wide != w.dtype:
-        gather = with_transpose(gather, lambda g: (
-            reduce_scatter(g.astype(wide), axis, dim).astype(g.dtype)))
-    return gather(w)
+    return with_reduce_scatter(gather, axis, dim, "" if axis == "expert" else sum_dtype)(w)
 
 
-def _own(w: jax.Array, dim: int, axis: str, size: int, chunks: int) -> jax.Array:
+def _own(w, dim, axis, size, chunks):
     """This device's experts, or the layers of this stage: a run of them in each chunk."""
     w = jnp.moveaxis(w, dim, 0)
     parts = w.reshape(chunks, size, -1, *w.shape[1:])
@@ -84,7 +80,7 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
     """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
     stages, or (`back`) in its own."""
-    def permute(x: jax.Array, place: Any) -> jax.Array:
+    def permute(x, place):
         spec, stages = place.spec, dict(place.mesh.shape)["pipe"]
         if not spec or spec[0] != "pipe" or layer_order(x.shape[0], stages, chunks) is None:
             return x
@@ -94,6 +90,6 @@ def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> A
 
 
 @functools.cache
-def _compiled(layers: int, stages: int, chunks: int, back: bool, place: Any) -> Callable:
+def _compiled(layers, stages, chunks, back, place):
     order = layer_order(layers, stages, chunks, back)
     return jax.jit(lambda x: x[order], out_shardings=place)
