@@ -62,7 +62,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag import attention, pipeline
 from zigzag import experts as dispatch
-from zigzag.collectives import own_reduce_scatter, reduce_scatter, with_transpose
+from zigzag.collectives import reduce_scatter, with_reduce_scatter
 from zigzag.errors import ConfigError
 from zigzag.hlo import collectives as collectives  # (names as they are: part of this file)
 from zigzag.jaxprs import marked
@@ -146,11 +146,8 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
         def all_gather(w):
             return lax.all_gather(w, "fsdp", axis=dim, tiled=True)
 
-        wide = sum_dtype or w.dtype
-        if own_reduce_scatter() or wide != w.dtype:
-            all_gather = with_transpose(all_gather, lambda g: (
-                reduce_scatter(g.astype(wide), "fsdp", dim).astype(g.dtype)))
-        return beside_auto_tensor(all_gather, spec)(w)
+        return beside_auto_tensor(
+            with_reduce_scatter(all_gather, "fsdp", dim, sum_dtype), spec)(w)
 
     return jax.tree.map(whole, weights, specs)
 
@@ -444,11 +441,13 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     def exchange(a):        # a[j] to device j; from device j its own
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
+    def gather(a):
+        return lax.all_gather(a, "expert", tiled=True)
+
     if n > 1:
         here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
         rows = exchange(jnp.where(here[..., None], rows, 0)).reshape(-1, D)     # [n B T, D]
-        chosen = lax.all_gather(chosen, "expert", tiled=True)
-        shares = _gather_shares(shares)
+        chosen, shares = gather(chosen), with_reduce_scatter(gather, "expert", 0)(shares)
         chosen, shares = _own_choices(chosen - lax.axis_index("expert") * own, shares, own)
     out = dispatch.mixture(rows, chosen, shares, into, between, back, B * T * K)
     if n > 1:
@@ -458,16 +457,6 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     for h, w in beside:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return _into_stream(partial, whole, split_time)
-
-
-def _gather_shares(shares):
-    def gather(a):
-        return lax.all_gather(a, "expert", tiled=True)
-
-    if own_reduce_scatter():
-        gather = with_transpose(gather, lambda g: reduce_scatter(
-            g, "expert", 0))
-    return gather(shares)
 
 
 def _own_choices(chosen, shares, own):

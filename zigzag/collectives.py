@@ -12,23 +12,22 @@ from jax import lax
 from zigzag.mesh import ambient, platform
 
 
-def with_transpose(forward: Callable, transpose: Callable) -> Callable:
-    """A linear function, and another transpose than autodiff would give it."""
-    linear = jax.custom_vjp(forward)        # (remat policies look into `forward` in the next line)
-    linear.defvjp(lambda x: (forward(x), None), lambda _, cotangent: (transpose(cotangent),))
-    return linear
-
-
-def own_reduce_scatter() -> bool:
-    """Whether reduce_scatter below is another than autodiff's transpose of an all-gather."""
-    return platform() == "tpu"
+def with_reduce_scatter(all_gather: Callable, axis: str, dim: int, dtype: str = "") -> Callable:
+    """An all-gather over an axis along a dimension, whose transpose is the reduce_scatter below, in
+    this dtype if one is given. Elsewhere than on a TPU autodiff's own is the same."""
+    if platform() != "tpu" and not dtype:
+        return all_gather
+    gather = jax.custom_vjp(all_gather)     # (remat policies look into all_gather in the next line)
+    gather.defvjp(lambda x: (all_gather(x), None), lambda _, g: (
+        reduce_scatter(g.astype(dtype or g.dtype), axis, dim).astype(g.dtype),))
+    return gather
 
 
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """A reduce-scatter over an axis. A TPU's compiler makes it an all-reduce of twice the bytes.
     There, parts are sent to the devices they belong to, in stages of a few devices, and added
     there in float32: as many bytes in all as one reduce-scatter."""
-    if not own_reduce_scatter():
+    if platform() != "tpu":
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     n = ambient()[0][axis]
     x, stride = jnp.moveaxis(x, dim, 0), n
