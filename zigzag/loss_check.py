@@ -129,8 +129,7 @@ def _widest_dtype(plan, batch):
         return plan.dtype
 
 
-def _find_difference(plan, compare, given, is_narrow,
-                     say):
+def _find_difference(plan, compare, given, is_narrow, say):
     """What compare finds, where that differs: once by three times what rounding may do, or in two
     of three batches. At weights that are moved at random; where nothing is finite there, at the
     weights as they are."""
@@ -165,41 +164,39 @@ def _find_difference(plan, compare, given, is_narrow,
     return None
 
 
+@np.errstate(all="ignore")
 def _times_allowed(found, is_narrow):
     """How many times what rounding may do each thing differs by: a share of it, and four times what
     moving the weights by their rounding does."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2]))]
-    noise = [jax.tree.leaves(x) for x in (found.sums, found.wanted, found.sums_noise)]
-    pairs = list(zip(names, *noise))
-    pairs += zip(("the held-out sum", "the held-out count"), found.held, found.held_wanted,
-                 noise[2])
+    sums, wanted, noise = map(jax.tree.leaves, (found.sums, found.wanted, found.sums_noise))
+    pairs = [*zip(names, sums, wanted, noise), *zip(
+        ("the held-out sum", "the held-out count"), found.held, found.held_wanted, noise)]
     times = {}
     for name, a, b, slack in pairs:
         gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
         times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
-    gaps, norms, slack = (by_path(x) for x in (found.gaps, found.norms, found.gaps_noise))
+    gaps, norms, noise = map(by_path, (found.gaps, found.norms, found.gaps_noise))
     # (The smallest of gradients are rounding whatever is done: that of a bias that shifts all
     # scores alike.)
     least = 1e-9 * float(np.linalg.norm(list(norms.values())))
     for path, gap in gaps.items():
         times[f"the gradient of {path}"] = _ratio(
-            np.maximum(gap - least, 0), of_gradients * norms[path] + 4 * slack[path])
+            np.maximum(gap - least, 0), of_gradients * norms[path] + 4 * noise[path])
     return times
 
 
 def _ratio(gap, allowed):
     """The largest gap / allowed; infinite where that is no number."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(gap == 0, 0, gap / allowed)
+    ratio = np.where(gap == 0, 0, gap / allowed)
     return float(np.nan_to_num(np.max(ratio, initial=0), nan=np.inf, posinf=np.inf))
 
 
 # -------------------------------------------------------------------------------------------
 # What is compared: functions to be compiled, of (batch, held, key, size, rounding)
 
-def _on_mesh(plan, init, gradients, evaluate, batch,
-             held, key, size, rounding):
+def _on_mesh(plan, init, gradients, evaluate, batch, held, key, size, rounding):
     """The mesh beside one device."""
     places = shardings(plan.stored, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.chunks
@@ -215,8 +212,7 @@ def _on_mesh(plan, init, gradients, evaluate, batch,
             _whole(params), _whole(held))[:2])
 
 
-def _in_parts(plan, init, batch, held, key, size,
-              rounding):
+def _in_parts(plan, init, batch, held, key, size, rounding):
     """One device with the rows in parts beside all together."""
     def added(params, batch):
         parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
@@ -229,8 +225,7 @@ def _in_parts(plan, init, batch, held, key, size,
         return _beside_one_device(plan, sums, grad, params, batch, key, rounding)
 
 
-def _beside_one_device(plan, sums, grad, params, batch, key,
-                       rounding):
+def _beside_one_device(plan, sums, grad, params, batch, key, rounding):
     """What was found beside what one device finds, and how far off that is where weights are moved
     by their rounding, twice."""
     def three(params, batch, key, rounding):

@@ -50,11 +50,8 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dt
 def _all_gather(w, axis, dim, sum_dtype):
     if axis == "tensor":        # its devices compute the same: each keeps its part of a gradient
         return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
-
-    def gather(w):
-        return lax.all_gather(w, axis, axis=dim, tiled=True)
-
-    return with_reduce_scatter(gather, axis, dim, "" if axis == "expert" else sum_dtype)(w)
+    gather = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
+    return with_reduce_scatter(gather, axis, dim, sum_dtype if axis != "expert" else "")(w)
 
 
 def _own(w, dim, axis, size, chunks):
