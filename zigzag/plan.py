@@ -14,7 +14,7 @@ from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.checks import check_batch, check_overrides
@@ -251,7 +251,7 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
     return checked, takes_specs
 
 
-def loss_sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     """What a loss gives, complete and in float32."""
     s, c, *aux = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
     aux = aux[0] if aux and aux[0] is not None else {}
