@@ -160,10 +160,14 @@ class StopAt(KeepRows):
 def test_a_run_that_is_stopped_and_continued_is_the_run(tmp_path):
     """Optimizer state, dropout, learning rate or the place in the data that a checkpoint does not
     bring back: the loss jumps where a job was restarted, and nobody sees why."""
-    config = make(layers=2, dropout=0.1, steps=6, save_every=4, out=str(tmp_path / "whole"))
+    def config_in(folder):
+        return make(layers=2, dropout=0.1, steps=6, save_every=5, eval_every=4,
+                    out=str(tmp_path / folder))
+
+    config = config_in("whole")
     given = dict(mesh="fsdp=2", held_out=tokens_of(config, 16, seed=9))
     _, whole = learn(config, **given)
-    config = make(layers=2, dropout=0.1, steps=6, save_every=4, out=str(tmp_path / "stopped"))
+    config = config_in("stopped")
     _, first = learn(config, **given, say=StopAt(2))
     assert first.step < 6
     _, second = learn(config, **given)
