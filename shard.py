@@ -64,6 +64,7 @@ from zigzag import attention, pipeline
 from zigzag import experts as dispatch
 from zigzag.collectives import reduce_scatter, with_reduce_scatter
 from zigzag.errors import ConfigError
+from zigzag.flags import run_main
 from zigzag.hlo import collectives as collectives  # (names as they are: part of this file)
 from zigzag.jaxprs import marked
 from zigzag.mesh import (
@@ -594,3 +595,9 @@ def _time_of_stage(tree, x):
         return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)
 
     return jax.tree.map(part, tree)
+
+
+if __name__ == "__main__":
+    import train
+
+    run_main(train.show_sharding)

@@ -48,10 +48,11 @@ from zigzag.errors import ConfigError, did_you_mean
 from zigzag.flags import parse_flags, run_main
 from zigzag.loop import Fit, Loop, Task, evaluate, flush_metrics, prepare, profile, save
 from zigzag.loss_check import check_loss, check_traceable
-from zigzag.mesh import cast, mark_varying, pmean_all, row_groups
+from zigzag.mesh import abstract_mesh, cast, mark_varying, mesh_sizes, pmean_all, row_groups
 from zigzag.plan import Plan, make_plan, resolve_dtype
 from zigzag.program import Program, make_program, shapes_hash
 from zigzag.report import Reporter
+from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
 
 
@@ -418,6 +419,20 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     if "d_model" in given:
         base.update(d_ff=0)
     return Config(**{**base, **given})
+
+
+def show_sharding(argv: Sequence[str] | None = None) -> None:
+    """python shard.py --model llama-7b --shards 4: the table, without making the model."""
+    config = parse(argv)
+    if config.topology:
+        return commands.dry_run(config, TRANSFORMER)
+    mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or data.Bytes.vocab_size)
+    check_model(config, mesh)
+    decisions = model.plan_weights(config, mesh, overrides=parse_overrides(config.override),
+                                   fsdp_min=config.fsdp_min)
+    print(shard.explain(decisions, weight_shapes(config), mesh, bool(config.zero),
+                        config.fsdp_min))
 
 
 # Held-out text that is judged: the same windows each time, spread over all of it.

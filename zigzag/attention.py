@@ -210,7 +210,7 @@ def full_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_i
 
 def causal_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
                 pass_on: Callable, me: Array, n: int) -> Array:
-    """Causal attention over a sequence in zigzag order (data.py's `shard_time`): device i has an
+    """Causal attention over a sequence in zigzag order (shard.py's `shard_time`): device i has an
     early part of the time and a late one, and all devices have equally much to do.
 
     Keys of each device j come by in turn. The late queries see all early keys. If j is before i,

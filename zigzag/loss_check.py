@@ -24,7 +24,7 @@ from zigzag.errors import ConfigError, one_line
 from zigzag.hosts import process_allgather
 from zigzag.jaxprs import computes_in_16_bits
 from zigzag.mesh import BATCH_AXES, by_path, cast, compiler_options, shardings, untyped
-from zigzag.plan import ANY_LOSS, JIT, Plan
+from zigzag.plan import ANY_LOSS, BY_HAND, JIT, Plan
 from zigzag.storage import permute_layers
 
 # To see what rounding does to a loss, weights are moved by so much of their own size: where it is
@@ -307,7 +307,7 @@ def check_traceable(plan: Plan, step: Callable, state: Any, batch: Any) -> None:
 def _not_traceable(plan, e):
     if plan.needs:
         return ConfigError(f"mesh axis {' and '.join(plan.needs)}: this loss cannot be computed "
-                           f"over it ({one_line(e)}); {ANY_LOSS}")
+                           f"over it ({one_line(e)}){_by_hand(plan)}; {ANY_LOSS}")
     return ConfigError(f"this loss cannot be computed inside a shard_map ({one_line(e)}); what it "
                        f"closes over must not lie on a mesh (jax.device_get takes it off), nor may "
                        f"it say where arrays lie; or use --step jit")
@@ -337,4 +337,10 @@ def _not_this_mesh(plan, found, rows):
         f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} rows is "
         f"{found.mean('sums')} (sum / count), on one device {found.mean('wanted')}; these differ: "
         f"{found.what}; code that picks or pools positions of the time, or adds up layers' weights "
-        f"outside shard.pipelined_loss, sees only a part of them there{chunks}: {ANY_LOSS}")
+        f"outside shard.pipelined_loss, sees only a part of them there{chunks}{_by_hand(plan)}: "
+        f"{ANY_LOSS}")
+
+
+def _by_hand(plan):
+    return ("; where shard.columns or shard.row is called, every product with a weight that tensor "
+            "splits must go through them") if plan.mode == BY_HAND else ""

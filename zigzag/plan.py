@@ -315,4 +315,6 @@ def _split_axes(plan, marks, why):
     if why and needs and sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={sizes['tensor']}: this loss {why}, so no compiler "
                           f"may split it beside {needs[0]}; give a mesh without tensor")
+    if plan.mode == BY_HAND and sizes["tensor"] > 1:
+        needs.append(f"tensor={sizes['tensor']}")
     return tuple(needs)
