@@ -222,6 +222,11 @@ def _into_stream(partial, whole, split_time):
     return checkpoint_name(y, "stream") if n > 1 else y
 
 
+def residual_stream(x: Array, split_time: bool = True) -> Array:
+    """An array [B, T, D] that every device of tensor has whole, as the residual stream."""
+    return _into_stream([], [x], split_time)
+
+
 def whole_time(x: Array) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
     pool positions. Its transpose keeps this device's time."""
@@ -271,7 +276,7 @@ def repeat_kv(w: Array, heads: int) -> Array:
 def embed_lookup(table: Array, ids: Array, split_time: bool = True) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
-        return _into_stream([], [table[ids]], split_time)
+        return residual_stream(table[ids], split_time)
     here = ids - lax.axis_index("tensor") * len(table)
     mine = ((here >= 0) & (here < len(table)))[..., None]
     return _into_stream([jnp.where(mine, table[jnp.clip(here, 0, len(table) - 1)], 0)], [],
