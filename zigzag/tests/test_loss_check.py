@@ -272,7 +272,8 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss trains on da
     slow("a step of the transformer's", "fsdp=2,tensor=2"),
     slow("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
     slow("masks of its own", "fsdp=2,tensor=2"), slow("a penalty by its count", "fsdp=2"),
-    slow("a penalty by its count", "fsdp=2,tensor=2"), slow("a penalty by its count", "pipe=2"), slow("a count of places", "pipe=2")])
+    slow("a penalty by its count", "fsdp=2,tensor=2"), slow("a penalty by its count", "pipe=2"),
+    slow("a count of places", "pipe=2")])
 def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     """Losses that no test had were other numbers on other meshes, without a word, or ended inside
     jax: rows that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its
