@@ -113,7 +113,8 @@ class _Run:
 def weight_traffic(decisions: Any, params: Any, run: _Run) -> list[Row]:
     """What is sent for weights and their gradients, and the reductions that the rule counted."""
     specs = jax.tree.map(lambda d: d.spec, decisions)
-    state = zero1_specs(params, specs, run.mesh) if run.config.zero else specs
+    config = run.config
+    state = zero1_specs(params, specs, run.mesh, config.fsdp_min) if config.zero else specs
     rows: list[Row] = []
     reduced = collections.Counter()
     for leaf, decision, state_spec in zip(*[jax.tree.leaves(tree, is_leaf=is_spec)

@@ -1,17 +1,14 @@
 """The command line: a refusal is one line that names what would be accepted; help; statuses."""
 
-import contextlib
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import train
 from zigzag import errors, flags
-from zigzag.tests.common import SMALL, command, refused, started
+from zigzag.tests.common import SMALL, command, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,44 +71,6 @@ def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, "--out", tmp_path / "out", *words)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_the_command_begins_again_with_large_pages(tmp_path, monkeypatch):
-    """A loop of restarts; other settings of glibc lost; a debugger's or notebook's process gone."""
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.delenv("ZIGZAG_AGAIN", raising=False)
-
-    def environment(run, until):
-        found = b""
-        while run.poll() is None and until not in found:
-            with contextlib.suppress(OSError):
-                found = Path(f"/proc/{run.pid}/environ").read_bytes()
-        assert run.communicate()[1].count("\n") == 1 and run.returncode == 2
-        return found
-
-    words = ("--data", tmp_path / "nowhere")
-    assert b"\0GLIBC_TUNABLES=glibc.malloc.hugetlb=1\0" in environment(started(*words), b"hugetlb")
-    # (glibc itself cuts off, in the environment, what it has read.)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=3")
-    assert b"\0GLIBC_TUNABLES=glibc.malloc.tcache_count=3" in environment(
-        started(*words), b"ZIGZAG_AGAIN")
-    monkeypatch.setenv("ZIGZAG_AGAIN", "1")
-    again = []
-    monkeypatch.setattr(os, "execve", lambda *_: again.append(1))
-    for orig_argv, argv, times in (
-            (["-u", "train.py", "x"], ["train.py", "x"], 1),
-            (["-m", "pdb", "train.py"], ["train.py"], 0), (["-mpdb", "train.py"], ["train.py"], 0),
-            (["ipython"], ["train.py", "x"], 0)):
-        monkeypatch.delenv("ZIGZAG_AGAIN", raising=False)
-        monkeypatch.setattr(sys, "orig_argv", ["python", *orig_argv])
-        monkeypatch.setattr(sys, "argv", argv)
-        train.restart_with_large_pages()
-        assert len(again) == times, orig_argv
-        again.clear()
-        monkeypatch.setenv("ZIGZAG_AGAIN", "1")
-        train.restart_with_large_pages()
-        assert not again
 
 
 def test_dashes_equals_and_presets():
