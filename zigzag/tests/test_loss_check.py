@@ -497,7 +497,8 @@ def test_a_gradient_inside_a_loss_is_seen():
     (a_sum, "untyped"), (a_step_of_the_transformers, "untyped"),
     (branches, "untyped, tensor whole"),
     (THEIRS["a pooled loss"][0], "by hand"), (own_masks, "by hand"),
-    (lambda p, b, specs: a_sum(p, b), "typed")], ids=str)
+    (lambda p, b, specs: a_sum(p, b), "typed")],
+    ids=["none", "a gradient inside", "branches", "pooled", "masks", "specs"])
 def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
     """A loss that calls columns was left to the compiler over tensor, or one that does not was
     not."""
