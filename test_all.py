@@ -185,8 +185,8 @@ def test_the_readmes_own_task_trains(tmp_path, mesh):
     (tmp_path / "mine.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "mine.py", *(["--mesh", mesh] if mesh else [])], cwd=tmp_path, text=True,
-        capture_output=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)})
+        capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+                                  "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", done.stdout)]
     assert losses[-1] < 0.5 * losses[0], done.stdout
@@ -210,13 +210,13 @@ def test_generation_is_the_argmax_of_forward():
         assert new == row[len(prompt):], prompt
 
 
-@pytest.mark.parametrize("what", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_generation_is_the_same_on_two_devices(what):
+@pytest.mark.parametrize("what, temperature", [(DENSE, 0), (EXPERTS, 0.8)],
+                         ids=["dense greedy", "experts drawn"])
+def test_generation_is_the_same_on_two_devices(what, temperature):
     """Logits or a cache of which a device has only its part; random choices that devices make each
     for itself."""
     config = config_of(what)
     params, mesh = model.init(config, jax.random.key(0)), mesh_of("tensor=2")
     split = jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh))
-    for temperature in (0, 0.8):
-        given = PROMPTS, config, 6, temperature
-        assert sample.generate(split, *given) == sample.generate(params, *given)
+    given = PROMPTS, config, 6, temperature
+    assert sample.generate(split, *given) == sample.generate(params, *given)
