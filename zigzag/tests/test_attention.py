@@ -308,9 +308,10 @@ def test_heads_that_a_compiler_cannot_divide(heads, kv_heads):
 def test_attention_to_a_part_of_the_time_is_refused():
     """Queries of a part of the time beside info of all of it: a mask of other tokens, which fits
     wherever it is broadcast."""
-    q, info = jnp.zeros((1, 4, 2, 8)), {"place": jnp.zeros((1, 8), int)}
-    with pytest.raises(ValueError, match="queries of 4 tokens beside info of 8"):
-        shard.attend(model._softmax_attention, q, q, q, model._attention_mask, info, info)
+    q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
+    k, info = jnp.zeros((1, 8, 2, 8)), {"place": info, "document": info}
+    with pytest.raises(ValueError, match="queries of 1 tokens beside info of 8"):
+        shard.attend(model._softmax_attention, q, k, k, model._attention_mask, info, info)
 
 
 @pytest.mark.parametrize("time", [4, 6, 16])

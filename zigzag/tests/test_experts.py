@@ -39,6 +39,7 @@ def test_a_grouped_product_by_blocks(R, E, share):
             np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_in_no_group_of_a_grouped_product_may_hold_anything(monkeypatch):
     """A TPU's kernel leaves there what was there: one NaN would be in every weight. Forward and
     backward, on devices that are no TPUs."""
@@ -155,6 +156,7 @@ def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 2e-7 * np.sqrt(b.size)
 
 
+@pytest.mark.slow
 def test_the_metrics_have_each_experts_load_and_any_other_sum():
     """A load that is divided twice, or by the count of one device; sums that a task adds, lost."""
     rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")

@@ -115,7 +115,7 @@ def test_equal_copies_become_one_value():
 
 
 def test_untyped_is_what_one_device_computes():
-    """jax gives back what it has traced of a function elsewhere: with types, or on a mesh."""
+    """A function of shard.py that sends something where every device is to compute alone."""
     seen = []
 
     def fn(x):

@@ -94,6 +94,7 @@ def peer(name):
     return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
 
 
+@pytest.mark.slow
 def test_the_decoder_is_transformers_llama():
     """Rotation, norms, grouping and the MLP's halves: a convention that is not the published
     one trains just as well and loads nothing."""
@@ -269,6 +270,7 @@ def test_a_compiler_alone_reduces_twice_a_layer(changes):
 # -------------------------------------------------------------------------------------------
 # The stack of layers
 
+@pytest.mark.slow
 def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
     """Where nothing is computed again and they are few; and nothing else changes."""
     config = make(layers=4)

@@ -98,6 +98,7 @@ def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
 # -------------------------------------------------------------------------------------------
 # Layers on disk
 
+@pytest.mark.slow
 def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
     """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
     eight = jax.device_put(jnp.arange(8), NamedSharding(mesh_of("pipe=4"), P("pipe")))

@@ -82,7 +82,7 @@ for mesh, changes in %r:
     slow([("tensor=2", {}), ("fsdp=2,tensor=2", dict(accumulate=2))]),
     pytest.param([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),
                   ("seq=2,tensor=2", {}), ("expert=2,tensor=2", dict(experts=4))],
-                 marks=pytest.mark.slow)])
+                 marks=pytest.mark.full)])
 def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
     """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
     compiler aborts: the transformer's has none, as it leaves nothing to it."""

@@ -16,7 +16,7 @@ from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, slow
 # -------------------------------------------------------------------------------------------
 # The whole step
 
-@pytest.mark.parametrize("name", ["w_up", "wq", "wo", "w_down", "embed", "head", "wk"])
+@pytest.mark.parametrize("name", ["w_up", "wq", "wo", "w_down", "embed", "head", "wk", "w[qkv]"])
 def test_a_whole_weight_beside_split_ones(name):
     """A whole weight used in full beside parts of the others, or a device's part of it used without
     its gradient being summed: shapes fit in both cases. A whole head must not be taken for a split
@@ -40,8 +40,7 @@ def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
 
 
 @pytest.mark.parametrize("heads, kv_heads, changes", [
-    (24, 6, {}), slow(12, 3, dict(parallel=True)), slow(4, 1, dict(tied=True)),
-    slow(4, 2, dict(override=("w[qkv]=-",)))])
+    (24, 6, {}), slow(12, 3, dict(parallel=True))])
 def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, changes):
     """Queries that meet another group's keys: 6 key heads of 24 heads make 12 on 4 devices, each
     with half of a head's queries beside all of another's."""
@@ -51,7 +50,7 @@ def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, chang
 @pytest.mark.parametrize("mesh, changes", [
     ("tensor=2", dict(seq_len=33)), slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2)),
     slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2, schedule="1f1b")),
-    slow("seq=2,tensor=4", dict(seq_len=20)), slow("tensor=4", dict(seq_len=18, parallel=True)),
+    slow("seq=2,tensor=4", dict(seq_len=20)),
     slow("pipe=2,tensor=4", dict(seq_len=18, microbatches=2))])
 def test_time_that_tensor_does_not_divide(mesh, changes):
     """The stream is whole between blocks then, and `row` an all-reduce: gradients of it would count
@@ -81,8 +80,7 @@ def test_the_loss_in_chunks(mesh, changes, monkeypatch):
 
 @pytest.mark.parametrize("mesh, changes", [
     ("tensor=2", {}), slow("seq=2,tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2)),
-    slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b")),
-    slow("tensor=2", dict(seq_len=17, parallel=True))])
+    slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b"))])
 def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
     """A device that drops at the places of the sequence's beginning instead of its own."""
     assert_same_on(mesh, dropout=0.3, **changes)
@@ -92,11 +90,20 @@ def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
     slow("tensor=2", dict(seq_len=17)), slow("expert=2,tensor=2", dict(shared_experts=1)),
     slow("tensor=2", dict(sequence_parallel=False, parallel=True, shared_experts=1)),
     slow("pipe=2,tensor=2", dict(microbatches=2, seq_len=18, schedule="1f1b")),
-    slow("seq=2,tensor=2", dict(shared_experts=1, override=("w_down=-", "e_.*=-")))])
+    slow("seq=2,tensor=2", dict(shared_experts=1, override=("e_.*=-",)))])
 def test_experts_beside_tensor(mesh, changes):
     """The router's losses counted once for each device, or for a part of the time; tokens that
     differ between devices which share an expert."""
     assert_same_on(mesh, experts=4, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", [("e_up=-",), ("w_down=-",)])
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="shard.experts does not take a device's "
+                   "own part of a whole weight beside split ones, as columns and row do")
+def test_a_whole_weight_of_an_expert_beside_split_ones(override):
+    """A product of which one operand is split and the other is not."""
+    assert_same_on("tensor=2", experts=4, shared_experts=1, override=override)
 
 
 @pytest.mark.parametrize("changes", [{}, slow(dict(parallel=True, tied=True, seq_len=17))])
@@ -156,7 +163,7 @@ def test_whole_time_of_a_stream_that_is_whole_is_itself():
         jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(ORDERED)
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2"), slow("seq=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2,tensor=2")])
 def test_a_loss_of_the_last_position_alone(mesh):
     """What pools or picks positions of the transformer's own stream: a classifier, a value head."""
     config, params = make(), model.init(make(), jax.random.key(0))
