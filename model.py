@@ -235,7 +235,7 @@ def _norm(x, scale):
     """RMSNorm over D, in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
-    return x32.astype(x.dtype) * scale
+    return x32.astype(x.dtype) * scale      # of a time-split x autodiff sums scale's gradient here
 
 
 def _rotate(x, positions, theta):
@@ -256,7 +256,7 @@ def _softmax_attention(q, k, v, mask):
         k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, scores, -1e30)
+    scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
@@ -297,11 +297,22 @@ def _gated(gate, up):
     return jax.nn.silu(gate) * up
 
 
+def _dense(w, gate, up):
+    """The MLP that all tokens visit, up to its last product."""
+    return _gated(gate, up), w["w_down"]
+
+
 def _feed_forward(w, h, c, i, batch):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
-    out = []
-    if "w_gate" in w:
-        out = [(_gated(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"])]
+    dense = "w_gate" in w
+    out = [_dense(w, *shard.columns(h, w["w_gate"], w["w_up"]))] if dense else []
+    return _out_of_block(w, h, c, i, batch, out)
+
+
+def _out_of_block(w, h, c, i, batch, out
+                  ):
+    """The sum of the products `out`, and of what experts make of h; and what those add to the
+    loss."""
     if c.experts:
         return _experts(w, h, c, i, batch, out)
     return shard.row(*out, split_time=c.sequence_parallel), None
@@ -370,11 +381,8 @@ def _parallel_block(w, x, i, c, batch, cache):
     h, dense = _norm(x, w["attn_norm"]), [w["w_gate"], w["w_up"]] if "w_gate" in w else []
     q, k, v, *mlp = shard.columns(h, *_qkv(w, c), *dense)
     heads, cache = _heads([q, k, v], c, batch, cache)
-    out = [(heads, w["wo"])] + ([(_gated(*mlp), w["w_down"])] if dense else [])
-    if c.experts:
-        y, aux = _experts(w, h, c, i, batch, out)
-    else:
-        y, aux = shard.row(*out, split_time=c.sequence_parallel), None
+    out = [(heads, w["wo"])] + ([_dense(w, *mlp)] if dense else [])
+    y, aux = _out_of_block(w, h, c, i, batch, out)
     return x + _drop(y, c, 2 * i + 1, batch), aux, cache
 
 

@@ -66,9 +66,8 @@ from zigzag.collectives import reduce_scatter, with_reduce_scatter
 from zigzag.errors import ConfigError
 from zigzag.flags import run_main
 from zigzag.hlo import collectives as collectives  # (names as they are: part of this file)
-from zigzag.jaxprs import marked
+from zigzag.jaxprs import named
 from zigzag.mesh import (
-    AXES,
     ambient,
     beside_auto_tensor,
     is_single_cpu,
@@ -104,14 +103,13 @@ def _size(axis):
 #               sums: so is its gradient. Divided once, by the count of all
 #   more        train.make_step calls it; README "The parallelisms"
 
-def sum_gradients(tree: Any, specs: Any = None, scattered: Any = None, axes: Any = None,
-                  only: set[str] = frozenset(AXES)) -> Any:
-    """Each leaf summed over every axis over which it varies (or over `axes`, where types do not
-    say), but for those that its spec names: there devices have different parts of it, and fsdp's
-    gather has already summed them. Where `scattered` has a spec that names data, each device gets
-    its part of the sum."""
+def sum_gradients(tree: Any, axes: set[str], specs: Any = None, scattered: Any = None) -> Any:
+    """Each leaf summed over `axes` (all over which devices have other rows, layers or time), but
+    for those that its spec names: there devices have different parts of it, and fsdp's gather has
+    already summed them. Where `scattered` has a spec that names data, each device gets its part of
+    the sum."""
     def total(x, spec, part):
-        over = (varying(x) if axes is None else axes) & only - spec_axes(spec)
+        over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first: what is left to sum is less
             dim = list(part).index("data")
             x = beside_auto_tensor(lambda x: reduce_scatter(x, "data", dim), spec)(x)
@@ -189,7 +187,7 @@ def columns(x: Array, *weights: Array, dtype: Any = None) -> list[Array]:
         x = mark_varying(x, also={"tensor"})
     if some:                # of a whole weight beside split ones, this device's columns
         weights = [w if is_split(w) or w.shape[1] % n else own_part(w, 1) for w in weights]
-    return [marked(matmul(x, w, 1, dtype), "columns") for w in weights]
+    return [named(matmul(x, w, 1, dtype), "columns") for w in weights]
 
 
 def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
@@ -202,7 +200,7 @@ def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
         elif h.shape[2] < w.shape[0]:
             w = own_part(w, 0)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
-    return marked(_into_stream(partial, whole, split_time), "row")
+    return named(_into_stream(partial, whole, split_time), "row")
 
 
 def _into_stream(partial, whole, split_time):
@@ -407,7 +405,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         sizes, manual = ambient()
         auto = 1 if "tensor" in manual else sizes.get("tensor", 1)
         out = attention.in_blocks(attention_fn, q, keys, mask, query_info, causal, auto)
-    return marked(checkpoint_name(out, "attend"), "attend")
+    return named(checkpoint_name(out, "attend"), "attend")
 
 
 def sum_over_time(x: Array) -> Array:
@@ -458,7 +456,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     out = dispatch.mixture(rows, chosen, shares, into, between, back, B * T * K)
     if n > 1:
         out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
-    out = marked(checkpoint_name(out, "experts"), "experts").reshape(B, T, D)
+    out = named(checkpoint_name(out, "experts"), "experts").reshape(B, T, D)
     partial, whole = ([out], []) if is_split(back) else ([], [out])
     for h, w in beside:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
@@ -528,10 +526,10 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
         x = embed(params, batch)
         x, aux = block(w, x, i, batch)      for layer i, weights w
-        sum, count = head(params, x, batch)
+        sum, count = head(params, x, batch)     third, if it likes, a dict of other sums
 
     `weights` have the layers as their leading dimension, `specs` are theirs. `batch` is a tree of
-    [B, ...]. aux is None, or a pair: what the layer adds to the sum, and a tree of other sums,
+    [B, ...]. aux is None, or a pair: what the layer adds to the sum, and a dict of other sums,
     without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
     given a part of the time of x and of the batch, so that all stages share it: its sum and count
     are of that part."""
@@ -545,7 +543,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
-        return marked(checkpoint_name(s, "pipelined_loss"), "pipelined_loss"), *others
+        return named(checkpoint_name(s, "pipelined_loss"), "pipelined_loss"), *others
     stages = _size("pipe")
     _check_stages(stages, total, chunks, specs)
     if schedule == "1f1b" and total == stages:

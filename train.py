@@ -155,7 +155,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     """The training step (state, batch) -> state, metrics. Second, its first half, for whoever
     compares gradients: (params, batch) -> gradients, sums."""
     def gradients(params, batch):
-        # Accumulate: weights are gathered once; each micro-batch adds what it finds, in float32.
+        # Accumulate, in float32. Weights of no layer are gathered once; layers gather their own in
+        # each micro-batch.
         weights = plan.mark(cast(params, plan.dtype))
         whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
 
@@ -178,8 +179,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
                 lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch))
         # Reduce: one sum over devices, of the gradients and of what they are divided by.
         grads, sums = total
-        return (shard.sum_gradients(grads, plan.stored, plan.moments, plan.sum_axes),
-                shard.sum_gradients(sums, axes=plan.sum_axes))
+        return (shard.sum_gradients(grads, plan.sum_axes, plan.stored, plan.moments),
+                shard.sum_gradients(sums, plan.sum_axes))
 
     gradients = plan.on_mesh(gradients, (plan.local(plan.moments), P()), shard.shard_time)
 
@@ -214,7 +215,7 @@ def make_evaluate(plan: Plan) -> Callable:
             weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)))
             sums = plan.on_device(plan.local_sums)(weights, batch)[:2]
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
-            return pmean_all(shard.sum_gradients(plan.mark(sums), axes=axes))
+            return pmean_all(shard.sum_gradients(plan.mark(sums), axes))
 
         return plan.on_mesh(local, (P(), P()), shard.shard_time, splits_rows)(params, batch)
 
@@ -224,7 +225,7 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # The transformer's own loss, not somebody else's, or one that wraps it.
+    # Only this partial of model.loss is trusted; what wraps it is somebody else's, and checked.
     ours = isinstance(loss, functools.partial) and loss.func is model.loss
     dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
@@ -252,7 +253,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     stop: list[int] = []
     task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat)
     mesh = mesh or commands.machine(config)
-    with hosts.stop_on_signals(stop):
+    with hosts.exit_together(), hosts.stop_on_signals(stop):
         shapes = batch_shapes(config.batch, collate, examples)
         program = build(config, mesh, init, loss, shapes, overrides)
         config, say = program.config, say or Reporter(config.steps)

@@ -1,7 +1,7 @@
 """Reading a jaxpr: the list of operations that jax makes of a function by tracing it.
 
 Small questions about somebody's function are answered here without running it: which of our
-functions it calls (`marks_in`), in what precision it computes (`computes_in_16_bits`), and what
+functions it calls (`names_in`), in what precision it computes (`computes_in_16_bits`), and what
 in it no compiler may split (`why_not_split`). Each takes the function with its arguments, or what
 jax.make_jaxpr has made of them, so that a caller with several questions traces only once.
 The large question, how its weights should be split, is asked in trace.py and answered in rule.py.
@@ -70,25 +70,25 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
 
 
 # -------------------------------------------------------------------------------------------
-# Marks: by these a training step sees which of our functions a loss calls.
+# Names: by these a training step sees which of our functions a loss calls.
 
-def marked(x: jax.Array, name: str) -> jax.Array:
-    """x with a name that `marks_in` sees; with the name DIFFERENTIATED where a gradient is taken
+def named(x: jax.Array, name: str) -> jax.Array:
+    """x with a name that `names_in` sees; with the name DIFFERENTIATED where a gradient is taken
     through it. Inside a shard_map nothing: a loss is looked at before it is put into one."""
-    return x if ambient()[1] else _mark(x, name)
+    return x if ambient()[1] else _name(x, name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _mark(x, name):
+def _name(x, name):
     return checkpoint_name(x, name)
 
 
-@_mark.defjvp
-def _mark_jvp(name, primals, tangents):
+@_name.defjvp
+def _name_jvp(name, primals, tangents):
     return checkpoint_name(primals[0], DIFFERENTIATED), tangents[0]
 
 
-def marks_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
+def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
     """The names that a function marks its values with. DIFFERENTIATED is among them if it takes a
     gradient, within itself, through a marked value."""
     return {eqn.params["name"] for eqn in equations(traced(fn, *args).jaxpr)

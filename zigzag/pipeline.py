@@ -138,9 +138,13 @@ def _skip_idle(busy, work, idle, x):
     return lax.cond(busy, typed(work), typed(idle), x)
 
 
-def with_aux(pair: tuple, aux: Any) -> tuple:
-    """A sum and a count, and what the layers add to the sum; third, their other sums."""
-    return tuple(pair) if aux is None else (pair[0] + aux[0], pair[1], aux[1])
+def with_aux(sums: tuple, aux: Any) -> tuple:
+    """What head gives (a sum, a count, perhaps a dict of other sums) and what the layers add: to
+    the sum, and other sums of theirs."""
+    if aux is None:
+        return tuple(sums)
+    total, count, *others = sums
+    return total + aux[0], count, {**(others[0] if others else {}), **aux[1]}
 
 
 # -------------------------------------------------------------------------------------------
@@ -187,8 +191,8 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
     out = jnp.where(me == S - 1, out[finished], 0).reshape(-1, *x.shape[1:])
     x = links.scatter_time(out)
-    pair = mark_alike(tuple(loss.head(params, x, links.my_time(loss.batch, x))), x)
-    return with_aux(pair, jax.tree.map(lambda a: a.sum(0), aux))
+    sums = mark_alike(tuple(loss.head(params, x, links.my_time(loss.batch, x))), x)
+    return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
 
 
 # -------------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class _State(NamedTuple):
     dlast: Array        # the same for the last stage: from the head, one tick ago
     inputs: Array       # [2 S, b, T, D]: what came in, until its backward pass
     grads: tuple            # of params and of weights, float32
-    pair: tuple             # the loss's sum and count
+    sums: tuple             # what the loss's head gives, so far
     aux: Any
 
 
@@ -211,7 +215,8 @@ def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       x' is the backward pass of x, in the
         stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       same tick as another's forward
 
-    so a stage keeps the inputs of 2 S microbatches, however many there are. In each tick a stage
+    so a stage keeps the inputs of 2 S microbatches, however many there are: stage s needs those of
+    2 (S - s), and as all stages run one program all have room for stage 0's. In each tick a stage
     takes one microbatch forward and one back, from its input again. The gradient is made along
     with the loss, for a cotangent of 1; autodiff then only scales it."""
     @jax.custom_vjp
@@ -239,7 +244,7 @@ def _with_gradients(loss, params, weights):
     state, _ = lax.scan(lambda state, t: (stage.tick(state, t), None), state,
                         jnp.arange(ticks(S, M, "1f1b", 1)[0]))
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), state.grads, (params, weights))
-    return with_aux(state.pair, state.aux), grads
+    return with_aux(state.sums, state.aux), grads
 
 
 class _Stage:
@@ -282,7 +287,7 @@ class _Stage:
 
         # The loss of what the last stage has just finished, by all stages, each of its time.
         valid = (finished >= 0) & (finished < M)
-        pair, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
+        sums, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
 
         # Backward, of a microbatch that the next stage has sent back.
         dx = jnp.where(last, s.dlast, s.dx)
@@ -296,17 +301,17 @@ class _Stage:
         dparams, total = s.grads
         dparams = _add(_add(dparams, _where(valid, dhead)), dembed)
         return _State(links.send_next(y), links.send_back(dx), dlast, inputs,
-                      (dparams, _add(total, dweights)), _add(s.pair, _where(valid, pair)),
+                      (dparams, _add(total, dweights)), _add(s.sums, _where(valid, sums)),
                       _add(s.aux, aux))
 
     def _zeros(self, tree):
         return jax.tree.map(jnp.zeros_like, tree)
 
     def _head_gradients(self, y, m):
-        """The loss's pair, the gradient of params, and the cotangent of y."""
-        pair, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
-        one, zero = (mark_varying(jnp.full_like(v, k), v) for k, v in zip((1, 0), pair))
-        return pair, *vjp((one, zero))
+        """The loss's sums, the gradient of params, and the cotangent of y."""
+        sums, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
+        one, *zeros = jax.tree.map(lambda s: mark_varying(jnp.zeros_like(s), s), sums)
+        return sums, *vjp((one + 1, *zeros))
 
     def _layer_gradients(self, x, dy, m):
         (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)

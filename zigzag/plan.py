@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.checks import check_batch, check_overrides
 from zigzag.errors import ConfigError
-from zigzag.jaxprs import DIFFERENTIATED, marks_in, why_not_split
+from zigzag.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.mesh import (
     AXES,
     BATCH_AXES,
@@ -158,8 +158,8 @@ class Plan:
         return untyped(fn) if self.mode in (UNTYPED, TENSOR_WHOLE) else fn
 
 
-def run_mode(step: str, marks: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
-    """How a loss runs, from the functions of shard.py that it calls (`marks`):
+def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
+    """How a loss runs, from the functions of shard.py that it calls (`names`):
 
     by hand       it calls columns or row: one shard_map over all six axes, with types
     typed         it calls others, or takes specs: the same, but the compiler splits over tensor
@@ -171,10 +171,10 @@ def run_mode(step: str, marks: set[str], takes_specs: bool, splits_tensor: bool,
     And with --step jit there is no shard_map: the compiler does everything."""
     if step == "jit":
         return JIT
-    if DIFFERENTIATED not in marks and not (why and splits_tensor):
-        if marks & {"columns", "row"}:
+    if DIFFERENTIATED not in names and not (why and splits_tensor):
+        if names & {"columns", "row"}:
             return BY_HAND
-        if marks or takes_specs:
+        if names or takes_specs:
             return TYPED
     return TENSOR_WHOLE if why or not splits_tensor else UNTYPED
 
@@ -203,9 +203,9 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if not trusted:
         decisions = _see_whole_batch(decisions, loss, weights, batch, rows)
 
-    marks, sizes = marks_in(jaxpr) if typed else set(), dict(mesh.shape)
+    names, sizes = names_in(jaxpr) if typed else set(), dict(mesh.shape)
     why = "" if trusted else why_not_split(jaxpr, weights)
-    mode = run_mode(config.step, marks, typed and takes_specs, sizes["tensor"] > 1, why)
+    mode = run_mode(config.step, names, typed and takes_specs, sizes["tensor"] > 1, why)
     if mode == TENSOR_WHOLE and sizes["tensor"] > 1:
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, loss, trusted, mode,
@@ -213,7 +213,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                 config.dtype, config.accumulate)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
-    return dataclasses.replace(plan, needs=_split_axes(plan, marks, why))
+    return dataclasses.replace(plan, needs=_split_axes(plan, names, why))
 
 
 def _shape(x):
@@ -295,7 +295,7 @@ def _check_floats(params):
                               f"trained; keep others out of what init returns")
 
 
-def _split_axes(plan, marks, why):
+def _split_axes(plan, names, why):
     """The axes, as axis=size, over which the loss must split itself, if it can."""
     sizes, needs = dict(plan.mesh.shape), []
     in_use = set().union(*map(spec_axes, jax.tree.leaves(plan.used, is_leaf=is_spec)))
@@ -304,11 +304,11 @@ def _split_axes(plan, marks, why):
         if axis not in in_use:
             continue
         needs.append(f"{axis}={sizes[axis]}")
-        if function not in marks:
+        if function not in names:
             raise ConfigError(f"mesh axis {needs[-1]}: this loss does not call shard.{function}, "
                               f"which is what splits {what} over it; {ANY_LOSS}")
         # A gradient inside the loss would be of each device's part: no collective may add to it.
-        if DIFFERENTIATED in marks:
+        if DIFFERENTIATED in names:
             raise ConfigError(f"mesh axis {needs[-1]}: this loss takes a gradient inside itself, "
                               f"and over {axis} that would be the gradient of a part of it; "
                               f"{ANY_LOSS}")

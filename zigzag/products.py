@@ -2,7 +2,7 @@
 
 A CPU multiplies faster where the gradient of the weights has the activations on the left: autodiff
 would have them on the right, and a CPU would transpose the left operand in memory first, a gradient
-of the product's size and for each product anew. 6 layers of 384: PLACEHOLDER.
+of the product's size, anew for each product.
 """
 
 from __future__ import annotations

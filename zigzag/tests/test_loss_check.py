@@ -18,7 +18,7 @@ import train
 from zigzag import loss_check
 from zigzag.batches import batch_shapes
 from zigzag.errors import ConfigError
-from zigzag.jaxprs import DIFFERENTIATED, marks_in
+from zigzag.jaxprs import DIFFERENTIATED, names_in
 from zigzag.mesh import mesh_sizes
 from zigzag.tests.common import learn, make, mesh_of, slow, tokens_of
 
@@ -489,8 +489,8 @@ def test_a_gradient_inside_a_loss_is_seen():
     def stopped(p, b):
         return plain(jax.lax.stop_gradient(p), b)
 
-    assert DIFFERENTIATED in marks_in(inside, *given) >= {"pipelined_loss", "attend"}
-    assert DIFFERENTIATED not in marks_in(stopped, *given) >= {"pipelined_loss", "attend", "row"}
+    assert DIFFERENTIATED in names_in(inside, *given) >= {"pipelined_loss", "attend"}
+    assert DIFFERENTIATED not in names_in(stopped, *given) >= {"pipelined_loss", "attend", "row"}
 
 
 @pytest.mark.parametrize("loss, mode", [

@@ -96,7 +96,7 @@ def test_what_all_devices_compute_alike_is_counted_once():
     def local(rows, whole):
         sums = keep_on_first((rows.sum(), whole.sum()), {"data", "seq"})
         assert [varying(x) for x in sums] == [{"data", "seq"}] * 2
-        return shard.sum_gradients(sums)
+        return shard.sum_gradients(sums, {"data", "seq"})
 
     with jax.set_mesh(mesh_of("data=2,seq=2")):
         rows, whole = jax.jit(jax.shard_map(local, in_specs=(P("data"), P()), out_specs=P()))(

@@ -35,7 +35,7 @@ def test_every_mesh_trains_the_same_model(mesh, alone):
 # Drawn meshes
 
 # Every factorisation of 8 devices over the six axes, and every way of going through the layers.
-SHAPES = [dict(zip(AXES, sizes)) for sizes in itertools.product((1, 2, 4, 8), repeat=6)
+SHAPES = [dict(zip(AXES, sizes)) for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
           if np.prod(sizes) == 8]
 MODELS = [dict(), dict(tied=True, parallel=True, kv_heads=2), dict(experts=8, shared_experts=1),
           dict(dropout=0.1, experts=4, parallel=True)]

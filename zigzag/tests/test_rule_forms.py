@@ -436,7 +436,7 @@ def test_a_gradient_through_a_mark_is_seen():
     """A gradient inside a loss, of which each device has a part only. Seen under jit and vmap, too;
     with a stop_gradient there is none."""
     def loss(p, x):
-        return jnp.sum(jaxprs.marked(x @ p, "attend") ** 2)
+        return jnp.sum(jaxprs.named(x @ p, "attend") ** 2)
 
     def inside(p, x):
         return jnp.sum(jax.vmap(jax.grad(jax.jit(loss)), (None, 0))(p, x[:, None]))
@@ -445,10 +445,10 @@ def test_a_gradient_through_a_mark_is_seen():
         return jax.grad(lambda y: loss(jax.lax.stop_gradient(p), x) * y)(1.0)
 
     args = floats(64, 64), floats(8, 64)
-    assert jaxprs.marks_in(loss, *args) == {"attend"}
-    assert jaxprs.marks_in(jax.make_jaxpr(loss)(*args)) == {"attend"}
-    assert jaxprs.DIFFERENTIATED in jaxprs.marks_in(inside, *args)
-    assert jaxprs.marks_in(stopped, *args) == {"attend"}
+    assert jaxprs.names_in(loss, *args) == {"attend"}
+    assert jaxprs.names_in(jax.make_jaxpr(loss)(*args)) == {"attend"}
+    assert jaxprs.DIFFERENTIATED in jaxprs.names_in(inside, *args)
+    assert jaxprs.names_in(stopped, *args) == {"attend"}
 
 
 def test_16_bits_are_seen_wherever_they_are():
