@@ -193,6 +193,11 @@ def columns(x: Array, *weights: Array, dtype: Any = None) -> list[Array]:
 def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
     """Out of a block: the sum of the products of activations [B, T, F, ...] with weights
     [F, ..., D], as the stream [B, T, D]. All of them share one reduction."""
+    return named(_into_stream(*_products(pairs), split_time), "row")
+
+
+def _products(pairs):
+    """Those that are partial sums over tensor, and those that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
         if h.shape[2] > w.shape[0]:         # one of them is split: the other's own part
@@ -200,7 +205,7 @@ def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
         elif h.shape[2] < w.shape[0]:
             w = own_part(w, 0)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
-    return named(_into_stream(partial, whole, split_time), "row")
+    return partial, whole
 
 
 def _into_stream(partial, whole, split_time):
@@ -433,6 +438,9 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     [E, D, F], then between(...), then rows `back` [E, F, D]. `beside` are pairs as `row` takes
     them, of what all tokens visit: they share its reduction."""
     shares, K = shares.astype(x.dtype), chosen.shape[-1]
+    if any(map(is_split, (*into, back))):       # of a whole weight beside split ones, our part
+        into = [w if is_split(w) else own_part(w, 2) for w in into]
+        back = back if is_split(back) else own_part(back, 1)
     if is_split(x):
         x, chosen, shares = (lax.all_gather(a, "tensor", axis=1, tiled=True)
                              for a in (x, chosen, shares))
@@ -457,9 +465,8 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     if n > 1:
         out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
     out = named(checkpoint_name(out, "experts"), "experts").reshape(B, T, D)
-    partial, whole = ([out], []) if is_split(back) else ([], [out])
-    for h, w in beside:
-        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
+    partial, whole = _products(beside)
+    (partial if is_split(back) else whole).append(out)
     return _into_stream(partial, whole, split_time)
 
 

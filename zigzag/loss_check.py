@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.errors import ConfigError, one_line
 from zigzag.hosts import process_allgather
 from zigzag.jaxprs import computes_in_16_bits
-from zigzag.mesh import BATCH_AXES, by_path, cast, compiler_options, shardings, untyped
+from zigzag.mesh import BATCH_AXES, by_path, cast, shardings, untyped
 from zigzag.plan import ANY_LOSS, BY_HAND, JIT, Plan
 from zigzag.storage import permute_layers
 
@@ -141,7 +141,7 @@ def _find_difference(plan, compare, given, is_narrow, say):
             if compiled is None:
                 compiled = jax.jit(
                     compare, out_shardings=jax.NamedSharding(plan.mesh, P()),
-                    compiler_options=compiler_options(plan.mesh)).lower(*args).compile()
+                    compiler_options=plan.compiler_options).lower(*args).compile()
                 process_allgather("compiled")       # before devices first wait for each other
             found = jax.device_get(compiled(*args))
             norms = jax.tree.leaves(found.norms)

@@ -141,13 +141,16 @@ def is_single_cpu(mesh: Any = None) -> bool:
     return platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What this program asks of XLA beyond the user's XLA_FLAGS, in one place."""
+def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
+    """What this program asks of XLA beyond the user's XLA_FLAGS, in one place. `auto_tensor` says
+    that tensor is left to the compiler inside a shard_map."""
     if platform(mesh) != "cpu":
         return {}
-    # This pass aborts the process on a bfloat16 psum inside a shard_map that leaves `tensor` to
-    # the compiler ("Invalid binary instruction opcode copy", jax 0.10.2 and 0.12.0.1).
-    options: dict[str, Any] = {"xla_disable_hlo_passes": "all-reduce-promotion"}
+    options: dict[str, Any] = {}
+    if auto_tensor and dict(mesh.shape)["tensor"] > 1:
+        # This pass aborts the process on a bfloat16 psum there ("Invalid binary instruction opcode
+        # copy", jax 0.10.2 and 0.12.0.1).
+        options["xla_disable_hlo_passes"] = "all-reduce-promotion"
     level, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
     if level not in given and not jax.config.read("jax_disable_most_optimizations"):
         options[level] = 1      # compiles in three quarters of the time, and steps as fast

@@ -28,6 +28,7 @@ from zigzag.mesh import (
     batch_spec,
     by_path,
     cast,
+    compiler_options,
     is_spec,
     keep_on_first,
     mark_varying,
@@ -78,6 +79,10 @@ class Plan:
     def manual(self) -> tuple[str, ...]:
         """The axes whose collectives are ours; those of the others are the compiler's."""
         return {JIT: (), TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR}.get(self.mode, AXES)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
 
     def axes(self, *names: str) -> set[str]:
         """Of these axes those that are manual and have more than one device."""

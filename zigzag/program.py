@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.mesh import batch_spec, by_path, compiler_options, shardings
+from zigzag.mesh import batch_spec, by_path, shardings
 from zigzag.plan import JIT, Plan
 from zigzag.rule import state_specs
 from zigzag.storage import permute_layers
@@ -63,7 +63,7 @@ def make_program(plan: Plan, init: Callable, optimizer: Any, step: Callable, eva
     places = shardings({"params": plan.stored, "step": P(),
                         "opt": state_specs(optimizer, plan.params, plan.moments)}, mesh)
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, batch_spec(mesh))
-    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+    jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     return Program(plan, place(jax.eval_shape(start, jax.random.key(0)), places),
                    place(plan.batch, jax.tree.map(lambda _: rows, plan.batch)),
                    jit(start, out_shardings=places),

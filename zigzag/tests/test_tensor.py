@@ -99,8 +99,6 @@ def test_experts_beside_tensor(mesh, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("override", [("e_up=-",), ("w_down=-",)])
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="shard.experts does not take a device's "
-                   "own part of a whole weight beside split ones, as columns and row do")
 def test_a_whole_weight_of_an_expert_beside_split_ones(override):
     """A product of which one operand is split and the other is not."""
     assert_same_on("tensor=2", experts=4, shared_experts=1, override=override)
