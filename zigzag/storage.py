@@ -71,7 +71,7 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
     if chunks == 1 or layers % (stages * chunks):
         return None
     order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
-    return np.argsort(order) if back else order
+    return (np.argsort(order) if back else order).astype(np.int32)
 
 
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
