@@ -309,8 +309,7 @@ def _feed_forward(w, h, c, i, batch):
     return _out_of_block(w, h, c, i, batch, out)
 
 
-def _out_of_block(w, h, c, i, batch, out
-                  ):
+def _out_of_block(w, h, c, i, batch, out):
     """The sum of the products `out`, and of what experts make of h; and what those add to the
     loss."""
     if c.experts:

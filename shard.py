@@ -98,16 +98,17 @@ def _size(axis):
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients in an update (lax.psum); with --zero 1 a
 #               reduce-scatter, as each device updates its part, and an all-gather of the weights
+#               (the compiler's, for the places that train.py's step must give back)
 #   bytes       2 (n-1)/n of the gradients, float32, however many micro-batches
 #   correct     a loss is a sum and a count, and the sum over all rows is the sum of the devices'
 #               sums: so is its gradient. Divided once, by the count of all
 #   more        train.make_step calls it; README "The parallelisms"
 
-def sum_gradients(tree: Any, axes: set[str], specs: Any = None, scattered: Any = None) -> Any:
+def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
     """Each leaf summed over `axes` (all over which devices have other rows, layers or time), but
     for those that its spec names: there devices have different parts of it, and fsdp's gather has
-    already summed them. Where `scattered` has a spec that names data, each device gets its part of
-    the sum."""
+    already summed them. Where `moments`, the specs of the optimizer's state, split a leaf over
+    data, each device gets its part of the sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first: what is left to sum is less
@@ -117,7 +118,7 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, scattered: Any =
         return lax.psum(x, tuple(sorted(over))) if over else x
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
-    return jax.tree.map(total, tree, specs, specs if scattered is None else scattered)
+    return jax.tree.map(total, tree, specs, specs if moments is None else moments)
 
 
 # -------------------------------------------------------------------------------------------
@@ -255,7 +256,8 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 def repeat_kv(w: Array, heads: int) -> Array:
     """Weights [D, K, N] of keys or values beside `heads` query heads. Where tensor divides the
     query heads but not K, each head is repeated until it divides, and a device has those that its
-    own queries use: otherwise it would make all of them."""
+    own queries use: otherwise it would make all of them. Its gradient: that of the device's heads,
+    summed over copies, then over tensor."""
     n = max(_size("tensor"), TENSOR_SIZE.value)
     count = math.lcm(w.shape[1], n)
     if is_split(w) or count == w.shape[1] or heads % count:

@@ -76,7 +76,7 @@ class Config(model.Config):
     mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
     step: str = "shard_map"         # or jit: everything left to the compiler, as a control
-    fsdp_min: int = 4096            # elements of the smallest weight that fsdp splits
+    fsdp_min: int = 4096            # elements of the smallest weight that fsdp or zero splits
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps

@@ -189,9 +189,7 @@ class RunFolder:
     def write(self, row: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
         if self.is_process_0:
-            self.metrics.write(json.dumps({
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()}) + "\n")
+            self.metrics.write(json.dumps(_finite(row)) + "\n")
             self.metrics.flush()
 
     def compile_checksums(self, state: Any) -> None:
@@ -252,6 +250,15 @@ def _orbax_manager(folder, keep):
     return ocp.CheckpointManager(
         folder, item_names=("params", "opt", "meta"),
         options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
+
+
+def _finite(value):
+    """With None for what is not finite, in lists too."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse_row(line):

@@ -116,8 +116,8 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
 
 
 class _BatchFlow:
-    """Follows through a jaxpr which values depend on the batch: lists of
-    bools, one for each value."""
+    """Follows through a jaxpr which values depend on the batch: lists of bools, one for each
+    value."""
 
     def __init__(self):
         self.why = ""

@@ -3,8 +3,8 @@
     gpipe, interleaved   one scan of ticks; autodiff turns it around for the backward pass
     1f1b                 a backward pass of its own, of each microbatch as soon as it can be
 
-Chunk number c of stage s of S are the layers from (c S + s) on. x [b, T, D] is one microbatch's
-residual stream. What is sent between stages is passed in (`Links`, from
+With k layers a chunk, chunk c of stage s of S begins at layer (c S + s) k. x [b, T, D] is one
+microbatch's residual stream. What is sent between stages is passed in (`Links`, from
 shard.py's pipe section); this file decides when.
 """
 
@@ -38,7 +38,7 @@ class Loss:
     layers: Callable        # weights, x, indices, batch -> x, aux (None or a pair with a sum)
     head: Callable          # params, x, batch -> sum, count
     batch: Any              # a tree of [B, ...]
-    indices: Array      # of all layers [L]
+    indices: Array          # of all layers [L]
     links: Links
     stages: int
     microbatches: int
@@ -200,10 +200,10 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
 
 class _State(NamedTuple):
     """What 1F1B carries from tick to tick."""
-    x: Array            # into this stage, from the stage before
-    dx: Array           # the cotangent of what this stage made, from the next stage
-    dlast: Array        # the same for the last stage: from the head, one tick ago
-    inputs: Array       # [2 S, b, T, D]: what came in, until its backward pass
+    x: Array                # into this stage, from the stage before
+    dx: Array               # the cotangent of what this stage made, from the next stage
+    dlast: Array            # the same for the last stage: from the head, one tick ago
+    inputs: Array           # [2 S, b, T, D]: what came in, until its backward pass
     grads: tuple            # of params and of weights, float32
     sums: tuple             # what the loss's head gives, so far
     aux: Any

@@ -39,6 +39,7 @@ def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
 
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
+    # Marked outside: the sum over devices that a mark is in the backward pass stays autodiff's.
     return product(mark_varying(x, w), mark_varying(w, x))
 
 

@@ -4,7 +4,7 @@
                   the axes that the loss knows nothing of, and of layers and experts each device
                   keeps its own
     interleaved   on disk layers lie in their own order, in training in the order of the stages:
-                  with 2 stages of 2 chunks, stage 0 has layers 0 1 4 5, stage 1 has 2 3 6 7
+                  with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int = 1, sum_dt
 
 
 def _all_gather(w, axis, dim, sum_dtype):
-    if axis == "tensor":        # its devices compute the same: each keeps its part of a gradient
+    if axis == "tensor":        # autodiff makes its gradient equal everywhere: each keeps its part
         return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
     gather = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
     return with_reduce_scatter(gather, axis, dim, sum_dtype if axis != "expert" else "")(w)

@@ -399,3 +399,10 @@ def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeyp
         path.write_bytes(was)
     print(f"{item or 'anywhere'}: {found} of the flips were found, the others changed nothing")
     assert before == 6
+
+
+def test_metrics_are_json_whatever_is_in_them():
+    """A sum that is a vector (experts' loads) with a NaN in it: bare NaN is not JSON."""
+    row = {"loss": np.nan, "load": [[1.0, np.inf], [0.5, 2]], "step": 3}
+    assert json.loads(json.dumps(checkpoint._finite(row), allow_nan=False)) == {
+        "loss": None, "load": [[1.0, None], [0.5, 2]], "step": 3}
