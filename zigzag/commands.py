@@ -18,7 +18,6 @@ import jax
 
 from zigzag import chips, forecast, hosts
 from zigzag.attention import block_ends, kernel_name
-from zigzag.errors import ConfigError
 from zigzag.loop import report_header
 from zigzag.mesh import (
     abstract_mesh,
@@ -67,14 +66,8 @@ def choose_mesh(config: Any, trained: Trained
     # What no mesh could have is refused here; other refusals only leave a mesh out.
     trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
                                       schedule="gpipe"), abstract_mesh({}))
-
-    def check(config, mesh):
-        trained.check(config, mesh)
-        if any(n % dict(mesh.shape)["tensor"] for n in (config.heads, config.d_ff)):
-            raise ConfigError("tensor would not split all that the cost model takes it to split")
-
     mesh, ready = forecast.auto_mesh(
-        one, devices, trained.shapes(one), check=check, flops=trained.flops(one),
+        one, devices, trained.shapes(one), check=trained.check, flops=trained.flops(one),
         compile_program=lambda config: ready_to_run(config, trained),
         max_logits=trained.max_logits, say=Reporter(config.steps).line)
     return dataclasses.replace(config, mesh=mesh, shards=0), ready

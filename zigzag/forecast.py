@@ -94,7 +94,9 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
     known = chip_of(devices[0])
     chip, costs = known or CHIPS["TPU v5 lite"], []
     for sizes in all_meshes(len(devices)):
-        if config.shards not in (0, sizes["tensor"]):
+        # (The cost model takes tensor to split all heads and the MLP.)
+        undivided = any(n % sizes["tensor"] for n in (config.heads, config.d_ff))
+        if undivided or config.shards not in (0, sizes["tensor"]):
             continue
         mesh = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
         one = dataclasses.replace(config, mesh=mesh, shards=0)

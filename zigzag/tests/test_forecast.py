@@ -16,6 +16,7 @@ import train
 from zigzag import chips, forecast
 from zigzag.errors import ConfigError
 from zigzag.mesh import AXES, make_mesh, mesh_sizes
+from zigzag.program import compiled
 from zigzag.tests.common import SMALL, command, make, program_of, slow
 
 
@@ -34,7 +35,7 @@ def auto_mesh(config, lines):
     """The mesh that is chosen for the transformer on the devices here, and its compiled step."""
     def compile_program(config):
         program = program_of(config, config.mesh)
-        return program, program.compile()
+        return program, compiled(program)
 
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     return forecast.auto_mesh(
@@ -73,7 +74,7 @@ def test_the_cost_model_is_near_the_expected_traffic(mesh):
     estimate = forecast.cost_model(
         config, params, sizes, slow_links, flops=model.flops(config, 16 * 64),
         max_logits=model.LOGITS).links
-    exact = sum(c.bytes for c in train.expected(program_of(config, mesh)))
+    exact = sum(c.bytes for c in train.expected_traffic(program_of(config, mesh)))
     assert 0.5 < estimate / exact < 2
 
 

@@ -12,6 +12,7 @@ import model
 from zigzag import hlo
 from zigzag.mesh import abstract_mesh
 from zigzag.pipeline import ticks
+from zigzag.program import compiled
 from zigzag.tests.common import make, mesh_of, program_of, slow
 
 
@@ -185,7 +186,7 @@ def test_the_work_is_divided(mesh, changes):
     """A device would do work that others do, too: a product of whole weights, or all tokens."""
     config = make(layers=8, d_model=64, heads=8, d_ff=128, batch=64, seq_len=32, vocab_size=256,
                   **changes)
-    one = hlo.arithmetic(program_of(config, "").compile())
+    one = hlo.arithmetic(compiled(program_of(config, "")))
     usual = model.flops(config, 64 * 32)
     # Experts' blocks are as many as there could be.
     assert 1 <= one / usual < 1.2 if config.experts else one == usual
@@ -193,6 +194,6 @@ def test_the_work_is_divided(mesh, changes):
     # An expert's device skips the rows that are in no group.
     e, S, M = sizes["expert"], sizes["pipe"], config.microbatches
     ragged = 2 / e / min(2, config.experts // e) if config.experts and e > 1 else 1
-    each = hlo.arithmetic(program_of(config, mesh).compile(), ragged)
+    each = hlo.arithmetic(compiled(program_of(config, mesh)), ragged)
     count, chunks = ticks(S, M, config.schedule, config.chunks) if S > 1 else (M, 1)
     assert each <= 1.05 * one / 8 * count / (M * chunks)
