@@ -48,7 +48,7 @@ class More(Few):
     (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
-    (["--heads", 4, "--shards", 8], "--shards 4"), (["--tied", "maybe"], "true or false"),
+    (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
     (["--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "adamw or muon"),
     (["--processes", 2], "need all of --coordinator"),
