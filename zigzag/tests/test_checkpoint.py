@@ -12,8 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -68,35 +66,6 @@ def flip(file, byte=None, bit=2):
 
 # -------------------------------------------------------------------------------------------
 # A run that goes on
-
-def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
-    """The commands of the README; and a checkpoint that only we can read is a lock-in."""
-    folder, out = tmp_path / "tokens", tmp_path / "out"
-    done = command(text, "--out", folder, "--vocab_size", 400, file="data.py")
-    assert done.returncode == 0, done.stderr
-    done = command(*SMALL, "--shards", 2, "--steps", 4, "--data", folder, "--out", out)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
-    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second",
-                            "mfu", "skipped", "save_seconds"}
-    assert set(rows[-1]) == {"step", "eval_loss", "bits_per_byte", "train_loss"}
-    assert rows[0]["tokens"] == 4 * 32
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3", "4"], "keeps three"
-    config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == 400 and config["tokenizer"] == "sentencepiece"
-    texts = {command("--run", out, "--prompt", "3 and", "--shards", n, "--tokens", 20,
-                     file="sample.py").stdout for n in (1, 4)}
-    assert len(texts) == 1 and texts.pop().startswith("3 and")
-    code = (f"import orbax.checkpoint as ocp, numpy as np\n"
-            f"p = ocp.StandardCheckpointer().restore({str(out / 'checkpoints/4/params')!r})\n"
-            f"assert np.asarray(p['layers']['wq']).shape == (2, 32, 4, 8), p\nprint('read')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert "read" in done.stdout, done.stderr
-    other = command(*SMALL, "--data", folder, "--out", out, "--layers", 3)
-    assert other.returncode == 2 and "layers 2" in other.stderr and other.stderr.count("\n") == 1
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])

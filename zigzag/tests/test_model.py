@@ -209,14 +209,6 @@ def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
         assert np.linalg.norm(a - b) < slack, path
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2", slow("fsdp=2,tensor=2")])
-@pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2)])
-def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone):
-    """A mean of micro-batches' means, or gradients that each of them overwrites."""
-    for a, b in zip(learn(make(**changes), mesh)[0], alone[0], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
-
-
 @pytest.fixture(scope="module")
 def dropping():
     return learn(make(dropout=0.3, steps=3))[0]

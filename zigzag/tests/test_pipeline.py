@@ -151,24 +151,6 @@ def test_layers_without_their_specs_are_refused():
         learn(make(steps=1), "pipe=2", loss=lambda p, b: own_pipelined(p, b))
 
 
-@pytest.mark.parametrize("mesh, function", [
-    ("pipe=2", "shard.pipelined_loss"), ("seq=2", "shard.attend"), ("expert=2", "shard.experts")])
-def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
-    """Each stage would take its layers for all of them, each device its time for all of it, its
-    experts for all that there are."""
-    def loss(params, batch, specs=None):
-        x = params["embed"][batch["tokens"]]
-        layer = jax.tree.map(lambda w: w[0], params["layers"])
-        h = jnp.einsum("btd,edf->ebtf", x, layer["e_up"])
-        x += jnp.einsum("ebtf,efd->ebtd", h, layer["e_down"]).sum(0)
-        x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.silu(x @ w), None), x,
-                            params["layers"]["w_up"][:, :, :32])
-        return jnp.sum(x ** 2), jnp.sum(batch["weights"])
-
-    with pytest.raises(ConfigError, match=function):
-        learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
-
-
 def test_layers_that_do_not_divide_into_stages_are_refused():
     """Two stages of two chunks for six layers."""
     with pytest.raises(ConfigError, match="6 layers do not divide into 4"):

@@ -19,12 +19,11 @@ import train
 from zigzag.batches import batch_shapes, place_batch
 from zigzag.errors import ConfigError, RunError
 from zigzag.hlo import collectives
-from zigzag.mesh import by_path, cast, mesh_sizes
+from zigzag.mesh import by_path, mesh_sizes
 from zigzag.program import compiled
 from zigzag.storage import layer_order
 from zigzag.tests.common import (
     SMALL,
-    batch_of,
     command,
     in_float64,
     learn,
@@ -161,28 +160,6 @@ def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype, kind):
     assert set(kinds) == {kind}
 
 
-def test_the_compute_precision_is_the_one_that_is_said():
-    """Resolved in one copy of the configuration and not in another, bfloat16 weights would be
-    cast back and every product made in float32."""
-    config = make(dtype="")
-    params = cast(model.init(config, jax.random.key(0)), "bfloat16")
-    for params, config in ((params, config),
-                           (model.init(config, jax.random.key(0)), make(dtype="bfloat16"))):
-        text = str(jax.make_jaxpr(lambda p: model.loss(p, batch_of(config), config))(params))
-        assert re.search(r"bf16\[8,16,4,8\] = dot_general", text)
-
-
-def test_weights_are_made_in_their_places():
-    """Made on one device and then spread, a model that fits only split could never begin."""
-    program = program_of(make(d_model=128, d_ff=512, vocab_size=1000), "fsdp=4,tensor=2")
-    with jax.set_mesh(program.mesh):
-        memory = program.start.lower(jax.random.key(0)).compile().memory_analysis()
-    whole = 12 * model.count(program.state["params"])
-    assert memory.output_size_in_bytes < 0.14 * whole
-    # Random bits and their counters, one leaf at a time, of this device's part alone.
-    assert memory.temp_size_in_bytes < 0.14 * whole
-
-
 def test_the_metrics_have_each_experts_load():
     """Added up over devices that have the same rows, shares would be above one."""
     rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
@@ -306,17 +283,6 @@ def test_interleaved_stages_hold_runs_of_layers():
     assert layer_order(8, 4, 2).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert layer_order(8, 4, 2)[layer_order(8, 4, 2, back=True)].tolist() == list(range(8))
     assert layer_order(8, 4, 1) is None and layer_order(6, 4, 2) is None
-
-
-def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
-    """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
-    ends = []
-    for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
-        learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
-        ends.append(learn(make(layers=4, steps=6, out=str(tmp_path / name)), "data=2")[0])
-    for a, b in zip(*ends, strict=True):
-        assert a["step"] == b["step"] >= 4
-        assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
 
 
 MESHES_FOR_OVERRIDES = [
