@@ -76,17 +76,26 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
     """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
-    stages, or (`back`) in its own."""
-    def permute(x, place):
-        spec, stages = place.spec, dict(place.mesh.shape)["pipe"]
-        if not spec or spec[0] != "pipe" or layer_order(x.shape[0], stages, chunks) is None:
-            return x
-        return _compiled(x.shape[0], stages, chunks, back, place)(x)
+    stages, or (`back`) in its own. It is one program: of one for each array, more would wait for
+    each other than a CPU client has room for, and devices would wait for ever."""
+    def order(x, place):
+        is_split = place.spec and place.spec[0] == "pipe"
+        return layer_order(x.shape[0], dict(place.mesh.shape)["pipe"], chunks) if is_split else None
 
-    return jax.tree.map(permute, tree, places)
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(places)
+    moved = [i for i, given in enumerate(zip(leaves, places)) if order(*given) is not None]
+    if moved:
+        program = _compiled(chunks, back, tuple(places[i] for i in moved))
+        for i, x in zip(moved, program([leaves[i] for i in moved])):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 @functools.cache
-def _compiled(layers, stages, chunks, back, place):
-    order = layer_order(layers, stages, chunks, back)
-    return jax.jit(lambda x: x[order], out_shardings=place)
+def _compiled(chunks, back, places):
+    def permute(arrays):
+        return [x[layer_order(x.shape[0], dict(place.mesh.shape)["pipe"], chunks, back)]
+                for x, place in zip(arrays, places)]
+
+    return jax.jit(permute, out_shardings=list(places))
