@@ -48,8 +48,13 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 def slow(*values):
-    """Parameters of a test that only .ci/run runs."""
+    """Parameters of a test that only .ci/run and .ci/full run."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def full(*values):
+    """Parameters of a test that only .ci/full runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 # -------------------------------------------------------------------------------------------

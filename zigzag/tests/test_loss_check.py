@@ -20,7 +20,7 @@ from zigzag.batches import batch_shapes
 from zigzag.errors import ConfigError
 from zigzag.jaxprs import DIFFERENTIATED, names_in
 from zigzag.mesh import mesh_sizes
-from zigzag.tests.common import learn, make, mesh_of, slow, tokens_of
+from zigzag.tests.common import full, learn, make, mesh_of, slow, tokens_of
 
 
 def pairs(count=64, seed=0):
@@ -265,14 +265,14 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss trains on da
     ("a pooled loss", "pipe=2"), ("the first of a part", "tensor=2"),
     ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     slow("a loop, a search, a stop", "expert=2,data=2"),
-    slow("attention both ways", "seq=4,tensor=2"),
+    full("attention both ways", "seq=4,tensor=2"),
     slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"),
-    slow("attention both ways, 1F1B", "pipe=2,tensor=2"), slow("a pooled loss", "tensor=2"),
-    slow("the first of all tokens", "data=2,tensor=2"), slow("the first of all tokens", "pipe=2"),
+    full("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
+    full("the first of all tokens", "data=2,tensor=2"), slow("the first of all tokens", "pipe=2"),
     slow("a step of the transformer's", "fsdp=2,tensor=2"),
-    slow("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
-    slow("masks of its own", "fsdp=2,tensor=2"), slow("a penalty by its count", "fsdp=2"),
-    slow("a penalty by its count", "fsdp=2,tensor=2"), slow("a penalty by its count", "pipe=2"),
+    full("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
+    full("masks of its own", "fsdp=2,tensor=2"), full("a penalty by its count", "fsdp=2"),
+    slow("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
     slow("a count of places", "pipe=2")])
 def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     """Losses that no test had were other numbers on other meshes, without a word, or ended inside

@@ -80,12 +80,12 @@ def draws(count, seed=0):
 
 
 DRAWN = draws(44)
-QUICK, SLOW = 3, 20         # the first few at each start, the next in .ci/run, the rest in .ci/full
+QUICK, SLOW = 3, 14         # the first few at each start, the next in .ci/run, the rest in .ci/full
 
 
 def parameters():
     marks = [[] if i < QUICK else pytest.mark.slow if i < SLOW else pytest.mark.full
-             for i in range(len(DRAWN))] + [[]] + [pytest.mark.slow] * (len(UNDIVIDED) - 1)
+             for i in range(len(DRAWN))] + [[], *[pytest.mark.slow] * 2, *[pytest.mark.full] * 3]
     return [pytest.param(mesh, what, rest, marks=mark, id=" ".join(
         [mesh, *(f"{k}={v}" for k, v in {**what, **rest}.items())]))
         for (mesh, what, rest), mark in zip(DRAWN + UNDIVIDED, marks, strict=True)]
@@ -156,8 +156,8 @@ def test_readme_has_its_table():
 
 
 @pytest.mark.parametrize("flags, first, last", [
-    pytest.param(*row[1:], id=row[0], marks=[] if i in (0, 7) else pytest.mark.slow)
-    for i, row in enumerate(ROWS)])
+    pytest.param(*row[1:], id=row[0], marks=[] if i in (0, 7) else pytest.mark.slow if i % 3 == 0
+                 else pytest.mark.full) for i, row in enumerate(ROWS)])
 def test_the_readmes_table_of_loss_by_layout(flags, first, last):
     """A published number that is no longer true. (An edit of the model changes them all:
     python -m zigzag.tests.readme writes
