@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 from zigzag.mesh import ambient
 
@@ -24,34 +24,45 @@ REDUCTIONS = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_a
 reduce_xor argmax argmin""".split())
 
 
-def traced(fn: Any, *args: Any) -> ClosedJaxpr:
+def _traced(fn, *args):
     """The jaxpr of fn(*args), or `fn` itself where it is one already."""
-    return fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)
+    return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()),
-                                     is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
-def inner_jaxpr(eqn: Any) -> tuple[Any, Any] | None:
-    """The jaxpr and its constants, of an operation that calls one with the last of its operands:
-    jit, remat, custom_vjp, shard_map, and what future versions of jax add. (A reduction carries
-    the jaxpr of two scalars, which it does not call so.)"""
+def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
+              operation: Callable) -> list[Any]:
+    """The results of a jaxpr, in whatever stands for its values: constant(v) is a constant's or a
+    literal's, and operation(eqn, operands) gives the results of one operation."""
+    values = {v: constant(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, operands))
+
+    def read(variables):
+        return [constant(v) if isinstance(v, Literal) else values[v] for v in variables]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, operation(eqn, read(eqn.invars))))
+    return read(jaxpr.outvars)
+
+
+def inner_call(eqn: Any, operands: list[Any]) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an operation calls, and those of its operands that it calls it with, the last
+    ones: jit, remat, custom_vjp, shard_map, and what future versions of jax add. (A reduction
+    carries the jaxpr of two scalars, which it does not call so.)"""
     if eqn.primitive.name in REDUCTIONS:
         return None
     for param in eqn.params.values():
         jaxpr = getattr(param, "jaxpr", param)
         if hasattr(jaxpr, "eqns") and _ranks(jaxpr.outvars) == _ranks(eqn.outvars):
-            given = _ranks(eqn.invars)
-            if _ranks(jaxpr.invars) == given[len(given) - len(jaxpr.invars):]:
-                return jaxpr, getattr(param, "consts", ())
+            skipped = len(eqn.invars) - len(jaxpr.invars)
+            if _ranks(jaxpr.invars) == _ranks(eqn.invars[skipped:]):
+                return jaxpr, operands[skipped:]
     return None
 
 
@@ -59,14 +70,16 @@ def _ranks(variables):
     return [len(v.aval.shape) for v in variables]
 
 
-def scan_counts(eqn: Any) -> tuple[int, int, int]:
-    """How many constants, carried values and scanned-over values a scan has, told by their shapes:
-    what is carried has the same inside and out, what is scanned over has one dimension more
-    outside. (Every version of jax has other names for these numbers.)"""
+def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """A scan's operands: the constants, the carried and the scanned-over ones. Told by their ranks:
+    what is scanned over, and what is stacked up, has one dimension more outside. (Every version of
+    jax has other names for their numbers.)"""
     body = eqn.params["jaxpr"].jaxpr
-    carried = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars))
-    scanned = sum(len(o.aval.shape) > len(i.aval.shape) for o, i in zip(eqn.invars, body.invars))
-    return len(eqn.invars) - carried - scanned, carried, scanned
+    scanned = sum(_ranks(eqn.invars)) - sum(_ranks(body.invars))
+    stacked = sum(_ranks(eqn.outvars)) - sum(_ranks(body.outvars))
+    end = len(operands) - scanned
+    start = end - len(eqn.outvars) + stacked
+    return operands[:start], operands[start:end], operands[end:]
 
 
 # -------------------------------------------------------------------------------------------
@@ -91,13 +104,13 @@ def _name_jvp(name, primals, tangents):
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
     """The names that a function marks its values with. DIFFERENTIATED is among them if it takes a
     gradient, within itself, through a marked value."""
-    return {eqn.params["name"] for eqn in equations(traced(fn, *args).jaxpr)
+    return {eqn.params["name"] for eqn in equations(_traced(fn, *args))
             if eqn.primitive.name == "name"}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
     """Whether a function makes floats of fewer than 32 bits anywhere, whatever it is given."""
-    dtypes = {v.aval.dtype for eqn in equations(traced(fn, *args).jaxpr) for v in eqn.outvars
+    dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
@@ -109,7 +122,7 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
     """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or ''. Devices
     with other rows take other branches, and other numbers of turns of a loop: a collective in them
     waits for ever for the devices that do not come. Calls into Python are the other reason."""
-    jaxpr, flow = traced(fn, params, batch).jaxpr, _BatchFlow()
+    jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
     given = len(jax.tree.leaves(params))
     flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
     return flow.why
@@ -123,40 +136,28 @@ class _BatchFlow:
         self.why = ""
 
     def run(self, jaxpr, given):
-        depends = dict(zip(jaxpr.invars, given))
-
-        def read(variables):
-            return [not hasattr(v, "val") and depends.get(v, False) for v in variables]
-
-        for eqn in jaxpr.eqns:
-            depends.update(zip(eqn.outvars, self.equation(eqn, read(eqn.invars))))
-        return read(jaxpr.outvars)
+        return interpret(jaxpr, given, lambda constant: False, self.equation)
 
     def equation(self, eqn, ins):
-        name = eqn.primitive.name
+        name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             if ins[0]:
                 self.why = "branches on its data"
-            branches = [self.run(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
+            branches = [self.run(b.jaxpr, ins[1:]) for b in params["branches"]]
             return [ins[0] or any(results) for results in zip(*branches)]
         if name == "while":
-            return self.while_loop(eqn.params, ins)
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+            if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
+                self.why = "has a loop whose length depends on its data"
+            return outs
         if name == "scan":
-            n, carried, _ = scan_counts(eqn)
-            return self.loop(eqn.params["jaxpr"].jaxpr, ins[:n], ins[n:n + carried],
-                             ins[n + carried:])
-        if inner := inner_jaxpr(eqn):
-            return self.run(inner[0], ins[len(ins) - len(inner[0].invars):])
+            return self.loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
+        if call := inner_call(eqn, ins):
+            return self.run(*call)
         if "callback" in name or name == "debug_print":
             self.why = "calls Python"
         return [any(ins)] * len(eqn.outvars)
-
-    def while_loop(self, params, ins):
-        n, m = params["cond_nconsts"], params["body_nconsts"]
-        outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
-        if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
-            self.why = "has a loop whose length depends on its data"
-        return outs
 
     def loop(self, body, fixed, carry, scanned=()):
         """The body again and again, until no turn makes more of what is carried depend on it."""

@@ -27,8 +27,10 @@ what counts experts, and `fsdp` the largest dimension that is left.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
+from collections import Counter, defaultdict
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -66,8 +68,8 @@ class Decision:
     """Where one leaf lives, and why."""
     spec: P
     reason: str
-    is_matrix: bool     # met another value in a product or was indexed; else a scale or a bias
-    stacked: bool       # its dimension `pipe` counts layers
+    is_matrix: bool = False     # in a product with another value, or indexed; or a scale or bias
+    stacked: bool = False       # its dimension `pipe` counts layers
     # Its dimensions that are contracted with an activation, and the others of that product.
     matmul_dims: tuple = ((), ())
     reductions: tuple[Cost, ...] = ()   # that its group costs, told by one leaf of the group
@@ -98,7 +100,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
 
     `tensor_dims` is for a model that splits over `tensor` in its own code: a tree like `params`
     of the one dimension of each leaf that this code can be given split, or -1."""
-    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    sizes = _axis_sizes(mesh)
     paths, leaves, tree = flatten(params)
     places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
     arrays = list(places.values())
@@ -113,16 +115,20 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     with TENSOR_SIZE(sizes["tensor"]):
         closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
     choice = _Choice(trace(closed, len(arrays), sizes["tensor"]), sizes["tensor"])
-    decisions = [Decision(P(), "not an array", False, False)] * len(leaves)
+    decisions = [Decision(P(), "not an array")] * len(leaves)
     for leaf, split in enumerate(choice.splits([code_dims[i] for i in arrays])):
         decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min)
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[i], len(leaves[i].shape), code_dims[i])
+        used = _spec_the_loss_gets(stored, decisions[i], code_dims[i])
         decisions[i] = dataclasses.replace(decisions[i], spec=stored, used=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
+
+
+def _axis_sizes(mesh):
+    return {a: 1 for a in AXES} | dict(mesh.shape)
 
 
 # -------------------------------------------------------------------------------------------
@@ -132,8 +138,8 @@ def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
     """--override's 'REGEX=axis,-,axis' as plan_sharding takes them."""
     found = []
     for text in texts:
-        pattern, equals, spec = text.rpartition("=")
-        if not equals or not pattern:
+        pattern, _, spec = text.rpartition("=")
+        if not pattern:
             raise ConfigError(f"--override {text}: expected REGEX=axis,-,axis: of the weights "
                               f"whose path it finds, the axis that splits each dimension, or -")
         names = [name.strip() for name in spec.split(",")] if spec else []
@@ -181,14 +187,14 @@ def _check_spec(path, shape, spec, sizes):
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored, decision, rank, code_dim):
+def _spec_the_loss_gets(stored, decision, code_dim):
     """How a loss is given a weight that an override stores otherwise. Layers go to their stages
     and experts to their devices as the rule has it. `tensor` is as the override says, unless the
     model's code splits another dimension; and so is `fsdp`, but on the dimension that counts
     layers or experts, of which each device uses all that are its own. What else the override
     splits is gathered before the loss sees it."""
     entries = []
-    for d, (axis, rule) in enumerate(zip(full_spec(stored, rank), full_spec(decision.given, rank))):
+    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.given)):
         if rule in ("pipe", "expert"):
             axis = rule
         elif not (axis == "tensor" and code_dim in (None, d)
@@ -208,60 +214,64 @@ class _Split(NamedTuple):
     reductions: tuple[Cost, ...] = ()
 
 
-Dim = tuple[int, int]       # a leaf, and which dimension of it
-
-
 class _Choice:
     """Which groups are split over `tensor`."""
 
     def __init__(self, facts, shards):
         self.facts, self.shards = facts, shards
         self.sizes = [math.prod(shape) for shape in facts.shapes]
-        self.members: dict[int, list[Dim]] = {}     # of each group
+        self.members = defaultdict(list)    # of each group, its (leaf, dimension)s
         for leaf, groups in enumerate(facts.groups):
             for d, group in enumerate(groups):
-                if "stacked" not in facts.roles[leaf].get(d, ()):
-                    self.members.setdefault(group, []).append((leaf, d))
+                if "stacked" not in facts.roles[leaf][d]:
+                    self.members[group].append((leaf, d))
         self.read = facts.groups_with("contracted")
         self.raw = self.read - facts.groups_with("free", "batch", "grouped", "entry", "inner")
         # Experts: matched one to one with a dimension of what they meet, never contracted (heads
         # that meet a weight of their own are, by the output's).
         self.experts = facts.groups_with("batch") - self.read
-        self.onward: dict[int, set[int]] = {}       # where alone the split of a group can go on
+        self.onward = defaultdict(set)      # where alone the split of a group can go on
         for a, b, only_way in facts.reshards:
             if only_way:
-                self.onward.setdefault(a, set()).add(b)
+                self.onward[a].add(b)
         self.forbidden = self.forbid_tables() | facts.forbidden
         # What is sent on only to where it cannot stay split is not split either.
         while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
                       if a not in self.forbidden and bs <= self.forbidden.keys()}:
             self.forbidden |= new
         # Groups of the same form (one a layer, say) count together.
-        self.size_by_form = {}
-        for members in self.members.values():
-            form = self.form(members)
-            self.size_by_form[form] = self.size_by_form.get(form, 0) + self.size(members)
+        self.size_by_form = Counter()
+        for group in self.members:
+            self.size_by_form[self.form(group)] += self.size(group)
 
-    def size(self, members):
-        return sum(self.sizes[leaf] for leaf, _ in members)
+    def size(self, group):
+        """How many elements its weights have."""
+        return sum(self.sizes[leaf] for leaf, _ in self.members[group])
 
-    def form(self, members):
-        return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in members))
+    def price(self, group):
+        """What its reductions cost, for each of those elements."""
+        paid = sum(c.bytes + LATENCY * c.count for c in self.facts.costs[group])
+        return paid / self.size(group)
+
+    def form(self, group):
+        return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in self.members[group]))
 
     def forbid_tables(self):
         """Of tables whose rows are added up one is split: the one that is an output too, or else
         the largest. A second would be a second reduction, for positions."""
-        sums = []
-        for tables in self.facts.added_tables:
-            hit = [s for s in sums if s & tables]
-            sums = [s for s in sums if not s & tables] + [set(tables).union(*hit)]
+        facts, forbidden, added = self.facts, {}, {}    # added: of each table, all of its sum
+        for tables in facts.added_tables:
+            tables = tables.union(*[added[t] for t in tables if t in added])
+            added.update(dict.fromkeys(tables, tables))
         why = "its rows are added to those of a larger table, whose reduction would be one more"
-        facts, forbidden = self.facts, {}
-        for tables in filter(None, sums):
-            best = max(tables, key=lambda t: ("free" in facts.roles[t[0]][t[1]],
-                                              facts.shapes[t[0]][t[1]], -facts.first_use[t[0]],
-                                              t[1]))
-            forbidden |= {facts.groups[leaf][d]: why for leaf, d in tables - {best}}
+
+        def rank(table):
+            leaf, d = table
+            return "free" in facts.roles[leaf][d], facts.shapes[leaf][d], -facts.first_use[leaf], d
+
+        for tables in added.values():
+            others = tables - {max(tables, key=rank)}
+            forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
         return forbidden
 
     def splits(self, code_dims):
@@ -269,18 +279,10 @@ class _Choice:
         code gives it."""
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
-        ranked, refused = [], {}
-        for group, members in self.members.items():
-            if why := self.refuse(group, members):
-                refused[group] = why
-                continue
-            size = self.size(members)
-            when = min((self.facts.first_use.get(leaf, math.inf), d) for leaf, d in members)
-            price = sum(c.bytes + LATENCY * c.count for c in self.facts.costs.get(group, ()))
-            ranked.append((price / size, -size, when, group))
+        refused = {group: why for group in self.members if (why := self.refuse(group))}
         chosen = {}
-        for group in self.arriving(self.independent(sorted(ranked)), refused):
-            reductions = tuple(c for c in self.facts.costs.get(group, ()) if c.is_reduction)
+        for group in self.arriving(self.independent(self.ranked(refused)), refused):
+            reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
             for leaf, d in self.members[group]:
                 if code_dims[leaf] not in (None, d):
                     other = "another" if code_dims[leaf] >= 0 else "no"
@@ -292,19 +294,30 @@ class _Choice:
         return [chosen.get(leaf) or _Split(None, self.why_whole(leaf, refused))
                 for leaf in range(len(self.sizes))]
 
+    def ranked(self, refused):
+        """The other groups, the cheapest first; of equal ones the larger, then the one used
+        first."""
+        def rank(group):
+            first_use = min((self.facts.first_use.get(leaf, math.inf), d)
+                            for leaf, d in self.members[group])
+            return self.price(group), -self.size(group), first_use, group
+
+        return sorted(self.members.keys() - refused.keys(), key=rank)
+
     def independent(self, ranked):
         """Groups of which no two share a weight: the cheapest first; then one of about the same
         price takes the place of those that it excludes where it splits a quarter more."""
-        groups = {group: (ratio, -less) for ratio, less, _, group in ranked}
         owner = {}     # of each leaf
         for again in (False, True, True):
-            for group, (ratio, size) in groups.items():
-                out = {owner[leaf] for leaf, _ in self.members[group] if leaf in owner} - {group}
-                lost = sum(groups[g][1] for g in out)
-                paid = sum(groups[g][0] * groups[g][1] for g in out)
-                if not out or again and size > 1.25 * lost and ratio * lost <= 1.25 * paid:
+            for group in ranked:
+                leaves = [leaf for leaf, _ in self.members[group]]
+                out = {owner[leaf] for leaf in leaves if leaf in owner} - {group}
+                lost = sum(self.size(g) for g in out)
+                paid = sum(self.price(g) * self.size(g) for g in out)
+                if not out or (again and self.size(group) > 1.25 * lost
+                               and self.price(group) * lost <= 1.25 * paid):
                     owner = {leaf: g for leaf, g in owner.items() if g not in out}
-                    owner.update(dict.fromkeys((leaf for leaf, _ in self.members[group]), group))
+                    owner |= dict.fromkeys(leaves, group)
         return set(owner.values())
 
     def arriving(self, groups, refused):
@@ -314,18 +327,18 @@ class _Choice:
             reach = set(groups)
             while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
                 reach |= new
-            lost = {g for g in groups if g in self.onward and not self.onward[g] & reach
-                    and self.onward[g] & self.members.keys()}
+            lost = {g for g in groups
+                    if self.onward[g] & self.members.keys() and not self.onward[g] & reach}
             if not lost:
                 return groups
             refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
             groups = groups - lost
 
     # -- refusals
-    def refuse(self, group, members):
+    def refuse(self, group):
         """Why a group is not split, whatever its price; or ''."""
-        facts = self.facts
-        if group not in facts.made or not any(facts.roles[w].get(d) for w, d in members):
+        facts, members = self.facts, self.members[group]
+        if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
             return "it reads what comes in whole"
         if group in self.experts:
             return "it counts experts, whose place is the expert axis"
@@ -334,33 +347,33 @@ class _Choice:
                 return f"{facts.shapes[leaf][d]} does not divide by {self.shards}"
         if group in self.forbidden:
             return self.forbidden[group]
-        if len({leaf for leaf, _ in members}) < len(members):
+        if len(dict(members)) < len(members):
             return "it is two dimensions of one weight"
-        return self.not_worth_it(members)
+        return self.not_worth_it(group)
 
-    def not_worth_it(self, members):
-        columns, rows, tables = (
-            [(w, d) for w, d in members if role in self.facts.roles[w].get(d, ())]
-            for role in ("free", "contracted", "indexed"))
-        widths = {w: [math.prod(self.facts.shapes[w][d] for d in self.dims(w, role))
-                      for role in ("free", "contracted")] for w, _ in members}
-        if (columns and all(NARROW * widths[w][0] <= widths[w][1] for w, _ in columns)
-                and all(NARROW * widths[w][1] <= widths[w][0] for w, _ in rows)):
-            return f"{widths[columns[0][0]][0]} is too narrow to be worth a reduction"
-        lengths = [self.facts.shapes[w][d] for w, d in tables]
+    def not_worth_it(self, group):
+        dim = dict(self.members[group])     # of each of its weights
+        columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
+                                 for role in ("free", "contracted", "indexed"))
+        makes, reads = ({w: math.prod(self.facts.shapes[w][d] for d in self.dims(w, role))
+                         for w in columns + rows} for role in ("free", "contracted"))
+        if (columns and all(NARROW * makes[w] <= reads[w] for w in columns)
+                and all(NARROW * reads[w] <= makes[w] for w in rows)):
+            return f"{makes[columns[0]]} is too narrow to be worth a reduction"
+        lengths = [self.facts.shapes[w][dim[w]] for w in tables]
         if tables and not columns and all(
-                SHORT * n <= self.sizes[w] // n for n, (w, _) in zip(lengths, tables)):
+                SHORT * n <= self.sizes[w] // n for n, w in zip(lengths, tables)):
             return f"{lengths[0]} rows are not worth a reduction"
-        if tables or self.size_by_form[self.form(members)] >= ENDS * sum(self.sizes):
+        if tables or self.size_by_form[self.form(group)] >= ENDS * sum(self.sizes):
             return ""
-        if columns and all(self.groups(w, "contracted") <= self.raw for w, _ in columns):
+        if columns and all(self.groups(w, "contracted") <= self.raw for w in columns):
             return "a small part of the model at its input"
-        if rows and all(not self.groups(w, "free") & self.read for w, _ in rows):
+        if rows and not any(self.groups(w, "free") & self.read for w in rows):
             return "a small part of the model at its output"
         return ""
 
     def dims(self, leaf, role):
-        return [d for d, names in self.facts.roles[leaf].items()
+        return [d for d, names in sorted(self.facts.roles[leaf].items())
                 if role in names and "stacked" not in names]
 
     def groups(self, leaf, role):
@@ -368,7 +381,7 @@ class _Choice:
 
     # -- reasons
     def why_split(self, leaf, dim):
-        roles = self.facts.roles[leaf].get(dim, set())
+        roles = self.facts.roles[leaf][dim]
         if "indexed" in roles:
             return "table: looked up by row" + (", and used again as a product's columns"
                                                 if "free" in roles else "")
@@ -379,37 +392,37 @@ class _Choice:
         return "follows the split activation it meets"
 
     def why_whole(self, leaf, refused):
-        groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
+        groups, met = self.facts.groups[leaf], self.matrix_roles(leaf)
         for role in ("indexed", "free", "grouped", "contracted"):
-            for d in sorted(self.dims(leaf, role)):
+            for d in self.dims(leaf, role):
                 if groups[d] in refused:
                     return "whole: " + refused[groups[d]]
-        met = set().union(*roles.values()) & MATRIX
         if not met:
             return "whole: it scales, or is added to, what is whole"
         return "whole: " + ("its rows are the same ones each time" if met == {"placed"} else
                             "it meets weights alone" if met == {"inner"} else
                             "it reads and writes what is whole between the layers")
 
+    def matrix_roles(self, leaf):
+        return set().union(*self.facts.roles[leaf].values()) & MATRIX
+
     def expert_dims(self, leaf):
         """The dimensions that count experts, of a leaf that has others: a router has not."""
-        roles = self.facts.roles[leaf]
-        mine = [d for d, group in enumerate(self.facts.groups[leaf]) if group in self.experts]
-        others = [d for d in range(len(self.facts.shapes[leaf]))
-                  if d not in mine and not roles.get(d, set()) & {"contracted", "stacked"}]
-        return [d for d in mine if others or "batch" in roles.get(d, ())]
+        groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
+        mine = [d for d, group in enumerate(groups) if group in self.experts]
+        others = [d for d, group in enumerate(groups)
+                  if group not in self.experts and not roles[d] & {"contracted", "stacked"}]
+        return [d for d in mine if others or "batch" in roles[d]]
 
 
 # -------------------------------------------------------------------------------------------
 # The other axes
 
 def _decide(choice, leaf, split, mesh, fsdp_min):
-    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
-    entries = [None] * len(shape)
-    if split.dim is not None:
-        entries[split.dim] = "tensor"
-    why = [split.reason] if split.reason else []
+    entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
+    why = [split.reason]
     stacks = [d for d, names in roles.items() if "stacked" in names]
     for axis, dims, what in (("pipe", stacks, "layers"),
                              ("expert", choice.expert_dims(leaf), "experts")):
@@ -419,7 +432,7 @@ def _decide(choice, leaf, split, mesh, fsdp_min):
             why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
             why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
-    put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min)
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min)
     if "fsdp" in entries:
         why.append("fsdp: its largest dimension left")
     elif sizes["fsdp"] > 1:
@@ -427,19 +440,17 @@ def _decide(choice, leaf, split, mesh, fsdp_min):
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
             else f"no other dimension divides by {sizes['fsdp']}"))
     contracted, free = (
-        tuple(d for d, names in sorted(roles.items())
-              if role in names and not names & {"stacked", "batch"})
+        tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
-    used_as = set().union(*roles.values())
-    if "indexed" in used_as or set(contracted) & set(free):
+    matrix_roles = choice.matrix_roles(leaf)
+    if "indexed" in matrix_roles or set(contracted) & set(free):
         contracted = free = ()
     return Decision(drop_trivial_axes(P(*entries), mesh),
-                    "; ".join(why) or "whole: nothing to split it over",
-                    bool(used_as & MATRIX), bool(stacks), (contracted, free), split.reductions)
+                    "; ".join(filter(None, why)) or "whole: nothing to split it over",
+                    bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
-def put_on_largest(entries: list[Any], shape: tuple[int, ...], axis: str, size: int,
-                   fsdp_min: int = 4096) -> None:
+def _put_on_largest(entries, shape, axis, size, fsdp_min):
     """Put the axis where the largest dimension left is that it divides, if there is one and the
     weight is worth it."""
     free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
@@ -454,9 +465,9 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
     """The specs of an optimizer's state that is split over data too (ZeRO 1), each leaf along its
     largest dimension left."""
     def one(leaf, spec):
-        entries = full_spec(spec, len(leaf.shape))
+        entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
-            put_on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"], fsdp_min)
+            _put_on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"], fsdp_min)
         return trimmed(entries)
 
     return jax.tree.map(one, params, specs)
@@ -470,20 +481,19 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
     closed = jax.make_jaxpr(lambda s, g: optimizer.update(g, s, g))(state, params)
     leaves, tree = jax.tree.flatten(state)
     groups = trace(closed, len(closed.jaxpr.invars), 1).groups
-    home = {}       # of each group, the entries of specs
+    home = defaultdict(set)     # of each group, the entries of specs
     for mine, spec in zip(groups[len(leaves):], jax.tree.leaves(specs, is_leaf=is_spec)):
         for group, entry in zip(mine, full_spec(spec, len(mine))):
-            home.setdefault(group, set()).add(entry)
+            home[group].add(entry)
 
-    def place(mine):
+    placed = []
+    for mine in groups[:len(leaves)]:
         entries = []
         for group in mine:
-            known = home.get(group, set())
-            entry = next(iter(known)) if len(known) == 1 else None
-            entries.append(None if entry in entries else entry)
-        return trimmed(entries)
-
-    return jax.tree.unflatten(tree, [place(mine) for mine in groups[:len(leaves)]])
+            entry, *others = home[group] or [None]
+            entries.append(None if others or entry in entries else entry)
+        placed.append(trimmed(entries))
+    return jax.tree.unflatten(tree, placed)
 
 
 # -------------------------------------------------------------------------------------------
@@ -495,21 +505,22 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     (then without reasons) infer_specs. Ends with what a device holds (of moments, with `zero`, its
     part over data), and what of it is copies."""
     paths, leaves, _ = flatten(params)
-    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
+    sizes = _axis_sizes(mesh)
     table, total, moments = [("weight", "shape", "split", "per device", "why")], 0, 0
-    copies = {a: {} for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}    # {why: sizes}
+    copies = {a: defaultdict(list)      # {why: sizes}
+              for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=is_spec)):
         if not hasattr(leaf, "shape"):
             continue
-        d = Decision(d, "as given", True, False) if is_spec(d) else d
+        d = Decision(d, "as given") if is_spec(d) else d
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         here = size // math.prod(sizes[a] for a in spec_axes(d.spec))
         total += here
         kept = zero1_specs(leaf, d.spec, mesh, fsdp_min) if zero else d.spec
         moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept))
         for axis in copies.keys() - spec_axes(d.spec):
-            copies[axis].setdefault(_why_copied(d.reason, axis), []).append(here)
-        split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, len(leaf.shape))]
+            copies[axis][_why_copied(d.reason, axis)].append(here)
+        split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
                       human_bytes(here), d.reason))
     lines = _aligned(table)
@@ -534,6 +545,6 @@ def _why_copied(reason, axis):
 
 
 def _aligned(table):
-    a, b, c, d = (max(map(len, column)) for column in list(zip(*table))[:4])
+    a, b, c, d, _ = (max(map(len, column)) for column in zip(*table))
     return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
             for path, shape, split, size, why in table]

@@ -31,12 +31,15 @@ Which groups are worth splitting is decided in rule.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
+from collections import defaultdict
 from typing import Any, NamedTuple, Sequence
 
-import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from zigzag.jaxprs import REDUCTIONS, inner_jaxpr, scan_counts
+from zigzag.jaxprs import REDUCTIONS, inner_call, interpret, scan_operands
 
 ELEMENTWISE = set("""add add_any sub mul div rem max min pow integer_pow neg sign abs floor ceil
 round exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt square one_minus_square sin cos tan tanh asin
@@ -68,10 +71,10 @@ class Facts:
     is named by a number."""
     shapes: list[tuple[int, ...]]           # of each leaf
     groups: list[list[int]]                 # of each leaf, the group of each dimension
-    roles: list[dict[int, set[str]]]        # of each leaf, {dimension: its roles}
+    roles: list[defaultdict[int, set[str]]]     # of each leaf, {dimension: its roles}
     first_use: dict[int, int]               # leaf: when it is first used
     made: set[int]                          # groups that a weight makes before another reads them
-    costs: dict[int, list[Cost]]
+    costs: defaultdict[int, list[Cost]]
     forbidden: dict[int, str]               # group: why it cannot be split
     reshards: list[tuple[int, int, bool]]   # from group, to group, whether there is no other way
     added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added up
@@ -86,19 +89,21 @@ def trace(closed: Any, count: int, shards: int) -> Facts:
     """The facts about the first `count` arguments of a closed jaxpr, the parameters, for a split
     in so many shards. The other arguments are data, as is all that follows from them. If there are
     none, what the function closes over and what random numbers it draws are its data."""
-    inputs = closed.jaxpr.invars
-    walk = _Walk([v.aval.shape for v in inputs[:count]], shards, draws_data=len(inputs) == count)
-    leaves = [walk.value(v.aval, from_params=True) for v in inputs[:count]]
+    params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
+    walk = _Walk([v.aval.shape for v in params], shards, draws_data=not others)
+    leaves = [walk.value(v.aval, from_params=True) for v in params]
     for i, leaf in enumerate(leaves):
-        leaf.origins = [frozenset([(i, d)]) for d in range(len(leaf.groups))]
-    data = [walk.value(v.aval, from_data=True) for v in inputs[count:]]
-    walk.run(closed.jaxpr, closed.consts, leaves + data, from_data=walk.draws_data)
+        leaf.origins = [frozenset([(i, d)]) for d in leaf.dims_without()]
+    data = [walk.value(v.aval, from_data=True) for v in others]
+    walk.run(closed.jaxpr, leaves + data, from_data=walk.draws_data)
     return walk.facts(leaves)
 
 
 @dataclasses.dataclass
 class _Value:
     """One value of the computation."""
+    shape: tuple[int, ...]
+    dtype: Any
     groups: list[int]                   # of each dimension
     origins: list[frozenset]            # of each dimension: the (leaf, dimension)s it is a view of
     from_data: bool = False
@@ -109,13 +114,17 @@ class _Value:
     tables: frozenset = frozenset()     # (leaf, dimension)s whose rows were looked up and added
 
     @property
+    def rank(self):
+        return len(self.groups)
+
+    @property
     def is_weight(self):
         """Made from parameters alone."""
         return self.from_params and not self.from_data
 
     def dims_without(self, *gone):
         """Its dimensions but these."""
-        return [d for d in range(len(self.groups)) if not any(d in dims for dims in gone)]
+        return [d for d in range(self.rank) if not any(d in dims for dims in gone)]
 
 
 class _Side(NamedTuple):
@@ -133,7 +142,7 @@ class _Walk:
 
     def __init__(self, shapes, shards, draws_data):
         self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
-        self.parent: list[int] = []     # of each group: the union-find
+        self.parent = []                # of each group: the union-find
         self.repeat = 1                 # how often the scans around run
         self.uses = []                  # (leaf, dimension, role), in the order of the computation
         self.costs = []                 # (group, counted once as, Cost)
@@ -145,14 +154,13 @@ class _Walk:
         self.added_tables = []
 
     # -- groups
-    def value(self, like, **known):
-        """A new value in the shape of `like`."""
-        rank = len(jnp.shape(like))
-        return _Value(self.new_groups(rank), [frozenset()] * rank, **known)
+    def value(self, aval, **known):
+        rank = len(aval.shape)
+        return _Value(aval.shape, aval.dtype, self.new_groups(rank), [frozenset()] * rank, **known)
 
     def new_groups(self, count):
         first = len(self.parent)
-        self.parent.extend(range(first, first + count))
+        self.parent += range(first, first + count)
         return self.parent[first:]
 
     def find(self, group):
@@ -166,18 +174,18 @@ class _Walk:
         self.parent[max(a, b)] = min(a, b)
 
     # -- notes
-    def cost(self, group, aval, key=None, is_reduction=True):
+    def cost(self, group, value, key=None, is_reduction=True):
         """Splitting the group costs a reduction of this value (or sends it), in each turn of the
         loops around. Costs with the same key are one."""
-        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-        self.costs.append((group, len(self.costs) if key is None else key,
+        size = math.prod(value.shape) * value.dtype.itemsize
+        self.costs.append((group, key or len(self.costs),
                            Cost(self.repeat, float(size * self.repeat), is_reduction)))
 
-    def reshard(self, a, b, aval, only_way=True):
+    def reshard(self, a, b, value, only_way=True):
         """A split of group `a` goes on as one of `b`, by sending this value."""
         self.reshards.append((a, b, only_way))
         for group in (a, b):
-            self.cost(group, aval, is_reduction=False)
+            self.cost(group, value, is_reduction=False)
 
     def forbid(self, group, why):
         self.forbidden.append((group, why))
@@ -191,39 +199,34 @@ class _Walk:
         self.union(x.groups[dim], out.groups[out_dim])
         self.inherit(x, dim, out, out_dim)
 
-    def keep(self, x, dims, out):
-        """The result has these dimensions of x, in this order."""
-        for o, d in enumerate(dims):
+    def keep(self, x, dims, out, first=0):
+        """The result has these dimensions of x, in this order, from its `first` on."""
+        for o, d in enumerate(dims, first):
             self.same(x, d, out, o)
 
     def inherit(self, x, dim, out, out_dim):
         if out.is_weight or out.is_view:
-            out.origins[out_dim] = out.origins[out_dim] | x.origins[dim]
+            out.origins[out_dim] |= x.origins[dim]
 
     # -- the walk
-    def run(self, jaxpr, consts, args, **known):
+    def run(self, jaxpr, args, **known):
         """The results of a jaxpr. `known` is what is known of its constants."""
-        values = dict(zip(jaxpr.invars, args))
-        values.update(zip(jaxpr.constvars, [self.value(c, **known) for c in consts]))
+        def constant(v):
+            return self.value(v.aval) if isinstance(v, Literal) else self.value(v.aval, **known)
 
-        def read(v):
-            return self.value(v.aval) if hasattr(v, "val") else values[v]
-
-        for eqn in jaxpr.eqns:
-            values.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars])))
-        return [read(v) for v in jaxpr.outvars]
+        return interpret(jaxpr, args, constant, self.equation)
 
     def equation(self, eqn, ins):
         """The results of one operation."""
         name = eqn.primitive.name
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, ins)
-        if inner := inner_jaxpr(eqn):
-            return self.run(*inner, ins[len(ins) - len(inner[0].invars):])
+        if call := inner_call(eqn, ins):
+            return self.run(*call)
         known = {what: any(getattr(x, what) for x in ins)
                  for what in ("from_data", "from_params", "after_matmul")}
         known["from_data"] |= self.draws_data and name.startswith("random_")
-        known["is_view"] = sum(bool(x.groups) for x in ins) == 1
+        known["is_view"] = sum(x.rank > 0 for x in ins) == 1
         outs = [self.value(v.aval, **known) for v in eqn.outvars]
         learned = [x for x in ins if x.from_params]
         if len(learned) == 1 and outs:
@@ -234,73 +237,73 @@ class _Walk:
 
     def unknown(self, eqn, ins, outs):
         """An honest stop: nothing is known, so whatever has weights in it comes in whole."""
-        name = eqn.primitive.name
+        why = f"it meets {eqn.primitive.name}, of which the rule knows nothing"
         for x in ins:
             for group in x.groups if x.from_params else ():
-                self.forbid(group, f"it meets {name}, of which the rule knows nothing")
+                self.forbid(group, why)
 
     # -- operations that keep dimensions
     def elementwise(self, eqn, ins, outs):
-        name, out, shape = eqn.primitive.name, outs[0], eqn.outvars[0].aval.shape
+        name, out = eqn.primitive.name, outs[0]
         for o in outs:
             for x in ins:
-                if len(x.groups) == len(o.groups):
-                    self.keep(x, range(len(x.groups)), o)
+                if x.rank == o.rank:
+                    self.keep(x, x.dims_without(), o)
         if name in ("add", "add_any", "sub"):
             out.tables = frozenset().union(*[x.tables for x in ins])
             self.added_tables.append(out.tables)
         for x in ins:       # a weight with its gradient (in an inner loop of learning), or a mask
-            if x.is_weight and not out.is_weight and len(x.groups) == len(out.groups) > 1:
+            if x.is_weight and not out.is_weight and x.rank == out.rank > 1:
                 sizes = [math.prod(self.shapes[leaf]) for origin in x.origins for leaf, _ in origin]
-                if math.prod(shape) == max(sizes, default=0):
+                if math.prod(out.shape) == max(sizes, default=0):
                     out.origins = x.origins
         if name == "convert_element_type":
-            out.is_mask = ins[0].is_mask or eqn.invars[0].aval.dtype == bool
+            out.is_mask = ins[0].is_mask or ins[0].dtype == bool
 
     def drop(self, eqn, ins, outs):
         """Reductions, squeeze and unstack, which take dimensions away."""
-        (x, *_), params = ins, eqn.params
+        x, params = ins[0], eqn.params
         gone = params.get("axes", params.get("dimensions", [params.get("axis")]))
-        gone = [d % len(x.groups) for d in gone]
         for out in outs:
             self.keep(x, x.dims_without(gone), out)
         for d in gone if eqn.primitive.name in REDUCTIONS else ():
-            self.cost(x.groups[d], eqn.outvars[0].aval)
+            self.cost(x.groups[d], outs[0])
 
     def broadcast(self, eqn, ins, outs):
+        x, out = ins[0], outs[0]
         for d, o in enumerate(eqn.params["broadcast_dimensions"]):
-            if eqn.invars[0].aval.shape[d] == eqn.outvars[0].aval.shape[o]:
-                self.same(ins[0], d, outs[0], o)
+            if x.shape[d] == out.shape[o]:
+                self.same(x, d, out, o)
 
     def transpose(self, eqn, ins, outs):
         self.keep(ins[0], eqn.params["permutation"], outs[0])
 
     def stack(self, eqn, ins, outs):
         for x in ins:
-            for d in range(len(x.groups)):
-                self.same(x, d, outs[0], d + (d >= eqn.params["axis"]))
+            for d, o in enumerate(outs[0].dims_without([eqn.params["axis"]])):
+                self.same(x, d, outs[0], o)
 
     def reshape(self, eqn, ins, outs):
         """A split survives where it falls on whole units of the outermost dimension (whole
         heads), or on those of the next one, where the outermost has fewer than there are shards
         but divides them (2 groups of 4 query heads over 4 shards)."""
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        x, out, aval = ins[0], outs[0], eqn.outvars[0].aval
-        for start, olds, new_start, news in _merged_or_divided(old, new):
+        x, out = ins[0], outs[0]
+        old, new = x.shape, out.shape
+        for olds, news in _merged_or_divided(old, new):
             m, k = self.carrier(old, olds), self.carrier(new, news)
             self.union(x.groups[m], out.groups[k])
-            self.outer += [(out.groups[k], math.prod(new[new_start:k])),
-                           (x.groups[m], math.prod(old[start:m]))]
+            self.outer += [(out.groups[k], math.prod(new[news[0]:k])),
+                           (x.groups[m], math.prod(old[olds[0]:m]))]
             for d in olds:
                 for e in news:
                     self.inherit(x, d, out, e)
                 if d > m and x.is_weight:
-                    self.reshard(x.groups[d], out.groups[k], aval)
+                    self.reshard(x.groups[d], out.groups[k], out)
                 elif d > m:
                     self.forbid(x.groups[d], INSIDE_A_HEAD)
             for e in news:
                 if e > k:
-                    self.reshard(x.groups[m], out.groups[e], aval, only_way=False)
+                    self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
         """Which of the dimensions that are merged or divided bears a split of them all."""
@@ -329,12 +332,10 @@ class _Walk:
                     self.forbid(left.groups[d], "it is summed in groups of rows")
         (lc, rc), (lb, rb) = numbers
         lfree, rfree = left.dims_without(lc, lb), right.dims_without(rc, rb, groups)
-        made = [(left, d) for d in (*lb, *lfree)] + [(right, d) for d in rfree]
-        for o, (x, d) in enumerate(made[:len(out.groups)]):
-            self.same(x, d, out, o)
-        for o, d in enumerate(rb):
-            self.same(right, d, out, o)
-        self.product(eqn, out, _Side(left, lc, lb, lfree), _Side(right, rc, rb, rfree))
+        self.keep(left, [*lb, *lfree], out)
+        self.keep(right, rb, out)
+        self.keep(right, rfree, out, len(lb) + len(lfree))
+        self.product(out, _Side(left, lc, lb, lfree), _Side(right, rc, rb, rfree))
 
     def convolution(self, eqn, ins, outs):
         numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
@@ -345,7 +346,7 @@ class _Walk:
         for d in space:
             self.forbid(image.groups[d], "a convolution slides along it")
         if groups == 1 and eqn.params["batch_group_count"] == 1:
-            self.product(eqn, out, _Side(image, [feature], [], [batch]),
+            self.product(out, _Side(image, [feature], [], [batch]),
                          _Side(kernel, [read], [], [made]))
         elif groups % self.shards == 0 and groups > 1:     # whole groups stay together
             self.union(image.groups[feature], kernel.groups[made])
@@ -354,32 +355,33 @@ class _Walk:
             for group in (image.groups[feature], kernel.groups[made]):
                 self.forbid(group, f"a convolution in {groups} groups mixes it")
 
-    def product(self, eqn, out, *sides):
+    def product(self, out, *sides):
         left, right = sides
         for a, b in zip((*left.contracted, *left.batch), (*right.contracted, *right.batch)):
             self.union(left.value.groups[a], right.value.groups[b])
         for d in left.contracted:       # summed over: each device has a partial sum of the product
-            self.cost(left.value.groups[d], eqn.outvars[0].aval)
-        for var, side in zip(eqn.invars, sides):
-            self.lengths += zip(side.value.groups, var.aval.shape)
-        if is_attention := self.is_attention(left, right):
+            self.cost(left.value.groups[d], out)
+        if self.is_attention(left, right):
             # Scores are not left as partial sums: whole heads pass, nothing else.
+            weight = None
             self.heads += [left.value.groups[d] for d in left.batch]
             for d in left.contracted:
                 self.forbid(left.value.groups[d], INSIDE_A_HEAD)
-        weights = () if is_attention else self.weights_of(left.value, right.value)
-        for i, (side, other) in enumerate((sides, sides[::-1])):
+        else:
+            weight = self.weight_of(sides)
+        for side, other in (sides, sides[::-1]):
             x = side.value
-            if i in weights:
+            self.lengths += zip(x.groups, x.shape)
+            if side is weight:
                 self.role(x, side.contracted, "indexed" if other.value.is_mask else "contracted")
                 self.role(x, side.batch, "batch")
                 self.role(x, side.free, "free")
                 continue
-            self.role(x, range(len(x.groups)), "inner")
+            self.role(x, x.dims_without(), "inner")
             # Its gradient sums over the other side's own dimensions. The products that share
             # an input (q, k and v; gate and up) share its reduction: counted once.
             for d in other.free if x.from_params else ():
-                self.cost(other.value.groups[d], eqn.invars[i].aval, ("gradient", *x.groups))
+                self.cost(other.value.groups[d], x, ("gradient", *x.groups))
         out.after_matmul = True
 
     def is_attention(self, left, right):
@@ -387,114 +389,106 @@ class _Walk:
         a, b = left.value, right.value
         is_changed_weight = not (a.is_weight or b.is_weight) and any(a.origins + b.origins)
         return (all(x.from_params and x.after_matmul for x in (a, b)) and not is_changed_weight
-                and bool(left.free or right.free)
-                and (bool(left.batch) or a.from_data and b.from_data))
+                and (left.free or right.free) and (left.batch or a.from_data and b.from_data))
 
-    def weights_of(self, left, right):
+    def weight_of(self, sides):
         """Which of the two sides of a product is the weight: what follows from parameters alone,
         or else is a parameter that was changed (by its gradient, in an inner loop of learning).
         Of two weights the one that was in a product, or has more dimensions, or is on the left, is
         the activation (learned queries; a low rank's first factor)."""
-        if left.is_weight and right.is_weight:
-            return (0,) if (right.after_matmul, len(right.groups)) > (
-                left.after_matmul, len(left.groups)) else (1,)
-        for are in ([x.is_weight for x in (left, right)], [any(x.origins) for x in (left, right)]):
-            if sum(are) == 1:
-                return (are.index(True),)
-        return ()
+        if weights := [side for side in sides if side.value.is_weight]:
+            return min(reversed(weights),
+                       key=lambda side: (side.value.after_matmul, side.value.rank))
+        changed = [side for side in sides if any(side.value.origins)]
+        return changed[0] if len(changed) == 1 else None
 
     # -- slices, lookups and writes
     def along_dimension(self, eqn, ins, outs):
-        name, params = eqn.primitive.name, eqn.params
-        mixed = {params.get("dimension"), params.get("axis")}
-        mixed |= set(params.get("dimensions", ()) if name == "rev" else ())
+        name, params, rank = eqn.primitive.name, eqn.params, ins[0].rank
+        mixed = {params.get("dimension"), params.get("axis"), *params.get("dimensions", ())}
         mixed |= {d for d, n in enumerate(params.get("window_dimensions", ())) if n > 1}
-        mixed |= {len(ins[0].groups) - 1 - k for k in range(len(params.get("fft_lengths", ())))}
-        for out, v in zip(outs, eqn.outvars):
-            for x, var in zip(ins, eqn.invars):
-                if len(x.groups) != len(out.groups):
+        mixed |= set(range(rank - len(params.get("fft_lengths", ())), rank))
+        for out in outs:
+            for x in ins:
+                if x.rank != out.rank:
                     continue
-                for d, (a, b) in enumerate(zip(var.aval.shape, v.aval.shape)):
+                for d, (a, b) in enumerate(zip(x.shape, out.shape)):
                     if a == b and d not in mixed:
                         self.union(x.groups[d], out.groups[d])
                         if name == "dynamic_slice":
                             self.role(x, [d], "entry")
                     elif name == "dynamic_slice" and b == 1:
-                        self.row(x, d, ins[1 + d], v.aval, out)
+                        self.row(x, d, ins[1 + d], out)
                         continue
                     elif a > 1:
-                        self.reshard(x.groups[d], out.groups[d], v.aval)
+                        self.reshard(x.groups[d], out.groups[d], out)
                     self.inherit(x, d, out, d)
 
     def gather(self, eqn, ins, outs):
         """A lookup. Rows that are split: each device finds what it has, and one reduction adds
         the findings. What is copied whole passes through; batching dimensions stay."""
-        (table, index), out, aval = ins[:2], outs[0], eqn.outvars[0].aval
+        (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-        shape = eqn.invars[0].aval.shape
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)
-        rows = {d for d in numbers.start_index_map if sizes[d] == 1 < shape[d]}
+        rows = {d for d in numbers.start_index_map if sizes[d] == 1 < table.shape[d]}
         for o, d in zip(numbers.offset_dims, window):
-            if sizes[d] == shape[d]:
+            if sizes[d] == table.shape[d]:
                 self.same(table, d, out, o)
                 self.role(table, [d], "entry")
                 if table.is_weight and sum(sizes[w] > 1 for w in window) > 1:
                     out.origins[o] = table.origins[d]       # whole matrices are taken: weights
             elif d not in rows:
-                self.reshard(table.groups[d], out.groups[o], aval)
+                self.reshard(table.groups[d], out.groups[o], out)
         for o, group in zip(out.dims_without(numbers.offset_dims), index.groups):
             self.union(out.groups[o], group)
         for a, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
             self.union(table.groups[a], index.groups[b])
         for d in rows | set(numbers.collapsed_slice_dims):
-            self.row(table, d, index, aval, out)
+            self.row(table, d, index, out)
 
-    def row(self, table, dim, index, aval, out):
+    def row(self, table, dim, index, out):
         """Of this dimension one entry is taken: one that the data ask for, or the same each time
         (positions, the layers of a stack)."""
         self.role(table, [dim], "indexed" if index.from_data else "placed")
-        self.cost(table.groups[dim], aval)
+        self.cost(table.groups[dim], out)
         if index.from_data:
-            out.tables = out.tables | table.origins[dim]
+            out.tables |= table.origins[dim]
 
     def scatter(self, eqn, ins, outs):
         """Rows written into a value: the others pass."""
-        numbers, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-        shape, update = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-        for d in range(len(shape)):
+        numbers, (x, _, update), out = eqn.params["dimension_numbers"], ins, outs[0]
+        for d, (a, b) in enumerate(zip(x.groups, out.groups)):
             if d in numbers.scatter_dims_to_operand_dims:
-                self.reshard(ins[0].groups[d], outs[0].groups[d], aval)
+                self.reshard(a, b, out)
             else:
-                self.union(ins[0].groups[d], outs[0].groups[d])
-        window = outs[0].dims_without(numbers.inserted_window_dims, numbers.operand_batching_dims)
+                self.union(a, b)
+        window = out.dims_without(numbers.inserted_window_dims, numbers.operand_batching_dims)
         for u, d in zip(numbers.update_window_dims, window):
-            if update[u] == shape[d]:
-                self.union(ins[2].groups[u], outs[0].groups[d])
+            if update.shape[u] == out.shape[d]:
+                self.union(update.groups[u], out.groups[d])
 
     # -- loops and branches
     def scan(self, eqn, ins):
-        closed, length = eqn.params["jaxpr"], eqn.params["length"]
-        fixed, carried, _ = scan_counts(eqn)
-        split = fixed + carried
-        for x in ins[split:]:
+        length = eqn.params["length"]
+        fixed, carry, stacks = scan_operands(eqn, ins)
+        for x in stacks:
             self.role(x, [0], "stacked")
-        scanned = [dataclasses.replace(x, groups=x.groups[1:], origins=x.origins[1:])
-                   for x in ins[split:]]
+        scanned = [dataclasses.replace(x, shape=x.shape[1:], groups=x.groups[1:],
+                                       origins=x.origins[1:]) for x in stacks]
         self.repeat *= length
-        outs = self.loop(closed, ins[:fixed], ins[fixed:split], scanned)
+        outs = self.loop(eqn.params["jaxpr"].jaxpr, fixed, carry, scanned)
         self.repeat //= length
-        return outs[:carried] + [
-            dataclasses.replace(o, groups=self.new_groups(1) + o.groups,
-                                origins=[frozenset(), *o.origins]) for o in outs[carried:]]
+        return outs[:len(carry)] + [
+            dataclasses.replace(o, shape=(length, *o.shape), groups=self.new_groups(1) + o.groups,
+                                origins=[frozenset(), *o.origins]) for o in outs[len(carry):]]
 
     def while_loop(self, eqn, ins):
         params = eqn.params
-        n, m, test = params["cond_nconsts"], params["body_nconsts"], params["cond_jaxpr"]
-        self.run(test.jaxpr, test.consts, ins[:n] + ins[n + m:])
-        return self.loop(params["body_jaxpr"], ins[n:n + m], ins[n + m:])
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        self.run(params["cond_jaxpr"].jaxpr, ins[:n] + ins[n + m:])
+        return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
 
-    def loop(self, body, fixed, carry,
-             scanned=()):
+    def loop(self, body, fixed, carry, scanned=()):
         """The body once, and what it carries united with what it was given. What is carried
         follows from all that the body sees."""
         seen = [*fixed, *carry, *scanned]
@@ -502,32 +496,33 @@ class _Walk:
         carried = [dataclasses.replace(x, tables=frozenset(), from_params=learned,
                                        from_data=any(x.from_data for x in seen),
                                        after_matmul=learned) for x in carry]
-        outs = self.run(body.jaxpr, body.consts, [*fixed, *carried, *scanned])
+        outs = self.run(body, [*fixed, *carried, *scanned])
         for x, o in zip(carry, outs):
             for a, b in zip(x.groups, o.groups):
                 self.union(a, b)
         return outs
 
     def cond(self, eqn, ins):
-        branches = [self.run(b.jaxpr, b.consts, ins[1:]) for b in eqn.params["branches"]]
+        branches = [self.run(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
         outs = []
         for values in zip(*branches):
-            out = dataclasses.replace(values[0], origins=[frozenset()] * len(values[0].groups),
+            out = dataclasses.replace(values[0], origins=[frozenset()] * values[0].rank,
                                       from_data=any(x.from_data for x in (ins[0], *values)),
                                       from_params=any(x.from_params for x in values),
                                       is_view=True)
             for x in values:
-                self.keep(x, range(len(x.groups)), out)
+                self.keep(x, x.dims_without(), out)
             outs.append(out)
         return outs
 
     # -- what is known only at the end
     def facts(self, leaves):
-        roles: list[dict[int, set[str]]] = [{} for _ in leaves]
+        roles = [defaultdict(set) for _ in leaves]
+        costs = defaultdict(list)
         first_use, is_made = {}, {}
         groups = [[self.find(group) for group in leaf.groups] for leaf in leaves]
         for when, (leaf, d, role) in enumerate(self.uses):
-            roles[leaf].setdefault(d, set()).add(role)
+            roles[leaf][d].add(role)
             first_use.setdefault(leaf, when)
             if role in ("free", "indexed", "batch", "grouped", "contracted"):
                 is_made.setdefault(groups[leaf][d], role != "contracted")
@@ -536,9 +531,8 @@ class _Walk:
         while new := {b for a, b, _ in reshards if a in made} - made:
             made |= new
         counted_once = {(self.find(group), key): cost for group, key, cost in self.costs}
-        costs = {}
         for (group, _), cost in counted_once.items():
-            costs.setdefault(group, []).append(cost)
+            costs[group].append(cost)
         self.forbid_inside_heads(groups, roles)
         self.forbid_indivisible()
         forbidden = {self.find(group): why for group, why in reversed(self.forbidden)}
@@ -550,36 +544,32 @@ class _Walk:
         heads = {self.find(group) for group in self.heads}
         for shape, mine, dims in zip(self.shapes, groups, roles):
             for role in ("free", "contracted"):
-                used = [d for d, names in sorted(dims.items()) if role in names]
+                used = [d for d, names in dims.items() if role in names]
                 beside = [d for d in used if mine[d] not in heads]
                 if beside and any(shape[d] > 1 for d in used if mine[d] in heads):
-                    self.forbid(mine[beside[-1]], INSIDE_A_HEAD)
+                    self.forbid(mine[max(beside)], INSIDE_A_HEAD)
 
     def forbid_indivisible(self):
         """Groups whose length in a product does not divide, nor with the dimensions outside of it
         that are split with it."""
-        outer = {}
+        outer = defaultdict(lambda: {1})
         for group, count in self.outer:
-            outer.setdefault(self.find(group), {1}).add(count)
+            outer[self.find(group)].add(count)
         for group, length in self.lengths:
-            if all(k * length % self.shards for k in outer.get(self.find(group), {1})):
+            if all(k * length % self.shards for k in outer[self.find(group)]):
                 self.forbid(group, f"{length} does not divide by {self.shards}")
 
 
 def _merged_or_divided(old, new):
-    """What a reshape makes of what: (start, dimensions) before and after, of each run of
-    dimensions that becomes another of the same size; without dimensions of size 1."""
-    i = j = 0
-    while i < len(old) and j < len(new) and 0 not in old:
-        i0, j0, p, q = i, j, old[i], new[j]
-        i, j = i + 1, j + 1
-        while p != q:
-            if p < q:
-                p, i = p * old[i], i + 1
-            else:
-                q, j = q * new[j], j + 1
-        if olds := [d for d in range(i0, i) if old[d] > 1]:
-            yield i0, olds, j0, [d for d in range(j0, j) if new[d] > 1]
+    """What a reshape makes of what: the dimensions before and after, of each run of dimensions
+    that becomes another of the same size; without dimensions of size 1."""
+    # Of each dimension the product of it and all before it: where both shapes have one, runs end.
+    ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (old, new)]
+    start = 1
+    for end in sorted(set(ends[0]).intersection(ends[1]) - {0, 1}):
+        yield [[d for d, n in enumerate(shape) if n > 1 and start < products[d] <= end]
+               for shape, products in zip((old, new), ends)]
+        start = end
 
 
 _CONTROL_FLOW = {"scan": _Walk.scan, "while": _Walk.while_loop, "cond": _Walk.cond}
