@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import resource
@@ -46,7 +47,7 @@ def mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
 def peak_memory(compiled: jax.stages.Compiled) -> int:
     """Bytes of a device that a compiled program needs at once."""
     m = compiled.memory_analysis()
-    return getattr(m, "peak_memory_in_bytes", 0) or (
+    return m.peak_memory_in_bytes or (
         m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
         - m.alias_size_in_bytes)
 
@@ -86,22 +87,19 @@ def topology_devices(name: str) -> list[Any]:
     """The devices of hardware that is not here, v5e:4x4 or h100:1x2x8 for example: programs can be
     compiled for them, and not run."""
     kind, _, size = name.partition(":")
-    is_gpu = kind == "h100"
     jax.config.update("jax_platforms", "cpu")       # look for no accelerator here, and take none
-    _check_compiler(name, is_gpu)
+    _check_compiler(name, kind)
     for key, value in _LIBTPU.items():
         os.environ.setdefault(key, value)
     try:
-        if is_gpu:
+        if kind == "h100":
             from jax._src.cudnn import fused_attention_stablehlo
             fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
-            found = topologies.get_topology_desc(platform="cuda", topology_name=size,
-                                                 topology=size, target_config=_H100)
-        else:       # (v4: both cores of a chip are one device, as they are used)
-            found = topologies.get_topology_desc(
-                platform="tpu", topology_name=name,
-                **{"chip_config_name": "megacore"} if kind == "v4" else {})
-        return found.devices
+            return topologies.get_topology_desc(size, "cuda", topology=size,
+                                                target_config=_H100).devices
+        # (v4: both cores of a chip are one device, as they are used)
+        options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        return topologies.get_topology_desc(name, "tpu", **options).devices
     except Exception as e:      # of the compilers' own types
         raise ConfigError(
             f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like "
@@ -109,14 +107,12 @@ def topology_devices(name: str) -> list[Any]:
             f"(slices x hosts x GPUs)") from None
 
 
-def _check_compiler(name, is_gpu):
-    module, wheels = ("libtpu", "libtpu")
-    if is_gpu:
+def _check_compiler(name, kind):
+    module = wheels = "libtpu"
+    if kind == "h100":
         module = "jax_plugins.xla_cuda12"
         wheels = f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12"
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if not found:
-        raise ConfigError(f"--topology {name}: its compiler is not installed: pip install {wheels}")
+    with contextlib.suppress(ModuleNotFoundError):      # where there are no jax_plugins at all
+        if importlib.util.find_spec(module):
+            return
+    raise ConfigError(f"--topology {name}: its compiler is not installed: pip install {wheels}")

@@ -48,11 +48,17 @@ class Trained(NamedTuple):
 def machine(config: Any) -> Any:
     """The mesh on the accelerators of this machine, or of all that the configuration names; with
     none, on as many CPU devices as it needs."""
-    sizes, processes = mesh_sizes(config.mesh, config.shards), max(1, config.processes)
-    if not config.distributed and math.prod(sizes.values()) % processes == 0:
-        simulate_devices(math.prod(sizes.values()) // processes)
+    sizes = mesh_sizes(config.mesh, config.shards)
+    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
+    if not config.distributed and rest == 0:
+        simulate_devices(count)
+    return make_mesh(_devices(config), **sizes)
+
+
+def _devices(config):
+    """Those of --topology, or all that are here, once the processes have found each other."""
     hosts.init_distributed(config)
-    return make_mesh(chips.topology_devices(config.topology) if config.topology else None, **sizes)
+    return chips.topology_devices(config.topology) if config.topology else jax.devices()
 
 
 def choose_mesh(config: Any, trained: Trained
@@ -60,9 +66,8 @@ def choose_mesh(config: Any, trained: Trained
     """--mesh auto: the fastest that fits, with the program and the step compiled for it."""
     if config.mesh != "auto":
         return config, None
-    hosts.init_distributed(config)
-    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
-    one = _with_vocabulary(resolve_dtype(config, make_mesh(devices[:1])), trained)
+    devices = _devices(config)
+    one = _resolved(config, make_mesh(devices[:1]), trained)
     # What no mesh could have is refused here; other refusals only leave a mesh out.
     trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
                                       schedule="gpipe"), abstract_mesh({}))
@@ -79,13 +84,15 @@ def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Com
     if ready:
         return ready
     mesh = machine(config)
-    config = _with_vocabulary(resolve_dtype(config, mesh), trained)
+    config = _resolved(config, mesh, trained)
     trained.check(config, mesh)
     program = trained.build(config, mesh)
     return program, compiled(program)
 
 
-def _with_vocabulary(config, trained):
+def _resolved(config, mesh, trained):
+    """The configuration with the precision of this mesh and a vocabulary."""
+    config = resolve_dtype(config, mesh)
     return dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
 
 
@@ -119,7 +126,7 @@ def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Calla
 
 def describe_attention(config: Any, mesh: Any) -> str:
     """How attention is computed, for a person."""
-    sizes, T, by_hand = dict(mesh.shape), config.seq_len, config.step == "shard_map"
+    sizes, T, by_hand = mesh.shape, config.seq_len, config.step == "shard_map"
     if by_hand and sizes["seq"] > 1:
         return "attend   each device's queries with keys that go around a ring"
     kernel = kernel_name(config.dtype, T, config.head_dim, mesh)
@@ -127,7 +134,7 @@ def describe_attention(config: Any, mesh: Any) -> str:
         return f"attend   by the {kernel} kernel"
     rows = config.batch // config.accumulate
     if by_hand:
-        rows = max(1, rows // row_groups(mesh) // (config.microbatches if sizes["pipe"] > 1 else 1))
+        rows //= row_groups(mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
     scores = rows * config.heads * T * T
     if config.heads % sizes["tensor"] == 0:
         scores //= sizes["tensor"]

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import statistics
-import time
+import timeit
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -23,7 +23,7 @@ from zigzag.attention import SCORES
 from zigzag.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.errors import ConfigError, human_bytes, one_line
 from zigzag.hlo import Collective, arithmetic, collectives
-from zigzag.mesh import abstract_mesh, all_meshes, by_path
+from zigzag.mesh import AXES, abstract_mesh, all_meshes, by_path, platform
 from zigzag.pipeline import ticks
 from zigzag.report import BenchReporter, Reporter
 
@@ -56,7 +56,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     """A rough estimate for the transformer, by README's table: `flops` are an update's, and
     `max_logits` the most that are in memory at once."""
     c = config
-    d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
+    d, f, p, s, e, t = (sizes[a] for a in AXES)
     itemsize = jnp.dtype(c.dtype).itemsize
     # Parameters that a device has but for fsdp; its layers, its tokens, and the README's X and K.
     own = sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
@@ -64,12 +64,13 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
-    # How often a stage runs for each microbatch, idle ticks included.
-    count, chunks = ticks(p, c.microbatches, c.schedule, c.chunks) if p > 1 else (1, 1)
-    passes = count / chunks / (c.microbatches if p > 1 else 1)
+    passes = 1      # how often a stage runs for each microbatch, idle ticks included
+    if p > 1:
+        count, chunks = ticks(p, c.microbatches, c.schedule, c.chunks)
+        passes = count / chunks / c.microbatches
     work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * passes
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * own / f
-            + 3 * (1 - 1 / f) * own * itemsize * c.accumulate * max(1, passes)
+            + 3 * (1 - 1 / f) * own * itemsize * c.accumulate * passes
             + layers * REMAT_COST[c.remat] * (
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))
@@ -77,7 +78,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     memory = (STATE_BYTES * own / f + kept * itemsize
               + 3 * 4 * min(max_logits, tokens * c.vocab_size)  # logits, softmax, gradients
-              + 4 * own * itemsize / max(1, layers)     # two layers' gathered weights and gradients
+              + 4 * own * itemsize / layers     # two layers' gathered weights and gradients
               + 6 * 4 * SCORES / 4)                     # attention's scores, in blocks
     return Cost(work / chip.flops, sent / chip.links, memory)
 
@@ -118,14 +119,14 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
             f"{cost.memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
     for one, _ in costs[:COMPILED]:
         try:
-            program, step = compile_program(one)
-            peak = peak_memory(step)
+            ready = compile_program(one)
+            peak = peak_memory(ready[1])
         except jax.errors.JaxRuntimeError as e:
             say(f"         {one.mesh} does not compile: {one_line(e)}")
             continue
         say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
         if peak < chip.memory:
-            return one.mesh, (program, step)
+            return one.mesh, ready
     raise ConfigError(f"--mesh auto: of {len(costs)} meshes of {len(devices)} devices none of the "
                       f"{COMPILED} best has room for this; --remat full, more --accumulate or more "
                       f"devices would make some")
@@ -163,11 +164,12 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth,
              "links": sent / chip.links}
     worst = max(takes, key=takes.get)
+    least = takes[worst]
     reporter.line(
         "bound    " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in takes.items())
-        + f": a step takes at least {takes[worst] * 1e3:.1f} ms ({worst}), "
-        f"{config.batch * config.seq_len / takes[worst]:,.0f} tokens/s, mfu at most "
-        f"{flops / chip.flops / takes[worst]:.1%}, if each runs at its published rate "
+        + f": a step takes at least {least * 1e3:.1f} ms ({worst}), "
+        f"{config.batch * config.seq_len / least:,.0f} tokens/s, mfu at most "
+        f"{flops / chip.flops / least:.1%}, if each runs at its published rate "
         f"({chip.flops / 1e12:.0f} Tflop/s, {chip.bandwidth / 1e9:.0f} GB/s, "
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
@@ -186,14 +188,14 @@ def _share_in_groups(config, mesh):
 @contextlib.contextmanager
 def _without_stderr():
     """Without what a compiler prints of its own troubles."""
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
     try:
         yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nothing)
 
 
 # -------------------------------------------------------------------------------------------
@@ -208,9 +210,8 @@ def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int,
     """What the steps that the reporter has seen took, of so many tokens and flops each; `loader`
     is the seconds that a batch takes to make. The last line is JSON."""
     took = reporter.took[WARM:]
-    step, peak, best = statistics.median(took), memory_in_use("peak_bytes_in_use"), matmul_rate(
-        mesh, dtype)
-    share = mfu(flops, step, mesh)
+    step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
+    best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
     reporter.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
                   f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
                   f"{reporter.first_step:.1f} s")
@@ -228,15 +229,9 @@ def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int,
 
 def matmul_rate(mesh: Any, dtype: str) -> float:
     """Operations a second in products of large square matrices, on all devices together."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     # Large enough to reach the peak. (Simulated devices share the cores: one product is for all.)
-    size, count = (2048, 1) if on_cpu else (8192, 8)
+    size, count, devices = (2048, 1, 1) if platform(mesh) == "cpu" else (8192, 8, mesh.size)
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))
-    product(a).block_until_ready()
-    times = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        product(a).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 * count / min(times) * (1 if on_cpu else mesh.size)
+    times = timeit.repeat(lambda: product(a).block_until_ready(), number=1, repeat=11)
+    return 2 * size**3 * count * devices / min(times)

@@ -4,16 +4,15 @@
     X  a microbatch's residual        W  the weights that a device gathers over fsdp
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
-X, W and K are bytes of one device in the precision of the computation. On the shortest ring a
-device sends (n-1)/n of the gathered size in an all-gather, as much of what is reduced in a
-reduce-scatter, both in an all-reduce, and in a collective-permute all that it has. So each
-function below only says which collectives there are, how often, and of how many bytes.
+X, W and K are bytes of one device in the precision of the computation. hlo.add_up knows how many
+of its bytes a collective sends. So each function below only says which collectives there are, as
+rows: the kind, the axes joined by +, how often it runs, and the bytes that a device has in each (at
+the end, or of a reduce-scatter at the beginning).
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from typing import Any, Callable
 
@@ -22,18 +21,14 @@ import jax.numpy as jnp
 
 from zigzag.collectives import scattering
 from zigzag.hlo import Collective, add_up
-from zigzag.mesh import AXES, WITHOUT_TENSOR, full_spec, is_spec, platform, row_groups, spec_axes
+from zigzag.mesh import WITHOUT_TENSOR, full_spec, platform, row_groups, spec_axes
 from zigzag.pipeline import ticks
 from zigzag.rule import zero1_specs
-
-# A kind of collective, its axes joined by +, how often it runs, and the bytes that a device has
-# in each: in the end, or of a reduce-scatter in the beginning.
-Row = tuple[str, str, float, float]
 
 
 def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, transformer: bool,
                      gathers_by_layer: bool, loss_chunks: Callable,
-                     segments: bool = False) -> list[Collective]:
+                     segments: bool) -> list[Collective]:
     """What an update should send, as `hlo.collectives` tells what it sends: for the weights and,
     where the loss is the transformer of the configuration, between its blocks, its stages, around
     its ring, and to its experts.
@@ -42,26 +37,26 @@ def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, tra
     loss_chunks        (rows, time) -> in how many chunks of time the loss is computed
     segments           whether documents are packed, so that a key's is sent with it"""
     by_hand = transformer and config.step == "shard_map"
-    decisions = jax.tree.map(lambda d: dataclasses.replace(
-        d, stacked=d.stacked and gathers_by_layer,
-        reductions=() if by_hand else d.reductions), decisions)
     run = _Run(config, mesh)
-    rows = weight_traffic(decisions, params, run)
+    weights = list(zip(jax.tree.leaves(params), jax.tree.leaves(decisions)))
+    rows = [*_data(weights, run), *_fsdp(weights, run, gathers_by_layer),
+            *_overridden(weights, run)]
     if by_hand:
         rows += [*_tensor(run), *_vocabulary(run, loss_chunks), *_pipe(run), *_seq(run, segments)]
-    if by_hand and config.experts:
-        rows += [*_router(run), *_experts(run)]
-    return add_up(row for row in (_sent(row, run.sizes) for row in rows) if row[3])
+        if config.experts:
+            rows += _experts(run)
+    else:       # the reductions that the rule counted
+        rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
+                 for _, decision in weights for cost in decision.reductions]
+    return add_up(_that_send(rows, run.sizes))
 
 
-def _sent(row, sizes):
-    """The row with the bytes that a device sends in all its runs together."""
-    kind, axes, count, size = row
-    axis = "+".join(a for a in axes.split("+") if sizes.get(a, 1) > 1)
-    n = math.prod(sizes[a] for a in axes.split("+") if a)
-    share = {"collective-permute": min(1, n - 1),
-             "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
-    return kind, axis, count, count * size * share
+def _that_send(rows, sizes):
+    """The rows that send something, without axes of size 1, as add_up takes them."""
+    for kind, axes, count, size in rows:
+        names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
+        if names and count * size:
+            yield kind, "+".join(names), math.prod(sizes[a] for a in names), count, size
 
 
 class _Run:
@@ -69,15 +64,14 @@ class _Run:
 
     def __init__(self, config, mesh):
         self.config, self.mesh, c = config, mesh, config
-        self.sizes = {a: 1 for a in AXES} | dict(mesh.shape)
-        self.on_tpu = platform(mesh) == "tpu"
+        self.sizes = mesh.shape
         # Bytes of a number. (What XLA sends between CPU devices in 16 bits it sends in 32.)
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
         self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # of gradients over fsdp
 
         # The pipeline: its microbatches, and for each part of the batch its ticks.
         S, rows = self.sizes["pipe"], c.batch // row_groups(mesh) // c.accumulate
-        M = math.gcd(c.microbatches, rows) if S > 1 else 1
+        M = c.microbatches if S > 1 else 1
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
@@ -110,68 +104,55 @@ class _Run:
 # -------------------------------------------------------------------------------------------
 # Weights, of any function
 
-def weight_traffic(decisions: Any, params: Any, run: _Run) -> list[Row]:
-    """What is sent for weights and their gradients, and the reductions that the rule counted."""
-    specs = jax.tree.map(lambda d: d.spec, decisions)
-    config = run.config
-    state = zero1_specs(params, specs, run.mesh, config.fsdp_min) if config.zero else specs
-    rows: list[Row] = []
-    reduced = collections.Counter()
-    for leaf, decision, state_spec in zip(*[jax.tree.leaves(tree, is_leaf=is_spec)
-                                            for tree in (params, decisions, state)]):
-        rows += [("all-reduce", "tensor", run.config.accumulate * cost.count,
-                  cost.bytes / cost.count) for cost in decision.reductions]
-        rows += [*_fsdp(leaf, decision, run), *_overridden(leaf, decision, run)]
-        for kind, axis, count, size in _data(leaf, decision.spec, state_spec, run):
-            if kind == "all-reduce":
-                reduced[axis] += size       # a compiler joins those of all weights
-            else:
-                rows.append((kind, axis, count, size))
-    return rows + [("all-reduce", axis, 1, G) for axis, G in reduced.items()]
-
-
-def _data(leaf, spec, state_spec, run):
+def _data(weights, run):
     """2 (n-1)/n G: the gradient of what a device stores is summed over all other axes once an
     update. With --zero 1 it is scattered over data, and the new weights are gathered."""
-    split = spec_axes(spec)
-    axes = [a for a in WITHOUT_TENSOR if run.sizes[a] > 1 and a not in split]
-    G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
-    if "data" in axes and "data" in spec_axes(state_spec):
-        yield run.scatter("data", 1, G)
-        yield "all-gather", "data", 1, G
-        axes.remove("data")
-        G /= run.sizes["data"]
-    yield "all-reduce", "+".join(axes), 1, G
+    reduced = collections.Counter()
+    for leaf, decision in weights:
+        split = spec_axes(decision.spec)
+        axes = [a for a in WITHOUT_TENSOR if a not in split]
+        G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
+        if run.config.zero and "data" in axes and "data" in spec_axes(
+                zero1_specs(leaf, decision.spec, run.mesh, run.config.fsdp_min)):
+            yield run.scatter("data", 1, G)
+            yield "all-gather", "data", 1, G
+            axes.remove("data")
+            G /= run.sizes["data"]
+        reduced["+".join(axes)] += G        # a compiler joins those of all weights
+    for axes, G in reduced.items():
+        yield "all-reduce", axes, 1, G
 
 
-def _fsdp(leaf, decision, run):
+def _fsdp(weights, run, gathers_by_layer):
     """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
     their gradients are scattered, in each part of the batch and each pass through a stage's
     layers. What no layer owns is gathered once for all parts."""
-    used = spec_axes(decision.given)
-    if "fsdp" not in used:
-        return
-    W = leaf.size / math.prod(run.sizes[a] for a in used - {"fsdp"})
-    layers, passes, gathers = 1, run.config.accumulate, 1
-    if decision.stacked:
-        layers = leaf.shape[0] // run.sizes["pipe"]
-        passes = run.passes
-        gathers = passes * (2 + run.is_1f1b - run.one_layer)
-    yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-    yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
+    for leaf, decision in weights:
+        used = spec_axes(decision.given)
+        if "fsdp" not in used:
+            continue
+        W = leaf.size / math.prod(run.sizes[a] for a in used - {"fsdp"})
+        layers, passes, gathers = 1, run.config.accumulate, 1
+        if decision.stacked and gathers_by_layer:
+            layers = leaf.shape[0] // run.sizes["pipe"]
+            passes = run.passes
+            gathers = passes * (2 + run.is_1f1b - run.one_layer)
+        yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
+        yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
 
 
-def _overridden(leaf, decision, run):
+def _overridden(weights, run):
     """A weight that an override stores otherwise than the loss uses it: gathered once for all
     parts of the batch, and its gradient scattered in each."""
-    whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
-    for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.given))):
-        if axis and axis != used:
-            whole *= run.sizes[axis]
-            yield "all-gather", axis, 1, whole * run.itemsize
-            if axis != "tensor":        # (whose devices have equal gradients)
-                itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
-                yield run.scatter(axis, run.config.accumulate, whole * itemsize)
+    for leaf, decision in weights:
+        whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
+        for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.given))):
+            if axis and axis != used:
+                whole *= run.sizes[axis]
+                yield "all-gather", axis, 1, whole * run.itemsize
+                if axis != "tensor":        # (whose devices have equal gradients)
+                    itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
+                    yield run.scatter(axis, run.config.accumulate, whole * itemsize)
 
 
 # -------------------------------------------------------------------------------------------
@@ -182,8 +163,8 @@ def _tensor(run):
     it, and backward the transposes. Where time does not divide, an all-reduce replaces both."""
     c, n, blocks = run.config, run.sizes["tensor"], 2 - run.config.parallel
     # Attention whose heads do not divide is computed whole, and nothing is reduced out of it.
-    whole_heads = [heads for heads in (c.heads, c.kv_heads) if heads % n]
-    out = blocks - (c.heads in whole_heads and not c.parallel)
+    is_whole = c.heads % n > 0
+    out = blocks - (is_whole and not c.parallel)
     into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (What is reduced is kept for the backward pass.)
     reductions = out * (1 + run.is_1f1b) + into - run.one_layer
@@ -194,9 +175,10 @@ def _tensor(run):
         yield "all-gather", "tensor", run.layers * (blocks * run.forwards + out), run.X
         # A norm's scale is whole, and each device has its gradient of a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
-    if run.splits_time or c.heads not in whole_heads:       # the gradients of wk and wv, wq and wo
-        yield ("all-reduce", "tensor", run.layers * 2,
-               c.d_model * sum(whole_heads) * c.head_dim * run.itemsize)
+    if run.splits_time or not is_whole:
+        # The gradients of wq and wo, and of wk and wv, where their heads do not divide.
+        heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
+        yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
 
 
 def _vocabulary(run, loss_chunks):
@@ -220,32 +202,28 @@ def _vocabulary(run, loss_chunks):
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
 
 
-def _router(run):
-    """Beside tensor: each device routes its own time, and gathers what the others chose."""
-    c, choices = run.config, run.tokens * run.config.experts_per_token
-    yield run.reduce, "tensor", run.layers, choices * run.itemsize      # the shares' gradients
-    if run.splits_time:
-        for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
-            yield "all-gather", "tensor", run.layers * run.forwards, choices * itemsize
-        # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
-        yield ("all-reduce", "tensor", run.layers,
-               c.d_model * c.experts * (run.itemsize if run.on_tpu else 4))
-        yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
-
-
 def _experts(run):
     """4 (n-1) X a layer: there is room for each token on each device, on the way to the experts
-    and back, and backward; with them go the experts that it chose, and its shares."""
+    and back, and backward; with them go the experts that it chose, and its shares. Beside tensor
+    each device routes its own time, and gathers what the others chose."""
     c, n = run.config, run.sizes["expert"]
     exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
-    choices = n * run.tokens * c.experts_per_token
-    for itemsize in (4, run.itemsize):
-        yield "all-gather", "expert", run.layers * run.forwards, choices * itemsize
-    yield run.scatter("expert", run.layers, choices * run.itemsize)
+    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
+    for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
+        yield "all-gather", "expert", routings, n * choices * itemsize
+        yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
+    # The shares' gradients.
+    yield run.scatter("expert", run.layers, n * choices * run.itemsize)
+    yield run.reduce, "tensor", run.layers, choices * run.itemsize
+    if run.splits_time:
+        # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
+        yield ("all-reduce", "tensor", run.layers,
+               c.d_model * c.experts * (run.itemsize if platform(run.mesh) == "tpu" else 4))
+        yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
     # Of all the time, how busy each expert is in a row, and the row's weight (in no layer).
     axes = "seq+tensor" if run.splits_time else "seq"
-    yield "all-reduce", axes, run.layers * run.forwards, run.rows * c.experts * 4
+    yield "all-reduce", axes, routings, run.rows * c.experts * 4
     yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
