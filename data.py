@@ -27,7 +27,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean
-from zigzag.files import appears, write_json
+from zigzag.files import appears, write_json, write_whole
 from zigzag.flags import from_flags, run_main
 
 SPLITS = ("train", "held_out")
@@ -36,11 +36,11 @@ SPLITS = ("train", "held_out")
 # -------------------------------------------------------------------------------------------
 # Documents
 
-def library_sources() -> tuple[Path, list[Path]]:
+def _library_sources():
     """The Python standard library's own source: a corpus that every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
+    files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
     if not files:
         raise ConfigError(f"this Python has no library sources in {root} to learn from: pass "
                           f"--data with a text file, a folder of them, or what data.py made")
@@ -50,29 +50,27 @@ def library_sources() -> tuple[Path, list[Path]]:
 def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
     """(name, file) of every text file under the paths, in a fixed order. No paths: the Python
     library. A name is relative to its path, so that it does not depend on the machine."""
-    if not paths:
-        root, files = library_sources()
-        return [(p.relative_to(root).as_posix(), p) for p in files]
-    found = []
-    for path in paths:
-        if not path:
-            raise ConfigError("--data '': an empty path; expected a text file or a folder")
-        path = Path(path)
-        if (path / "data.json").exists():
-            raise ConfigError(f"--data {path} was made by data.py: give it alone, to train.py")
-        if not path.exists():
-            near = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
-            raise ConfigError(f"--data {path}: no such file or folder"
-                              + did_you_mean(path.name, near))
-        files = [path] if path.is_file() else sorted(
-            p for p in path.rglob("*") if p.is_file()
-            and not any(part.startswith(".") for part in p.relative_to(path).parts))
-        root = path.parent if path.is_file() else path
-        found += [(p.relative_to(root).as_posix(), p) for p in files if not _binary(p)]
+    places = [_text_files(path) for path in paths] or [_library_sources()]
+    found = [(p.relative_to(root).as_posix(), p) for root, files in places for p in files]
     if not any(p.stat().st_size for _, p in found):
-        raise ConfigError(f"--data {' '.join(map(str, paths))}: no text in it; expected a text "
-                          f"file, a folder of text files, or a folder made by data.py")
+        raise ConfigError(f"--data {' '.join(paths)}: no text in it; expected a text file, a "
+                          f"folder of text files, or a folder made by data.py")
     return found
+
+
+def _text_files(path):
+    """The folder that names of files are relative to, and the text files at or under a path."""
+    if not path:
+        raise ConfigError("--data '': an empty path; expected a text file or a folder")
+    path = Path(path)
+    if (path / "data.json").exists():
+        raise ConfigError(f"--data {path} was made by data.py: give it alone, to train.py")
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*")]
+        raise ConfigError(f"--data {path}: no such file or folder" + did_you_mean(path.name, near))
+    root = path.parent if path.is_file() else path
+    return root, [p for p in (path, *sorted(path.rglob("*"))) if p.is_file() and not _binary(p)
+                  and not any(part.startswith(".") for part in p.relative_to(path).parts)]
 
 
 def _binary(path):
@@ -94,11 +92,11 @@ class Bytes:
     kind, vocab_size, separator = "bytes", 257, 256
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        raw = text if isinstance(text, bytes) else text.encode("utf-8")
+        raw = text if isinstance(text, bytes) else text.encode()
         return np.frombuffer(raw, np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def lengths(self) -> np.ndarray:
         return np.array([1] * 256 + [0])
@@ -118,9 +116,9 @@ class Pieces:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         if isinstance(text, str):
-            text.encode("utf-8")        # a text that is not Unicode is the caller's error
+            text.encode()       # a text that is not Unicode is the caller's error
         else:
-            text = text.decode("utf-8", errors="replace")
+            text = text.decode(errors="replace")
         return np.array(self.model.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -133,7 +131,7 @@ class Pieces:
                          for i in range(self.vocab_size)])
 
 
-def train_pieces(files: list[tuple[str, Path]], out: Path, vocab_size: int) -> Pieces:
+def _train_pieces(files, out, vocab_size):
     """Train a sentencepiece model on the lines of the files and save it as `out`."""
     import sentencepiece
 
@@ -176,31 +174,31 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpu
         raise ConfigError(f"--out {out}: {e.strerror}") from None
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
-    groups = {"train": [f for f in files if not _held_out(f[0])],
-              "held_out": [f for f in files if _held_out(f[0])]}
+    groups = {split: [f for f in files if _held_out(f[0]) == (split == "held_out")]
+              for split in SPLITS}
     # Of a few files the hash may hold out almost nothing, or most: then the end of all is held out.
     size = {k: sum(p.stat().st_size for _, p in g) for k, g in groups.items()}
-    end_held_out = not 0.03 < size["held_out"] / (size["train"] + size["held_out"]) < 0.3
+    end_held_out = not 0.03 < size["held_out"] / sum(size.values()) < 0.3
     if end_held_out:
         groups = {"train": files, "held_out": []}
-    tokenizer = (train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
+    tokenizer = (_train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
                  if vocab_size else Bytes())
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     lengths = tokenizer.lengths()
-    record: dict[str, Any] = {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size,
-                              "dtype": np.dtype(dtype).name}
+    record = {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name}
     for split, group in groups.items():
         _encode(group, tokenizer, dtype, out / f"{split}.bin")
     if end_held_out:
-        size = (out / "train.bin").stat().st_size // dtype().itemsize
-        keep = (size - size // 10) * dtype().itemsize
-        np.fromfile(out / "train.bin", dtype, offset=keep).tofile(out / "held_out.bin")
-        os.truncate(out / "train.bin", keep)
+        tokens = _map(out / "train.bin", dtype)
+        keep = len(tokens) - len(tokens) // 10
+        tokens[keep:].tofile(out / "held_out.bin")
+        os.truncate(out / "train.bin", keep * dtype.itemsize)
     if vocab_size:
         record["tokenizer_sha256"] = _sha256(out / "tokenizer.model")
     for split in SPLITS:
         tokens = _map(out / f"{split}.bin", dtype)
-        count = sum(int(lengths[tokens[i:i + 2**20]].sum()) for i in range(0, len(tokens), 2**20))
+        parts = np.array_split(tokens, 1 + len(tokens) // 2**20)
+        count = sum(int(lengths[part].sum()) for part in parts)
         record[split] = {"tokens": len(tokens), "bytes": count, "documents": len(groups[split]),
                          "digest": _sha256(out / f"{split}.bin")}
     write_json(out / "data.json", record)
@@ -209,45 +207,47 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpu
 
 def _encode(files, tokenizer, dtype, out):
     """Write the tokens of the files, each after a separator."""
+    is_terminal = sys.stderr.isatty()
     with open(out, "wb") as f:
         for i, (_, path) in enumerate(files):
             np.array([tokenizer.separator], dtype).tofile(f)
             for part in _parts(path):
-                ids = np.asarray(tokenizer.encode(part))
+                ids = tokenizer.encode(part)
                 if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
                     raise ConfigError(f"{path}: its tokenizer made an id outside 0 to "
                                       f"{tokenizer.vocab_size - 1}")
                 ids.astype(dtype).tofile(f)
-            if sys.stderr.isatty() and i % 20 == 0:
+            if is_terminal and i % 20 == 0:
                 print(f"\r{out.stem}: {i + 1}/{len(files)} files", end="\x1b[K", file=sys.stderr)
-    if sys.stderr.isatty():
+    if is_terminal:
         print("\r\x1b[K", end="", file=sys.stderr)
 
 
 def _parts(path):
     """A file in parts of about a megabyte, cut after line ends where there are any. (Elsewhere a
     character may be cut in two, and a tokenizer then sees two broken ones.)"""
+    rest = b""
     with open(path, "rb") as f:
-        rest = b""
         while chunk := f.read(2**20):
-            rest += chunk
-            cut = rest.rfind(b"\n") + 1
-            if cut or len(rest) > 2**24:
-                yield rest[:cut or len(rest)]
-                rest = rest[cut or len(rest):]
-        if rest:
-            yield rest
+            lines, newline, rest = (rest + chunk).rpartition(b"\n")
+            yield lines + newline
+            if len(rest) > 2**24:
+                yield rest
+                rest = b""
+    yield rest
 
 
 def _sha256(path):
     """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
     evenly spread."""
     size, digest = path.stat().st_size, hashlib.sha256()
+    starts = range(0, size, 2**20)
     if size > 2**28:
         digest.update(str(size).encode())
+        starts = [i * (size - 2**20) // 255 for i in range(256)]
     with open(path, "rb") as f:
-        for i in range(min(256, -(-size // 2**20))):
-            f.seek(i * 2**20 if size <= 2**28 else i * (size - 2**20) // 255)
+        for start in starts:
+            f.seek(start)
             digest.update(f.read(2**20))
     return digest.hexdigest()
 
@@ -258,8 +258,8 @@ def _changed(path, digest):
 
 
 def _map(path, dtype):
-    size, item = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % item:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
         raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
                           f"tokens")
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
@@ -311,7 +311,7 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
     that a run that is refused leaves nothing behind; a run that continues uses what it has.
     `ready`: process 0 has made it already, and it must appear within so many seconds."""
     made, part = run / "data", run / "data.part"
-    given = len(paths) == 1 and bool(paths[0]) and (Path(paths[0]) / "data.json").exists()
+    given = len(paths) == 1 and paths[0] and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
         raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                           f"give a folder that every process sees")
@@ -335,8 +335,7 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
     if given and not ready and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(corpus.folder / "tokenizer.model", run / "tokenizer.part")
-            os.replace(run / "tokenizer.part", run / "tokenizer.model")
+            write_whole(run / "tokenizer.model", (corpus.folder / "tokenizer.model").read_bytes())
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
 
@@ -348,12 +347,12 @@ class Windows:
     """A row of tokens as examples of T + 1: T inputs, and the T targets that follow them. The last
     example may be shorter."""
 
-    def __init__(self, tokens: np.ndarray, length: int, count: int | None = None,
+    def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
                  vocab_size: int = 2**31):
         self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
-        self.total = max(len(tokens) - 1, 0) // length or (1 if len(tokens) > 1 else 0)
+        self.total = max(len(tokens) - 1, 0) // length or int(len(tokens) > 1)
         # With a count, so many of them, evenly spread: the same ones each time.
-        self.count = self.total if count is None else min(count, self.total)
+        self.count = min(count, self.total)
 
     def __len__(self) -> int:
         return self.count
@@ -374,13 +373,11 @@ class Windows:
 
 def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
     """Examples as a batch: tokens and targets [B, T], and weights: 0 where no target is."""
-    batch = {"tokens": np.zeros((len(examples), length), np.int32),
-             "targets": np.zeros((len(examples), length), np.int32),
-             "weights": np.zeros((len(examples), length), np.float32)}
+    tokens, targets, weights = np.zeros((3, len(examples), length), np.int32)
     for row, e in enumerate(examples):
-        batch["tokens"][row, :len(e) - 1], batch["targets"][row, :len(e) - 1] = e[:-1], e[1:]
-        batch["weights"][row, :len(e) - 1] = 1
-    return batch
+        n = len(e) - 1
+        tokens[row, :n], targets[row, :n], weights[row, :n] = e[:-1], e[1:], 1
+    return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
@@ -389,16 +386,15 @@ def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
     Feistel network permutes [0, 4^k), again where a number falls outside."""
     if count < 1:
         raise ConfigError("there are no examples to learn from")
-    item = np.arange(first, first + size, dtype=np.uint64)
-    epoch, x = item // np.uint64(count), item % np.uint64(count)
-    bits = max(1, (count - 1).bit_length() + 1 >> 1)
-    mask, half = np.uint64(2**bits - 1), np.uint64(bits)
-    key = mix(epoch * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed % 2**64))
+    epoch, x = np.divmod(np.arange(first, first + size, dtype=np.uint64), count)
+    half = max(1, (count - 1).bit_length() + 1 >> 1)        # bits
+    mask = 2**half - 1
+    key = mix(epoch * 0x9E3779B97F4A7C15 + seed % 2**64)
 
     def permuted(v):
         left, right = v >> half, v & mask
         for i in range(4):
-            left, right = right, left ^ (mix(right ^ key + np.uint64(i)) & mask)
+            left, right = right, left ^ (mix(right ^ key + i) & mask)
         return left << half | right
 
     x = permuted(x)
@@ -409,9 +405,9 @@ def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
 
 def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer: every bit of the result depends on every bit of x."""
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9
+    x = (x ^ x >> 27) * 0x94D049BB133111EB
+    return x ^ x >> 31
 
 
 # -------------------------------------------------------------------------------------------
@@ -424,7 +420,7 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    paths, config = from_flags(Config(), argv, positional="PATH")
+    paths, config = from_flags(Config(), argv, "PATH")
     if not paths:
         raise ConfigError("no PATH given: python data.py PATH ... --out DIR, with text files or "
                           "folders of them")

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from zigzag.errors import ConfigError, CorruptCheckpoint, RunError, one_line
-from zigzag.files import appears, write_json
+from zigzag.files import appears, write_json, write_whole
 from zigzag.hosts import process_allgather, watchdog
 from zigzag.mesh import by_path, compiler_options, mesh_of
 
@@ -62,16 +62,17 @@ def check_run_folder(out: str, now: dict[str, Any], defaults: dict[str, Any],
                      needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
     before anything is touched."""
-    if Path(out).exists() and not Path(out).is_dir():
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
-    if not (Path(out) / "config.json").exists():
+    if not (folder / "config.json").exists():
         return
     old = read_run(out, defaults)
-    if missing := [name for name in needs if name not in old]:
-        raise ConfigError(f"--out {out} holds a run of another task (it has no {missing[0]}); give "
-                          f"another --out")
-    for name, value in now.items():
-        value = list(value) if isinstance(value, tuple) else value
+    for name in needs:
+        if name not in old:
+            raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
+                              f"another --out")
+    for name, value in json.loads(json.dumps(now)).items():     # as config.json has it
         is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
         if name in old and old[name] != value and is_known:
             raise ConfigError(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} "
@@ -81,7 +82,7 @@ def check_run_folder(out: str, now: dict[str, Any], defaults: dict[str, Any],
 # -------------------------------------------------------------------------------------------
 # The folder of a run while it goes on
 
-class RunFolder:
+class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores the state of a run, and writes its metrics. A context manager: it closes
     itself."""
 
@@ -92,32 +93,31 @@ class RunFolder:
         self.out, self.folder = out, Path(out).resolve()
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
-        self.lock, self.metrics, self.saved = None, None, None
+        self.files, self.saved = contextlib.ExitStack(), None
         self.skipped = 0        # updates in a row without a finite gradient, at the restored step
-        self.losses: list[float] = []       # of training since the last evaluation before it
+        self.losses = []        # of training since the last evaluation before it
         check_run_folder(out, {name: record[name] for name in must_match}, defaults)
         word = secrets.token_hex(8)
         if self.is_process_0:
             self._take(word, record)
         word = process_allgather(word)[0]
-        sees = appears(lambda: (self.folder / "lock").read_text() == word, self.folder,
-                       min(60, patience))
-        blind = [i for i, sees in enumerate(process_allgather(sees)) if not sees]
-        if blind:
-            raise ConfigError(f"--out {out}: process {blind[0]} does not see what process 0 writes "
-                              f"there; give a folder that every process sees")
+        sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
+                                         self.folder, min(60, patience)))
+        if not all(sees):
+            raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
+                              f"0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep)
 
     def _take(self, word, record):
         """Lock the folder. The lock ends with the process."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "lock", "a")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.lock.truncate(0)
-            self.lock.write(word)
-            self.lock.flush()
-            os.fsync(self.lock.fileno())
+            lock = self.files.enter_context(open(self.folder / "lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(word)
+            lock.flush()
+            os.fsync(lock.fileno())
             write_json(self.folder / "config.json", record)
         except BlockingIOError:
             raise ConfigError(f"--out {self.out}: another run is writing there; give another "
@@ -125,78 +125,75 @@ class RunFolder:
         except OSError as e:
             raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
 
-    def __enter__(self) -> RunFolder:
-        return self
-
     def __exit__(self, kind: Any, *_: Any) -> None:
         """Wait for the save in flight, which would be lost otherwise; but not where one process of
         several failed, for the others would never come."""
-        if kind is None or jax.process_count() == 1:
-            self.close()
+        if kind is not None and jax.process_count() > 1:
+            return
+        with self.files:
+            self.drain()
+            with _as_run_error("the last checkpoint could not be saved"):
+                self.manager.close()
 
-    def restore(self, say: Callable[[str], Any] = print) -> Any:
+    def restore(self, say: Callable[[str], Any]) -> Any:
         """The newest checkpoint that can be read, in its places on the mesh, or None."""
-        state, step, aside = None, None, []
-        for at in process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]:
+        state = None
+        steps = process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]
+        for at in steps:
             try:
                 items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
                                               state_items(self.state), f"--out {self.out}",
                                               self.verify)
-                state, step = {"params": items["params"], **items["opt"]}, at
-                self.skipped = meta.get("skipped", 0)
+                state = {"params": items["params"], **items["opt"]}
+                self.saved, self.skipped = at, meta.get("skipped", 0)
                 break
             except CorruptCheckpoint as e:
-                aside.append(self._set_aside(at))
-                say(f"checkpoint {at} is damaged ({e}): set aside as {aside[-1].name}")
-        if aside and state is None:
-            raise RunError(f"none of the {len(aside)} checkpoints in {self.folder / 'checkpoints'} "
+                name = self._set_aside(at)
+                say(f"checkpoint {at} is damaged ({e}): set aside as {name}")
+        if steps and state is None:
+            raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
                            f"can be read; they were set aside, and the same command begins anew")
-        self.saved = step
         if self.is_process_0:
-            self._open_metrics(step or 0)
+            self._open_metrics(self.saved or 0)
         return state
 
     def _set_aside(self, at):
-        place = self.folder / "checkpoints"
-        aside, number = place / f"damaged-{at}", 0
-        while aside.exists():
+        """Rename a checkpoint that no process reads any more. The new name."""
+        folder, name, number = self.folder / "checkpoints", f"damaged-{at}", 0
+        while (folder / name).exists():
             number += 1
-            aside = place / f"damaged-{at}-{number}"
-        process_allgather("the name is free")
+            name = f"damaged-{at}-{number}"
         if self.is_process_0:
-            (place / str(at)).rename(aside)
-        process_allgather("it is renamed")
+            (folder / str(at)).rename(folder / name)
+        name = process_allgather(name)[0]       # what process 0 found: others may see it renamed
         self.manager.reload()
-        return aside
+        return name
 
     def _open_metrics(self, step):
         """Go on with metrics.jsonl, without what came after this step: it will be made again."""
         path, lines = self.folder / "metrics.jsonl", []
-        if path.exists():
-            for line in path.read_text().splitlines(keepends=True):
-                row = _parse_row(line)
-                if row.get("step", math.inf) <= step:
-                    lines.append(line)
-                    if "eval_loss" in row:
-                        self.losses = []
-                    elif row.get("loss") is not None:
-                        self.losses.append(row["loss"])
-            part = path.with_suffix(".part")
-            part.write_text("".join(lines))
-            os.replace(part, path)
-        self.metrics = open(path, "a")
+        path.touch()
+        for line in path.read_bytes().splitlines(keepends=True):
+            row = _parse_row(line)
+            if row.get("step", math.inf) <= step:
+                lines.append(line)
+                if "eval_loss" in row:
+                    self.losses = []
+                elif row.get("loss") is not None:
+                    self.losses.append(row["loss"])
+        write_whole(path, b"".join(lines))
+        self.metrics = self.files.enter_context(open(path, "a", buffering=1))    # line by line
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
-            self.metrics.flush()
 
     def compile_checksums(self, state: Any) -> None:
         """Before the first step: no save then waits for the compiler."""
         checksums(state_items(state))
 
-    def save(self, at: int, state: Any, skipped: int = 0) -> None:
+    def save(self, at: int, state: Any, skipped: int) -> None:
         """Begin to save the state of this step. It goes on in the background."""
         if self.saved == at:
             return
@@ -204,10 +201,11 @@ class RunFolder:
         meta = {"step": at, "skipped": skipped, "leaves": _kinds(items),
                 "checksums": checksums(items)}
         with _as_run_error(f"the checkpoint of step {at} could not be saved"):
-            if not self.manager.save(at, force=True, args=ocp.args.Composite(
-                    meta=ocp.args.JsonSave(meta),
-                    **{name: ocp.args.StandardSave(tree) for name, tree in items.items()})):
-                raise RunError(f"the checkpoint of step {at} was not saved")
+            is_saving = self.manager.save(at, force=True, args=ocp.args.Composite(
+                meta=ocp.args.JsonSave(meta),
+                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()}))
+        if not is_saving:
+            raise RunError(f"the checkpoint of step {at} was not saved")
         self.saved = at
 
     def drain(self) -> None:
@@ -216,23 +214,12 @@ class RunFolder:
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
 
-    def close(self) -> None:
-        try:
-            self.drain()
-            with _as_run_error("the last checkpoint could not be saved"):
-                self.manager.close()
-        finally:
-            for file in filter(None, (self.metrics, self.lock)):
-                file.close()
-
 
 @contextlib.contextmanager
 def _as_run_error(what):
     """A full disk, say, in one line. Errors of a save in the background come later."""
     try:
         yield
-    except RunError:
-        raise
     except Exception as e:
         logging.disable(logging.CRITICAL)
         sys.unraisablehook = _ignore
@@ -242,11 +229,9 @@ def _as_run_error(what):
 def _orbax_manager(folder, keep):
     # orbax would note which devices held what, and then refuse to open the checkpoint on other
     # ones unless told where to put it. Without the note it opens anywhere.
-    logging.disable(logging.WARNING)        # it warns that it does as it is told
+    logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
-    logging.disable(logging.NOTSET)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
     return ocp.CheckpointManager(
         folder, item_names=("params", "opt", "meta"),
         options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
@@ -254,17 +239,13 @@ def _orbax_manager(folder, keep):
 
 def _finite(value):
     """With None for what is not finite, in lists too."""
-    if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _parse_row(line):
     """A line of metrics.jsonl; {} where it was cut short."""
     try:
-        row = json.loads(line) if line.endswith("\n") else {}
+        row = json.loads(line) if line.endswith(b"\n") else {}
     except ValueError:
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
@@ -285,16 +266,16 @@ def _kinds(tree):
 def checksum(x: Array) -> Array:
     """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
     element, times an odd number that its place decides, modulo 2**32."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    place = jnp.zeros(x.shape, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    place = jnp.uint32(0)
     for d, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+        place = place * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
     return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
 
 
 @functools.cache
 def _compiled_checksums(mesh):
-    return jax.jit(lambda tree: jax.tree.map(checksum, tree),
+    return jax.jit(functools.partial(jax.tree.map, checksum),
                    out_shardings=jax.NamedSharding(mesh, jax.P()),
                    compiler_options=compiler_options(mesh))
 
@@ -314,12 +295,11 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
         (items, meta), why = _read_items(folder, wanted, whose), None
     except CorruptCheckpoint as e:
         why = str(e)
-    if why := next(filter(None, process_allgather(why)), None):
+    for why in filter(None, process_allgather(why)):
         raise CorruptCheckpoint(why)
-    saved = meta.get("checksums")
-    if saved is not None and verify:
+    if verify and "checksums" in meta:
         for path, found in checksums(items).items():
-            if found != saved.get(path):
+            if found != meta["checksums"].get(path):
                 raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
     return items, meta
 
@@ -328,43 +308,35 @@ def _read_items(folder, wanted, whose):
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
                                                barrier_sync_key_prefix=str(me))
-    try:
+    with _reading(folder, "its description cannot be read"):
         meta = json.loads((folder / "meta" / "metadata").read_text())
         kinds, step = meta.get("leaves"), meta["step"]
-    except Exception as e:
-        raise _read_error(folder, e, "its description cannot be read") from None
     if str(step) != folder.name:
         raise CorruptCheckpoint(f"its description is of step {step}")
     for path, kind in _kinds(wanted).items():
-        if kinds is not None and kinds.get(path) != kind:
+        if kinds and kinds.get(path) != kind:
             raise ConfigError(f"{whose}: checkpoint {step} has {path} as "
                               f"{kinds.get(path, 'nothing')}, and this run as {kind}")
-    with _silence():
-        try:
-            with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
-                return {name: reader.restore(folder / name, tree)
-                        for name, tree in wanted.items()}, meta
-        except Exception as e:
-            raise _read_error(folder, e, "it cannot be read") from None
-
-
-def _read_error(folder, e, what):
-    """Is it the checkpoint, or this machine? Then nothing is to be set aside."""
-    if isinstance(e, MemoryError) or re.search(
-            "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
-            "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
-        return RunError(f"checkpoint {folder.name}: {what} on this machine now: {one_line(e)}; "
-                        f"nothing was set aside")
-    return CorruptCheckpoint(f"{what}: {one_line(e)}")
+    with _reading(folder, "it cannot be read"), ocp.StandardCheckpointer(
+            multiprocessing_options=alone) as reader:
+        return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
 
 
 @contextlib.contextmanager
-def _silence():
-    """Without the hundreds of lines that reading a damaged checkpoint prints."""
+def _reading(folder, what):
+    """What cannot be read is the checkpoint's fault, or this machine's: then nothing is to be set
+    aside. Without the hundreds of lines that reading a damaged checkpoint prints."""
     logging.disable(logging.CRITICAL)
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         yield
+    except Exception as e:
+        if isinstance(e, MemoryError) or re.search(
+                "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
+                "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
+            raise RunError(f"checkpoint {folder.name}: {what} on this machine now: {one_line(e)}; "
+                           f"nothing was set aside") from None
+        raise CorruptCheckpoint(f"{what}: {one_line(e)}") from None
     finally:
         gc.collect()            # what is left of a failed attempt complains when it is cleared away
         logging.disable(logging.NOTSET)

@@ -7,7 +7,7 @@ flags.run_main). Every other exception is a bug, and stays a traceback.
 from __future__ import annotations
 
 import difflib
-from typing import Iterable
+from typing import Callable, Iterable
 
 
 class ConfigError(ValueError):
@@ -22,10 +22,10 @@ class CorruptCheckpoint(Exception):
     """A checkpoint that cannot be used, and why."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr) -> str:
     """'; did you mean X?' for the known name closest to `word`, or nothing."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {spell(close[0])}?" if close else ""
 
 
 def nearest_divisor(value: int, near: int) -> int:

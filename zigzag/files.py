@@ -1,4 +1,4 @@
-"""Two things about files that data and runs share."""
+"""What data and runs share about files: written whole or not at all, and seen by every machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any, Callable
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write the whole file or nothing."""
     part = path.with_name(path.name + ".part")
-    with open(part, "w") as f:
-        f.write(json.dumps(record, indent=1) + "\n")
+    with open(part, "wb") as f:
+        f.write(content)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:

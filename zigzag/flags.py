@@ -11,7 +11,6 @@ below it that are indented further than the fields.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -24,7 +23,7 @@ from zigzag.errors import ConfigError, RunError, did_you_mean
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def from_flags(defaults: Any, argv: Sequence[str] | None = None, positional: str = "") -> Any:
+def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
     """The dataclass `defaults` with what the command line changes. Where other words are expected
     (`positional` names them in messages): those words, and the dataclass."""
     given, words = parse_flags(type(defaults), argv, positional)
@@ -32,11 +31,11 @@ def from_flags(defaults: Any, argv: Sequence[str] | None = None, positional: str
     return (words, result) if positional else result
 
 
-def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = ""
+def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = ""
                 ) -> tuple[dict[str, Any], list[str]]:
     """The fields that a command line gives, and its other words."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    types = {f.name: type(f.default).__name__ for f in dataclasses.fields(cls)}
+    types = {f.name: type(f.default) for f in dataclasses.fields(cls)}
     given, words = {}, []
     while argv:
         word = argv.pop(0)
@@ -46,10 +45,13 @@ def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = "
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            _check_name(name, types)
+            if name not in types:
+                raise ConfigError(f"--{name} is not an option" + (
+                    did_you_mean(name, types, "--{}".format)
+                    or f"; the options are --{' --'.join(types)}"))
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
-                    not values or types[name] == "tuple"):
+                    not values or types[name] is tuple):
                 values.append(argv.pop(0))
             given[name] = _value(name, types[name], values, given)
         elif positional:
@@ -60,39 +62,31 @@ def parse_flags(cls: Any, argv: Sequence[str] | None = None, positional: str = "
     return given, words
 
 
-def _check_name(name, types):
-    if name not in types:
-        near = difflib.get_close_matches(name, types, 1, 0.5)
-        raise ConfigError(f"--{name} is not an option" + (
-            f"; did you mean --{near[0]}?" if near else f"; the options are --{' --'.join(types)}"))
-
-
 def _value(name, kind, values, given):
     """What the words after --name mean for a field of this type."""
-    if kind == "tuple":
+    if kind is tuple:
         if not values:
             raise ConfigError(f"--{name} needs at least one value")
         return given.get(name, ()) + tuple(values)
-    if not values and kind != "bool":
-        raise ConfigError(f"--{name} needs a value ({kind})")
+    if not values and kind is not bool:
+        raise ConfigError(f"--{name} needs a value ({kind.__name__})")
     text = values[0] if values else "true"
     try:
-        value = {"int": int, "float": float, "str": str,
-                 "bool": lambda text: BOOLS[text.lower()]}[kind](text)
+        value = BOOLS[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
-        expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        expected = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
         raise ConfigError(f"--{name} {text}: expected {expected}") from None
-    if kind == "int" and abs(value) >= 2**31:
+    if kind is int and abs(value) >= 2**31:
         raise ConfigError(f"--{name} {text}: must be below 2**31")
-    if kind == "float" and not math.isfinite(value):
+    if kind is float and not math.isfinite(value):
         raise ConfigError(f"--{name} {text}: expected a finite number")
     return value
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
     """(name, default, help) of every field. Help is read off the source."""
-    texts: dict[str, str] = {}
-    for owner in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+    texts = {}
+    for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
         texts.update(re.findall(r"^    (\w+): .*?  # (.*(?:\n {5,}#.*)*)", inspect.getsource(owner),
                                 re.M))
     return [(f.name, "" if f.default in ("", ()) else str(f.default),

@@ -46,8 +46,7 @@ def init_distributed(config: Any) -> None:
     """Meet the other processes, if there are any. Call it before anything touches a device."""
     if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
         return
-    given: dict[str, Any] = {}
-    others = "the other processes"
+    given, others = {}, "the other processes"
     if config.coordinator:
         given = dict(coordinator_address=config.coordinator, num_processes=config.processes,
                      process_id=config.process_id)
@@ -95,17 +94,17 @@ def process_allgather(value: Any) -> list[Any]:
     count, number = jax.process_count(), next(_messages)
     if count == 1:
         return [value]
-    client, wait = distributed.global_state.client, 10**9       # ms; the watchdog ends it before
+    client = distributed.global_state.client
     client.key_value_set(f"zigzag/{number}/{jax.process_index()}", json.dumps(value))
-    return [json.loads(client.blocking_key_value_get(f"zigzag/{number}/{i}", wait))
-            for i in range(count)]
+    return [json.loads(client.blocking_key_value_get(
+        f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it before
 
 
 def assert_same_everywhere(facts: dict[str, Any]) -> None:
     """Refuse to train beside processes for which a fact differs: nothing else would notice."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):
-        for name in {**first, **other}:
+        for name in first | other:
             if first.get(name) != other.get(name):
                 raise ConfigError(f"process {i} has {name} {other.get(name)!r} and process 0 has "
                                   f"{first.get(name)!r}: every process must be given the same")
@@ -117,8 +116,6 @@ def assert_same_everywhere(facts: dict[str, Any]) -> None:
 class Watchdog:
     """With several processes, ends this one when what it waits for takes too long. How long that
     is follows from how long the same took so far."""
-    FIRST = 360.0               # seconds that what was never measured is taken to last
-    UNMEASURED = {"a save"}     # most of it happens in the background
 
     def __init__(self):
         self.patience, self.longest = 0, {}
@@ -133,23 +130,23 @@ class Watchdog:
         # loss of process 0 still aborts the others.
         line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
 
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
         def on_abort(_):
             os.write(2, line)
             os._exit(1)
 
-        self.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self.on_abort)
+        self.on_abort = on_abort        # (ctypes does not keep it)
+        ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
     def arm(self, what: str, limit: float | None = None) -> None:
         """From here on `what` is waited for (nothing: ''), and what was before has come."""
         if not self.patience:
             return
         now = time.monotonic()
-        if self.what:
+        if self.what != "a save":       # (most of one happens in the background)
             self.longest[self.what] = max(self.longest.get(self.what, 0.0), now - self.since)
-        if limit is None:
-            usual = self.FIRST if what in self.UNMEASURED else self.longest.get(what, self.FIRST)
-            limit = self.patience + 10 * usual if what else math.inf
+        if limit is None:       # (what was never measured is taken to last 6 minutes)
+            limit = self.patience + 10 * self.longest.get(what, 360.0) if what else math.inf
         self.what, self.since, self.limit = what, now, limit
         faulthandler.cancel_dump_traceback_later()
         if what:                # should even the thread not get its turn
@@ -178,32 +175,25 @@ def stop_on_signals(stop: list[int]) -> Iterator[None]:
         yield
         return
     several = jax.process_count() > 1
-    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    numbers = [signal.SIGINT] if several else [signal.SIGINT, signal.SIGTERM]
 
     def on_signal(number, _):
-        restore()
+        handlers.close()        # those before are put back
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             stop.append(number)
 
-    for number in numbers:
-        signal.signal(number, on_signal)
-    try:
+    with contextlib.ExitStack() as handlers:
+        for number in numbers:
+            handlers.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, on_signal)
         yield
-    finally:
-        restore()
 
 
 def share_stop(stop: list[int]) -> None:
     """Call it after every step: a SIGTERM to one process stops all of them after the same step."""
-    if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(
-            next(_stop_questions)):
+    if multihost_utils.reached_preemption_sync_point(next(_stop_questions)):
         stop.append(signal.SIGTERM)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import shutil
 import statistics
 import sys
@@ -27,20 +28,19 @@ class Reporter:
     def __init__(self, steps: int):
         self.steps, self.is_terminal = steps, sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
-        self.times: collections.deque[float] = collections.deque(maxlen=50)
+        self.times = collections.deque(maxlen=50)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, live: bool = False) -> None:
+        """Print a line. On a terminal, a live one is replaced by the next."""
+        live = live and self.is_terminal
+        if live:
+            text = text[:shutil.get_terminal_size().columns - 1]
         if not self.is_quiet:
-            print(("\r\x1b[K" if self.is_terminal else "") + text, flush=True)
+            print(("\r\x1b[K" if self.is_terminal else "") + text, end="" if live else "\n",
+                  flush=True)
 
-    def live_line(self, text: str) -> None:
-        """A line on a terminal that the next one replaces."""
-        if not self.is_quiet:
-            width = shutil.get_terminal_size().columns
-            print("\r\x1b[K" + text[:width - 1], end="", flush=True)
-
-    def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str = "",
-               host_names: Sequence[str] = (), hidden: Sequence[str] = ()) -> None:
+    def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
+               host_names: Sequence[str], hidden: Sequence[str] = ()) -> None:
         """`weights` counts them, `table` says where each lies and why, `timeline` draws the
         pipeline; `host_names` has the name of each process's host, and the fields `hidden` of the
         configuration are not shown."""
@@ -52,8 +52,11 @@ class Reporter:
         elif len(host_names) > 1:
             what += f" in {len(host_names)} processes"
         self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
-        for text in () if config.topology else device_lines(mesh, host_names):
-            self.line(text)
+        if not config.topology:
+            for process, name in enumerate(host_names):
+                own = [d for d in mesh.devices.flat if d.process_index == process]
+                self.line(f"devices  process {process} on {name}: {len(own)} x "
+                          f"{own[0].device_kind} ({', '.join(str(d.id) for d in own)})")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         self.line(config_text(config, {"mesh", "shards", "dtype", "step", *hidden}))
         self.line(f"weights  {weights}")
@@ -63,15 +66,13 @@ class Reporter:
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
         """What an update really sends, beside what it was expected to send."""
-        missing = {(c.kind, c.axis): c for c in expected}
+        missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
         for c in found:
-            e = missing.pop((c.kind, c.axis), None)
+            wanted = missing.pop((c.kind, c.axis), "none")
             self.line(f"sends    {human_bytes(c.bytes):>7} a device and update in {c.count} "
-                      f"{c.kind} over {c.axis} (expected: "
-                      + (f"{human_bytes(e.bytes)} in {e.count})" if e else "none)"))
-        for c in missing.values():
-            self.line(f"sends    nothing in {c.kind} over {c.axis} (expected: "
-                      f"{human_bytes(c.bytes)} in {c.count})")
+                      f"{c.kind} over {c.axis} (expected: {wanted})")
+        for (kind, axis), wanted in missing.items():
+            self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
     def step(self, row: dict[str, Any], took: float, memory: int) -> None:
         """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use."""
@@ -86,10 +87,7 @@ class Reporter:
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
                 f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
                 f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
-        if self.is_terminal:
-            self.live_line(text)
-        else:
-            self.line(text)
+        self.line(text, live=True)
 
     def evaluation(self, row: dict[str, Any], text: str | None) -> None:
         """`row` as in metrics.jsonl, and the prediction as text."""
@@ -100,17 +98,7 @@ class Reporter:
                      if train_loss is not None else ""))
         if text:
             clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-            self.line("\n".join("    | " + line for line in clean.split("\n")))
-
-
-def device_lines(mesh: Any, host_names: Sequence[str]) -> list[str]:
-    """Which process has which devices of the mesh, on which host: a line for each process."""
-    lines = []
-    for process, name in enumerate(host_names):
-        own = [d for d in mesh.devices.flat if d.process_index == process]
-        lines.append(f"devices  process {process} on {name}: {len(own)} x {own[0].device_kind} "
-                     f"({', '.join(str(d.id) for d in own)})")
-    return lines
+            self.line("    | " + clean.replace("\n", "\n    | "))
 
 
 def config_text(config: Any, hidden: set[str]) -> str:
@@ -118,7 +106,7 @@ def config_text(config: Any, hidden: set[str]) -> str:
     lines = ["config  "]
     for name, value in dataclasses.asdict(config).items():
         if name not in hidden:
-            text = " ".join(value) if isinstance(value, (tuple, list)) else str(value)
+            text = " ".join(value) if isinstance(value, tuple) else str(value)
             word = f" {name}={text or '-'}"
             if len(lines[-1]) + len(word) > 100:
                 lines.append("        ")
@@ -128,7 +116,7 @@ def config_text(config: Any, hidden: set[str]) -> str:
 
 def mean_loss(losses: Sequence[float]) -> float | None:
     """The mean of training losses, without what is not finite; None of no loss."""
-    finite = [x for x in losses if x - x == 0]
+    finite = list(filter(math.isfinite, losses))
     return statistics.fmean(finite) if finite else None
 
 
@@ -139,7 +127,7 @@ class BenchReporter(Reporter):
         super().__init__(steps)
         self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
 
-    def header(self, config: Any, mesh: Any, weights: str, *_: Any, **__: Any) -> None:
+    def header(self, config: Any, mesh: Any, weights: str, *_: Any) -> None:
         axes = " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1)
         self.line(f"{weights}, a batch of {config.batch} x {config.seq_len}, {config.dtype}, on "
                   f"{mesh.size} x {mesh.devices.flat[0].device_kind}: {axes}")
@@ -148,4 +136,4 @@ class BenchReporter(Reporter):
         self.first_step = self.first_step or time.perf_counter() - self.begin
         self.took.append(took)
         if self.is_terminal:
-            self.live_line(f"step {len(self.took)}/{self.steps}  {took:.3f} s")
+            self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)

@@ -60,7 +60,7 @@ def test_only_process_0_prints(capsys):
     reporter = report.Reporter(steps=1)
     reporter.is_quiet = True
     reporter.line("text")
-    reporter.live_line("text")
+    reporter.line("text", live=True)
     assert not capsys.readouterr().out
 
 
