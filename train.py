@@ -46,10 +46,21 @@ from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
 from zigzag.errors import ConfigError, did_you_mean
 from zigzag.flags import parse_flags, run_main
-from zigzag.loop import Fit, Loop, Task, evaluate, flush_metrics, prepare, profile, save
+from zigzag.hlo import collectives
+from zigzag.loop import (
+    Fit,
+    Loop,
+    Task,
+    evaluate,
+    flush_metrics,
+    prepare,
+    profile,
+    report_header,
+    save,
+)
 from zigzag.loss_check import check_loss, check_traceable
 from zigzag.mesh import abstract_mesh, cast, mark_varying, mesh_sizes, pmean_all, row_groups
-from zigzag.plan import Plan, make_plan, resolve_dtype
+from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
 from zigzag.program import Program, make_program, shapes_hash
 from zigzag.report import Reporter
 from zigzag.rule import parse_overrides
@@ -95,16 +106,16 @@ class Config(model.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_config(self)
-        for name, value in (("lr", 0.5 / self.d_model), ("warmup", max(1, self.steps // 20)),
-                            ("save_every", max(1, self.steps // 5)),
-                            ("eval_every", max(1, self.steps // 5))):
+        fifth = max(1, self.steps // 5)
+        for name, value in dict(lr=0.5 / self.d_model, warmup=max(1, self.steps // 20),
+                                save_every=fifth, eval_every=fifth).items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
 
 
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
-SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in (
+SAME = tuple(name for name in model.DEFAULTS if name not in (
     "remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks", "sum_dtype")) + (
     "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
@@ -160,18 +171,15 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         weights = plan.mark(cast(params, plan.dtype))
         whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
 
-        def loss(weights, part):
-            sums = plan.local_sums(weights, part)
-            return sums[0], sums
+        compute = plan.on_device(functools.partial(sums_and_gradient, plan.local_sums))
 
         def add_micro_batch(total, part):
-            (_, sums), grads = plan.on_device(jax.value_and_grad(loss, has_aux=True))(whole, part)
+            sums, grads = compute(whole, part)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
 
-        zeros = plan.mark(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), plan.sums))
-        total = jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w),
-                             weights), zeros
+        total = (jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), weights),
+                 plan.mark(optax.tree.zeros_like(plan.sums)))
         if plan.accumulate == 1:
             total, _ = add_micro_batch(total, batch)
         else:
@@ -182,7 +190,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         return (shard.sum_gradients(grads, plan.sum_axes, plan.stored, plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
-    gradients = plan.on_mesh(gradients, (plan.local(plan.moments), P()), shard.shard_time)
+    gradients = plan.on_mesh(gradients, (plan.moments, P()), shard.shard_time)
 
     def step(state, batch):
         params, config = state["params"], plan.config
@@ -230,7 +238,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
     rule = optimizer(plan.config, plan.decisions)
-    return make_program(plan, init, rule, make_step(plan, rule)[0], make_evaluate(plan))
+    return make_program(plan, rule, make_step(plan, rule)[0], make_evaluate(plan))
 
 
 # -------------------------------------------------------------------------------------------
@@ -255,21 +263,25 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop):
         shapes = batch_shapes(config.batch, collate, examples)
-        program = build(config, mesh, init, loss, shapes, overrides)
+        build_program = functools.partial(build, config, mesh, init, loss, shapes, overrides)
+        program = build_program()
         config, say = program.config, say or Reporter(config.steps)
         facts = {"weights": shapes_hash(program.state["params"]), **(record or {})}
-        record = {**{k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_RECORDED},
-                  **facts}
+        record = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_RECORDED}
+        record |= facts
         hosts.assert_same_everywhere(record)
         if not program.plan.trusted:
-            program = check_program(program, init, loss, task, overrides, say.line)
+            program = check_program(program, build_program, task, say.line)
         folder = RunFolder(config.out, record, [*SAME, *facts], DEFAULTS, program.state,
                            config.keep, config.verify == "on", config.patience
                            ) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
-            loop = Loop(program, task, folder, say, functools.partial(
-                example_numbers, config, examples))
-            step = prepare(loop, count_parameters(program), NOT_RECORDED, expected_traffic)
+            loop = Loop(program, task, folder, say, lambda at: data.order(
+                len(examples), config.seed, at * config.batch, config.batch))
+            report_header(program, say, count_parameters(program), NOT_RECORDED)
+            step = prepare(loop)
+            if step:
+                say.collectives(collectives(step), expected_traffic(program))
             run_loop(loop, step, stop)
     hosts.watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)
@@ -278,18 +290,17 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
 def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     """Until the last step, or until somebody stops it. While the devices work on a step, the
     numbers of the one before are written down."""
-    config, folder, has_held_out = loop.program.config, loop.folder, len(loop.task.held_out) > 0
+    program, folder, config = loop.program, loop.folder, loop.program.config
     loop.clock = time.perf_counter()
     while loop.at < config.steps and not stop:
-        batch = training_batch(config, loop.program.mesh, loop.task, loop.at,
-                               shapes=loop.program.batch)
+        batch = training_batch(config, program.mesh, loop.task, program.batch, loop.at)
         loop.state, metrics = step(loop.state, batch)
         loop.at += 1
         profile(loop)
         flush_metrics(loop)         # of the step before
         loop.pending = loop.at, metrics
         is_last = loop.at == config.steps
-        if has_held_out and (is_last or loop.at % config.eval_every == 0):
+        if is_last or loop.at % config.eval_every == 0:
             evaluate(loop, folder)
         if folder and (is_last or loop.at % config.save_every == 0):
             save(loop)
@@ -301,49 +312,37 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         loop.reporter.line(
             f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
             + (f", saved in {config.out}: run the same command to continue" if folder else ""))
-    elif loop.score is None and has_held_out:       # a finished run was asked for again
+    elif loop.score is None:        # a finished run was asked for again
         evaluate(loop, None)
 
 
-def example_numbers(config: Config, examples: Sequence, at: int, first: int = 0, last: int = 0
-                    ) -> np.ndarray:
-    """The numbers of the examples in rows first to last of update number `at` (from 0)."""
-    rows = (last or config.batch) - first
-    return data.order(len(examples), config.seed, at * config.batch + first, rows)
-
-
-def training_batch(config: Config, mesh: Any, task: Task, at: int, rows: int = 0,
-                   shapes: Any = None) -> Any:
-    """Update number `at`'s batch, or its first rows: a pure function of the seed and the number."""
+def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
+                   ) -> Any:
+    """The batch of update number `at` (from 0), or its first rows: a pure function of the seed and
+    the number. Its rows must be shaped as in `shapes`, if that is given."""
     def make(first, last):
-        numbers = example_numbers(config, task.examples, at, first, last)
+        first, last = at * config.batch + first, at * config.batch + last
+        numbers = data.order(len(task.examples), config.seed, first, last - first)
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row: randomness belongs to the example, wherever it is computed.
-        place = np.arange(first, last, dtype=np.uint64) + np.uint64(at * config.batch)
+        place = np.arange(first, last, dtype=np.uint64)
         seeds = data.mix(place * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
 
     return place_batch(mesh, make, rows or config.batch)
 
 
-def check_program(program: Program, init: Callable, loss: Callable, task: Task,
-                  overrides: Sequence[tuple[str, P]], say: Callable) -> Program:
+def check_program(program: Program, build_program: Callable, task: Task, say: Callable) -> Program:
     """The program of somebody else's loss, checked; computed on each device as on one, if it must
     be."""
     hosts.watchdog.arm("compiling")
-
-    def check(program):
-        return check_loss(
-            program.plan, init, lambda plan: make_step(plan, None)[1], make_evaluate,
-            lambda at, rows: training_batch(program.config, program.mesh, task, at, rows,
-                                            program.batch), len(task.held_out) > 0, say)
-
+    make_batch = functools.partial(training_batch, program.config, program.mesh, task,
+                                   program.batch)
     with jax.set_mesh(program.mesh):
-        if not check(program):
-            program = build(program.config, program.mesh, init, loss, program.plan.batch, overrides,
-                            typed=False)
-            check(program)
-        check_traceable(program.plan, program.step, program.state, program.batch)
+        while not check_loss(program.plan, lambda plan: make_step(plan, None)[1], make_evaluate,
+                             make_batch, len(task.held_out) > 0, say):
+            program = build_program(typed=False)        # (which is right, or refused)
+        check_traceable(program)
     return program
 
 
@@ -360,8 +359,9 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
 
 def count_parameters(program: Program) -> tuple[int, int]:
     """All parameters, and those that a token visits."""
-    count = model.count(program.plan.params)
-    return model.parameters(program.config) if program.plan.trusted else (count, count)
+    if program.plan.trusted:
+        return model.parameters(program.config)
+    return (model.count(program.plan.params),) * 2
 
 
 def expected_traffic(program: Program) -> list:
@@ -445,7 +445,7 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
     T, tokenizer = config.seq_len, corpus.tokenizer
     ids, begin = tokenizer.vocab_size, min(32, T)
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
-    targets = np.concatenate([held_out[i][1:] for i in range(len(held_out))] or [np.zeros(0, int)])
+    targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
     def predict(params, batch):
@@ -466,9 +466,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = parse(argv)
         if config.topology:         # (such programs cannot be read from a cache)
             return commands.dry_run(config, TRANSFORMER)
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", str(cache / "compiled")))
+            "JAX_COMPILATION_CACHE_DIR", str(cache / "zigzag/compiled")))
         config, _ = commands.choose_mesh(config, TRANSFORMER)
         mesh = commands.machine(config)
         check_transformer(config, mesh)
@@ -485,7 +485,7 @@ def bench(config: Config, mesh: Any) -> None:
             config, mesh, task.flops,
             lambda config, say: fit(config, init, task.collate, loss, examples=task.examples,
                                     mesh=mesh, say=say),
-            lambda config, at: training_batch(config, mesh, task, at))
+            lambda config, at: training_batch(config, mesh, task, None, at))
 
 
 def train_language(config: Config, mesh: Any) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zigzag.errors import ConfigError
-from zigzag.mesh import batch_spec
+from zigzag.mesh import batch_spec, row_groups
 
 
 def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
@@ -41,10 +41,10 @@ def batch_shapes(rows: int, collate: Callable, examples: Sequence) -> dict[str, 
     return {**batch, "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
 
 
-def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int, split: bool = True) -> Any:
-    """A batch of so many rows on the mesh, split or whole on each device. make(first, last) gives
-    the arrays of some rows: those that this process's devices hold."""
-    place = NamedSharding(mesh, batch_spec(mesh) if split else P())
+def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
+    """A batch of so many rows on the mesh, split, or whole on each device where they do not divide.
+    make(first, last) gives the arrays of some rows: those that this process's devices hold."""
+    place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)
 

@@ -107,19 +107,19 @@ def check_model(c: Any, mesh: Any) -> None:
                           f"expert={nearest_divisor(c.experts, sizes['expert'])}")
     stages, ring, chunks = sizes["pipe"], sizes["seq"], c.chunks
     with_chunks = f" x --chunks {chunks}" if chunks > 1 else ""
-    if c.layers % (stages * chunks):
-        _refuse_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)
-    if stages > 1 and c.seq_len % (stages * ring):
-        _refuse_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
-                       " (what follows the layers is shared out by time)")
-    if ring > 1 and c.seq_len % (2 * ring):
-        _refuse_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
-                       " (each device has an early and a late part)")
+    _check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)
+    if stages > 1:
+        _check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
+                      " (what follows the layers is shared out by time)")
+    if ring > 1:
+        _check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
+                      " (each device has an early and a late part)")
 
 
-def _refuse_length(axis, name, value, parts, why=""):
-    raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; the "
-                      f"nearest that does is --{name} {nearest_multiple(parts, value)}")
+def _check_length(axis, name, value, parts, why=""):
+    if value % parts:
+        raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
+                          f"the nearest that does is --{name} {nearest_multiple(parts, value)}")
 
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,

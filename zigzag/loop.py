@@ -27,7 +27,6 @@ from zigzag import chips
 from zigzag.batches import batch_arrays, place_batch
 from zigzag.checkpoint import RunFolder
 from zigzag.errors import RunError, human_bytes
-from zigzag.hlo import collectives
 from zigzag.hosts import process_allgather, watchdog
 from zigzag.mesh import row_groups
 from zigzag.pipeline import timeline
@@ -76,21 +75,18 @@ class Loop:
     outputs: Any = None
 
 
-def prepare(loop: Loop, counts: tuple[int, int], hidden: Sequence[str],
-            expected_traffic: Callable) -> Callable | None:
-    """Report how the run begins, restore or make the state, and compile the step; None where the
-    run has all of its steps."""
+def prepare(loop: Loop) -> Callable | None:
+    """Restore or make the state, and compile the step; None where the run has all of its steps."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
-    report_header(program, say, counts, hidden)
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
     if state is None:
         state = program.start(jax.random.key(config.seed))
-    elif folder:
+    else:
         loop.skipped, loop.losses = folder.skipped, folder.losses
-    loop.state, loop.at = program.permute(state), int(state["step"])
-    loop.began = loop.at
+    loop.state = program.permute(state)
+    loop.at = loop.began = int(state["step"])
     if loop.at:
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
@@ -105,7 +101,6 @@ def prepare(loop: Loop, counts: tuple[int, int], hidden: Sequence[str],
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
              f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
-    say.collectives(collectives(step), expected_traffic(program))
     return step
 
 
@@ -113,19 +108,18 @@ def flush_metrics(loop: Loop) -> None:
     """Write down the step whose numbers are still on the devices."""
     if loop.pending is None:
         return
-    (at, metrics), loop.pending, task, config = loop.pending, None, loop.task, loop.program.config
+    (at, metrics), loop.pending = loop.pending, None
     watchdog.arm("a step")
     values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
                           else float(v), jax.device_get(metrics))
-    before, loop.clock = loop.clock, time.perf_counter()
-    took = loop.clock - before
+    took = time.perf_counter() - loop.clock
+    loop.clock += took
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    row = {"step": at, "loss": values["loss"], "lr": values["lr"],
-           "grad_norm": values["grad_norm"], "tokens": int(np.nan_to_num(values["tokens"])),
-           "tokens_per_second": round(values["tokens"] / took, 1),
-           "mfu": chips.mfu(task.flops, took, loop.program.mesh),
-           "save_seconds": round(loop.saving, 4)}
-    row |= {**{k: v for k, v in values.items() if k not in row}, "skipped": loop.skipped}
+    tokens, values["skipped"] = values.pop("tokens"), loop.skipped
+    row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
+           "tokens": int(np.nan_to_num(tokens)), "tokens_per_second": round(tokens / took, 1),
+           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
+           "save_seconds": round(loop.saving, 4), **values}
     loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
     if loop.folder:
         loop.folder.write(row)
@@ -142,7 +136,7 @@ def flush_metrics(loop: Loop) -> None:
                  + (", ..." if len(chosen) > 8 else ""))
         loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; "
                            f"{batch}")
-        if loop.skipped >= config.max_skipped:
+        if loop.skipped >= loop.program.config.max_skipped:
             if loop.folder:
                 loop.folder.drain()         # every process is here
             raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
@@ -162,15 +156,17 @@ def save(loop: Loop) -> None:
 def evaluate(loop: Loop, folder: RunFolder | None) -> None:
     """The loss over every held-out example, and the prediction for the first few; written down in
     the folder, if one is given."""
+    task, program, params = loop.task, loop.program, loop.state["params"]
+    if not len(task.held_out):
+        return
     flush_metrics(loop)
     watchdog.arm("an evaluation")
-    task, params = loop.task, loop.state["params"]
-    loop.score = _held_out_loss(loop.program, task, params)
-    if task.predict is not None:
-        few = min(row_groups(loop.program.mesh), len(task.held_out))
-        whole = NamedSharding(loop.program.mesh, P())
+    loop.score = _held_out_loss(program, task, params)
+    if task.predict:
+        few = min(row_groups(program.mesh), len(task.held_out))
+        whole = NamedSharding(program.mesh, P())
         loop.outputs = jax.device_get(jax.jit(task.predict, out_shardings=whole)(
-            loop.program.permute(params, back=True), _held_out_batch(loop.program, task, 0, few)))
+            program.permute(params, back=True), _held_out_batch(program, task, 0, few)))
     row = {"step": loop.at, "eval_loss": loop.score, "train_loss": mean_loss(loop.losses),
            "bits_per_byte": None if task.bits_per_nat is None else loop.score * task.bits_per_nat}
     if folder:
@@ -182,17 +178,16 @@ def evaluate(loop: Loop, folder: RunFolder | None) -> None:
 
 def _held_out_loss(program, task, params):
     config, groups = program.config, row_groups(program.mesh)
-    first, sums = 0, []
+    first, sums = 0, np.zeros(2)
     while first < len(task.held_out):
         rows = min(config.batch // config.accumulate, len(task.held_out) - first)
         if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
             rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
         batch = _held_out_batch(program, task, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
-        sums.append(jax.block_until_ready(program.evaluate(params, batch)))
+        sums += jax.device_get(program.evaluate(params, batch))
         first += rows
-    total, count = np.sum([[float(s), float(c)] for s, c in sums], axis=0)
-    return float(total / (count or 1))
+    return float(sums[0] / (sums[1] or 1))
 
 
 def _held_out_batch(program, task, first, rows):
@@ -200,7 +195,7 @@ def _held_out_batch(program, task, first, rows):
         return batch_arrays(task.collate,
                             [task.held_out[i] for i in range(first + begin, first + end)])
 
-    return place_batch(program.mesh, make, rows, rows % row_groups(program.mesh) == 0)
+    return place_batch(program.mesh, make, rows)
 
 
 def profile(loop: Loop) -> None:
@@ -221,7 +216,7 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
                   ) -> None:
     """How a run begins, for a person: `counts` are of all parameters and of those that a token
     visits; fields `hidden` are not shown."""
-    plan, config, stages = program.plan, program.config, dict(program.mesh.shape)["pipe"]
+    plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
     if visited < total:

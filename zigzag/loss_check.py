@@ -18,13 +18,15 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.errors import ConfigError, one_line
 from zigzag.hosts import process_allgather
 from zigzag.jaxprs import computes_in_16_bits
-from zigzag.mesh import BATCH_AXES, by_path, cast, shardings, untyped
-from zigzag.plan import ANY_LOSS, BY_HAND, JIT, Plan
+from zigzag.mesh import BATCH_AXES, by_path, cast, row_groups, shardings, untyped
+from zigzag.plan import ANY_LOSS, BY_HAND, JIT, Plan, sums_and_gradient
+from zigzag.program import Program
 from zigzag.storage import permute_layers
 
 # To see what rounding does to a loss, weights are moved by so much of their own size: where it is
@@ -46,22 +48,13 @@ class Comparison(NamedTuple):
     gaps_noise: Any         # norms of how far that moves where weights are rounded otherwise
     held: Any = ()          # (sum, count) of a held-out batch, on the mesh
     held_wanted: Any = ()   # and on one device
-
-
-class Difference(NamedTuple):
-    """A comparison in which more differs than rounding explains."""
-    comparison: Comparison
-    what: str               # these differ
-
-    def mean(self, name: str) -> str:
-        total, count, _ = getattr(self.comparison, name)
-        return f"{float(total):.6g} / {float(count):.6g}"
+    differ: Any = ()        # in words, what differs by more than rounding explains
 
 
 # -------------------------------------------------------------------------------------------
 # The check
 
-def check_loss(plan: Plan, init: Callable, make_gradients: Callable, make_evaluate: Callable,
+def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
                make_batch: Callable, evaluates: bool, say: Callable) -> bool:
     """Refuse a loss that is another function on this mesh, or in --accumulate parts, than it is on
     one device. False where it is enough to compute it on each device as on one.
@@ -71,93 +64,89 @@ def check_loss(plan: Plan, init: Callable, make_gradients: Callable, make_evalua
     evaluates                                   whether there are held-out examples"""
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate))
     rows = _rows_to_compare(small)
-    batches = [make_batch(at, rows) for at in range(3)]
-    held = [{k: v for k, v in batch.items() if k != "seeds"} if evaluates else None
-            for batch in batches]
+    given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
+    batch = given[0][0]
     if evaluates:               # (what a held-out batch does not have is missed here)
-        jax.eval_shape(plan.loss, plan.params, held[0])
+        jax.eval_shape(plan.loss, plan.params, _held_out(batch))
     if plan.parts == 1 and not plan.typed:
         return True             # nothing is split but by the compiler
-    small = dataclasses.replace(small, dtype=_widest_dtype(plan, batches[0]))
-    is_narrow = small.dtype != "float32" or computes_in_16_bits(
-        plan.loss, _in_dtype(plan.params, "float32"), batches[0])
-
-    def find(compare):
-        given = [(*batch_and_held, jax.random.key(plan.config.seed + i))
-                 for i, batch_and_held in enumerate(zip(batches, held))]
-        return _find_difference(plan, compare, given, is_narrow, say)
-
+    dtype, is_narrow = _widest_dtype(plan, batch)
+    small = dataclasses.replace(small, dtype=dtype)
+    find = functools.partial(_find_difference, small, given, is_narrow, say)
     try:
-        found = find(functools.partial(_on_mesh, small, init, make_gradients(small),
-                                       make_evaluate(small)))
+        found = find(functools.partial(_on_mesh, small, make_gradients(small),
+                                       make_evaluate(small) if evaluates else None))
     except ConfigError:
         raise
     except Exception as e:
-        return _cannot_run(plan, e, say)
-    if found is None:
-        return True
-    if plan.parts > 1 and (in_parts := find(functools.partial(_in_parts, small, init))):
-        raise _not_a_sum(plan, in_parts, rows, rows // small.parts)
+        if "RESOURCE_EXHAUSTED" in str(e):
+            say("this loss is not checked on this mesh: there is no room for it")
+            return True
+        what, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
+    else:
+        if found is None:
+            return True
+        if plan.parts > 1 and (in_parts := find(functools.partial(_in_parts, small))):
+            raise _not_a_sum(plan, in_parts, rows, rows // small.parts)
+        what, refusal = f"these would differ: {found.differ}", _not_this_mesh(plan, found, rows)
     if plan.typed and not plan.needs:
         say(f"this loss is computed as on one device, with all weights gathered at once: on this "
-            f"mesh these would differ: {found.what}")
+            f"mesh {what}")
         return False
-    raise _not_this_mesh(plan, found, rows)
+    raise refusal
+
+
+def _held_out(batch):
+    """A batch without what only batches to learn from have."""
+    return {k: v for k, v in batch.items() if k != "seeds"}
 
 
 def _rows_to_compare(plan):
     """All rows of a batch, where they are small: then they are coupled as in an update. Else a few
     for each device."""
-    config, cut = plan.config, plan.accumulate * math.prod(
-        dict(plan.mesh.shape)[a] for a in BATCH_AXES)
+    config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
     numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(plan.batch))
     each = config.batch // cut
     few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
     return cut * (each if config.batch * numbers <= SMALL else few)
 
 
-def _in_dtype(params, dtype):
-    return jax.eval_shape(lambda p: cast(p, dtype), params)
-
-
 def _widest_dtype(plan, batch):
-    """float32, if the loss can be traced in it: a loop of its own may be bound to another."""
+    """float32, if the loss can be traced in it (a loop of its own may be bound to another), and
+    whether anything is computed in 16 bits."""
+    params = jax.eval_shape(lambda p: cast(p, "float32"), plan.params)
     try:
-        jax.eval_shape(plan.loss, _in_dtype(plan.params, "float32"), batch)
-        return "float32"
+        return "float32", computes_in_16_bits(plan.loss, params, batch)
     except (TypeError, ValueError):
-        return plan.dtype
+        if plan.dtype == "float32":
+            raise
+        return plan.dtype, True
 
 
-def _find_difference(plan, compare, given, is_narrow, say):
-    """What compare finds, where that differs: once by three times what rounding may do, or in two
-    of three batches. At weights that are moved at random; where nothing is finite there, at the
-    weights as they are."""
-    compiled, agreed, apart = None, 0, []
-    rounding = ROUNDING_16 if is_narrow else ROUNDING_32
+def _find_difference(plan, given, is_narrow, say, compute):
+    """What is computed beside what one device finds, where that differs: once by three times what
+    rounding may do, or in two of three batches. At weights that are moved at random; where nothing
+    is finite there, at the weights as they are."""
+    compiled = jax.jit(
+        functools.partial(_beside_one_device, plan, compute, is_narrow),
+        out_shardings=jax.NamedSharding(plan.mesh, P()),
+        compiler_options=plan.compiler_options).lower(*given[0], jnp.float32(0)).compile()
+    process_allgather("compiled")               # before devices first wait for each other
+    is_checked, apart = False, 0
     for size in (0.1, 0.0):
         for args in given:
-            args = *args, jnp.float32(size), jnp.float32(rounding)
-            if compiled is None:
-                compiled = jax.jit(
-                    compare, out_shardings=jax.NamedSharding(plan.mesh, P()),
-                    compiler_options=plan.compiler_options).lower(*args).compile()
-                process_allgather("compiled")       # before devices first wait for each other
-            found = jax.device_get(compiled(*args))
+            found = jax.device_get(compiled(*args, jnp.float32(size)))
             norms = jax.tree.leaves(found.norms)
             if not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
                 continue
             times = process_allgather(_times_allowed(found, is_narrow))
             times = {name: max(t[name] for t in times) for name in times[0]}
             what = [name for name, t in times.items() if t > 1]
-            if not what:
-                agreed += 1
-                continue
-            apart.append(Difference(found, ", ".join(what[:3]) + (
-                f" and {len(what) - 3} more" if len(what) > 3 else "")))
-            if max(times.values()) > 3 or len(apart) == 2:
-                return apart[-1]
-        if agreed or apart:
+            is_checked, apart = True, apart + bool(what)
+            if what and (max(times.values()) > 3 or apart == 2):
+                return found._replace(differ=", ".join(what[:3]) + (
+                    f" and {len(what) - 3} more" if len(what) > 3 else ""))
+        if is_checked:
             return None
     say("this loss is not checked on this mesh: its gradient is zero, or not finite, of the first "
         "three batches")
@@ -169,12 +158,13 @@ def _times_allowed(found, is_narrow):
     """How many times what rounding may do each thing differs by: a share of it, and four times what
     moving the weights by their rounding does."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
-    names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2]))]
-    sums, wanted, noise = map(jax.tree.leaves, (found.sums, found.wanted, found.sums_noise))
-    pairs = [*zip(names, sums, wanted, noise), *zip(
-        ("the held-out sum", "the held-out count"), found.held, found.held_wanted, noise)]
+    names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2])),
+             "the held-out sum", "the held-out count"]
+    sums, wanted, noise = map(jax.tree.leaves, (
+        (found.sums, found.held), (found.wanted, found.held_wanted),
+        (found.sums_noise, found.sums_noise[:2])))
     times = {}
-    for name, a, b, slack in pairs:
+    for name, a, b, slack in zip(names, sums, wanted, noise):
         gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
         times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
     gaps, norms, noise = map(by_path, (found.gaps, found.norms, found.gaps_noise))
@@ -194,58 +184,56 @@ def _ratio(gap, allowed):
 
 
 # -------------------------------------------------------------------------------------------
-# What is compared: functions to be compiled, of (batch, held, key, size, rounding)
+# What is compared: sums, gradient, and the sums of the batch as of held-out examples
 
-def _on_mesh(plan, init, gradients, evaluate, batch, held, key, size, rounding):
-    """The mesh beside one device."""
+def _on_mesh(plan, gradients, evaluate, params, batch):
     places = shardings(plan.stored, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.chunks
-    params = _start(plan, init, key, size)
-    with jax.default_matmul_precision("highest"):
-        staged = permute_layers(params, places, chunks)
-        grad, sums = gradients(staged, batch)
-        found = _beside_one_device(plan, sums, permute_layers(grad, places, chunks, back=True),
-                                   params, batch, key, rounding)
-        if held is None:
-            return found
-        return found._replace(held=evaluate(staged, held), held_wanted=untyped(plan.loss)(
-            _whole(params), _whole(held))[:2])
+    staged = permute_layers(params, places, chunks)
+    grad, sums = gradients(staged, batch)
+    return (sums, permute_layers(grad, places, chunks, back=True),
+            evaluate(staged, _held_out(batch)) if evaluate else ())
 
 
-def _in_parts(plan, init, batch, held, key, size, rounding):
-    """One device with the rows in parts beside all together."""
+def _in_parts(plan, params, batch):
+    """On one device, with the rows in parts."""
     def added(params, batch):
         parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
         return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
-            functools.partial(_sums_and_gradient, plan.loss, params), parts))
+            functools.partial(sums_and_gradient, plan.loss, params), parts))
 
-    params = _start(plan, init, key, size)
-    with jax.default_matmul_precision("highest"):
-        sums, grad = untyped(added)(_whole(params), _whole(batch))
-        return _beside_one_device(plan, sums, grad, params, batch, key, rounding)
+    return *untyped(added)(_whole(params), _whole(batch)), ()
 
 
-def _beside_one_device(plan, sums, grad, params, batch, key, rounding):
-    """What was found beside what one device finds, and how far off that is where weights are moved
-    by their rounding, twice."""
-    def three(params, batch, key, rounding):
-        return jax.lax.map(lambda i: _sums_and_gradient(plan.loss, _moved(
+def _beside_one_device(plan, compute, is_narrow, batch, key, size):
+    """What is computed beside what one device finds, at new weights moved by `size` of their own
+    size; and how far off that is where weights are moved by their rounding, twice."""
+    params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
+    params = cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
+    rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
+
+    def three(params, batch, key):
+        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, _moved(
             params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding)), batch),
             jnp.arange(3))
 
-    results = untyped(three)(_whole(params), _whole(batch), key, rounding)
-    (wanted, wanted_grad), *others = [jax.tree.map(lambda x: x[i], results) for i in range(3)]
-    noise = [(jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b), initial=0), wanted, s),
-              _norms(wanted_grad, g)) for s, g in others]
-    sums_noise, gaps_noise = jax.tree.map(jnp.maximum, *noise)
-    return Comparison(sums, wanted, sums_noise, _norms(grad, wanted_grad),
-                      _norms(wanted_grad, jax.tree.map(jnp.zeros_like, wanted_grad)), gaps_noise)
+    with jax.default_matmul_precision("highest"):
+        sums, grad, held_sums = compute(params, batch)
+        one_device = untyped(three)(_whole(params), _whole(batch), key)
+        wanted, wanted_grad = jax.tree.map(lambda x: x[0], one_device)
+        held_wanted = untyped(plan.loss)(
+            _whole(params), _whole(_held_out(batch)))[:2] if held_sums else ()
+    return Comparison(
+        sums, wanted,
+        jax.tree.map(lambda x: jnp.max(jnp.abs(x[1:] - x[0]), initial=0), one_device[0]),
+        jax.tree.map(lambda a, b: _norm(a - b), grad, wanted_grad),
+        jax.tree.map(_norm, wanted_grad),
+        jax.tree.map(lambda x: jnp.maximum(_norm(x[1] - x[0]), _norm(x[2] - x[0])), one_device[1]),
+        held_sums, held_wanted)
 
 
-def _start(plan, init, key, size):
-    """New weights, moved by `size` of their own size."""
-    params = jax.lax.with_sharding_constraint(init(key), shardings(plan.stored, plan.mesh))
-    return cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
+def _norm(x):
+    return jnp.linalg.norm(x.astype(jnp.float32))
 
 
 def _moved(params, key, size):
@@ -254,18 +242,7 @@ def _moved(params, key, size):
         scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
         return w + scale * jax.random.normal(key, w.shape, w.dtype)
 
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(structure, map(move, leaves, keys))
-
-
-def _sums_and_gradient(loss, params, batch):
-    def with_sums(params):
-        sums = loss(params, batch)
-        return sums[0], sums
-
-    (_, sums), grad = jax.value_and_grad(with_sums, has_aux=True)(params)
-    return sums, grad
+    return jax.tree.map(move, params, optax.tree.split_key_like(key, params))
 
 
 def _whole(tree):
@@ -274,34 +251,18 @@ def _whole(tree):
     return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
 
 
-def _norms(a, b):
-    return jax.tree.map(lambda a, b: jnp.linalg.norm((a - b).astype(jnp.float32)), a, b)
-
-
 # -------------------------------------------------------------------------------------------
 # What is said
 
-def _cannot_run(plan, e, say):
-    """The answer of check_loss, where the loss ended in an exception on the mesh."""
-    if "RESOURCE_EXHAUSTED" in str(e):
-        say("this loss is not checked on this mesh: there is no room for it")
-        return True
-    if plan.typed and not plan.needs:
-        say(f"this loss is computed as on one device, with all weights gathered at once: on this "
-            f"mesh it ends in: {one_line(e)}")
-        return False
-    raise _not_traceable(plan, e) from None
-
-
-def check_traceable(plan: Plan, step: Callable, state: Any, batch: Any) -> None:
+def check_traceable(program: Program) -> None:
     """Trace the step (jax keeps that for when it is compiled), and refuse a loss that one device
     can compute, and that ends inside jax on the mesh."""
     try:
-        jax.eval_shape(step, state, batch)
+        jax.eval_shape(program.step, program.state, program.batch)
     except (TypeError, ValueError, NotImplementedError) as e:
-        if isinstance(e, ConfigError) or plan.mode == JIT:
+        if isinstance(e, ConfigError) or program.plan.mode == JIT:
             raise
-        raise _not_traceable(plan, e) from None
+        raise _not_traceable(program.plan, e) from None
 
 
 def _not_traceable(plan, e):
@@ -313,32 +274,38 @@ def _not_traceable(plan, e):
                        f"it say where arrays lie; or use --step jit")
 
 
+def _mean(sums):
+    total, count, _ = sums
+    return f"{float(total):.6g} / {float(count):.6g}"
+
+
 def _not_a_sum(plan, found, rows, rows_of_part):
-    sizes, config = dict(plan.mesh.shape), plan.config
-    by_mesh = plan.parts > config.accumulate
-    splits = [f"--mesh {','.join(f'{a}={sizes[a]}' for a in BATCH_AXES if sizes[a] > 1)}"
-              ] if by_mesh else []
+    sizes, config = plan.sizes, plan.config
+    splits, instead = [], "--accumulate 1"
+    if plan.parts > config.accumulate:
+        axes = ",".join(f"{a}={sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
+        splits, instead = [f"--mesh {axes}"], "--step jit --accumulate 1"
+        if sizes["pipe"] * sizes["seq"] > 1:
+            instead += " and no pipe or seq in --mesh"
     if config.accumulate > 1:
         splits.append(f"--accumulate {config.accumulate}")
-    instead = ("--step jit " if by_mesh else "") + "--accumulate 1" + (
-        " and no pipe or seq in --mesh" if by_mesh and sizes["pipe"] * sizes["seq"] > 1 else "")
     return ConfigError(
         f"this loss is not a sum over the rows of a batch: {rows} rows together give "
-        f"{found.mean('wanted')} (sum / count), {rows_of_part} rows at a time give "
-        f"{found.mean('sums')} in total; these differ: {found.what}; {' and '.join(splits)} "
+        f"{_mean(found.wanted)} (sum / count), {rows_of_part} rows at a time give "
+        f"{_mean(found.sums)} in total; these differ: {found.differ}; {' and '.join(splits)} "
         f"{'splits' if len(splits) == 1 else 'split'} the batch: return sums over rows, or use "
         f"{instead}")
 
 
 def _not_this_mesh(plan, found, rows):
-    axes = plan.needs or [f"{a}={n}" for a, n in dict(plan.mesh.shape).items() if n > 1]
+    axes = plan.needs or [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
     chunks = ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else ""
     return ConfigError(
         f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} rows is "
-        f"{found.mean('sums')} (sum / count), on one device {found.mean('wanted')}; these differ: "
-        f"{found.what}; code that picks or pools positions of the time, or adds up layers' weights "
-        f"outside shard.pipelined_loss, sees only a part of them there{chunks}{_by_hand(plan)}: "
-        f"{ANY_LOSS}")
+        f"{_mean(found.sums)} (sum / count), on one device {_mean(found.wanted)}; these differ: "
+        f"{found.differ}; code that picks or pools positions of the time, or adds up layers' "
+        f"weights outside shard.pipelined_loss, sees only a part of them there{chunks}"
+        f"{_by_hand(plan)}: {ANY_LOSS}")
 
 
 def _by_hand(plan):

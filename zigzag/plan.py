@@ -22,14 +22,13 @@ from zigzag.errors import ConfigError
 from zigzag.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.mesh import (
     AXES,
-    BATCH_AXES,
     WITHOUT_TENSOR,
     abstract_mesh,
     batch_spec,
     by_path,
     cast,
     compiler_options,
-    is_spec,
+    full_spec,
     keep_on_first,
     mark_varying,
     row_groups,
@@ -58,17 +57,21 @@ class Plan:
     """All that a step must know. Trees are like the weights, if nothing else is said."""
     config: Any             # with its dtype resolved
     mesh: Any
+    init: Callable          # key -> weights
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
     trusted: bool           # the transformer's own, which the tests hold to one device
     mode: str               # how it runs: see run_mode
     takes_specs: bool       # whether its layers gather their own weights
-    needs: tuple[str, ...]  # the axes, as axis=size, over which the loss splits itself
     params: Any             # shapes
     batch: Any              # shapes of a whole batch
     sums: Any               # shapes of what the loss gives
     decisions: Any          # where each weight lives, and why
     dtype: str              # what the loss is computed in
     accumulate: int         # into how many micro-batches a batch is cut
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
 
     @property
     def typed(self) -> bool:
@@ -86,7 +89,7 @@ class Plan:
 
     def axes(self, *names: str) -> set[str]:
         """Of these axes those that are manual and have more than one device."""
-        return {a for a in names if a in self.manual and dict(self.mesh.shape)[a] > 1}
+        return {a for a in names if a in self.manual and self.sizes[a] > 1}
 
     @functools.cached_property
     def shared_row_axes(self) -> set[str]:
@@ -96,7 +99,15 @@ class Plan:
     @functools.cached_property
     def sum_axes(self) -> set[str]:
         """Over these axes devices find different parts of a sum over the batch."""
-        return self.axes(*BATCH_AXES) | self.shared_row_axes
+        return self.axes(*WITHOUT_TENSOR)
+
+    @functools.cached_property
+    def needs(self) -> list[str]:
+        """The axes, as axis=size, over which the loss splits itself."""
+        decisions = jax.tree.leaves(self.decisions)
+        in_use = {"pipe", "seq"}.union(*(spec_axes(d.given) for d in decisions)) & SPLITS.keys()
+        needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
+        return [f"{a}={n}" for a, n in self.sizes.items() if a in needed]
 
     @functools.cached_property
     def stored(self) -> Any:
@@ -120,10 +131,6 @@ class Plan:
         """In how many parts the loss of a batch is computed, but for what a compiler does."""
         return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
 
-    def local(self, specs: Any) -> Any:
-        """Specs as the shard_map takes them."""
-        return specs if "tensor" in self.manual else without_tensor(specs)
-
     def mark(self, tree: Any) -> Any:
         """The tree with the type of what differs between devices that have other rows, layers or
         time. Never over tensor: there the type of a weight says that it is split."""
@@ -134,7 +141,7 @@ class Plan:
         total, count, aux = self.loss(weights, batch, self.used)
         if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
             raise ConfigError(
-                f"mesh axis seq={dict(self.mesh.shape)['seq']}: this loss divides by a constant or "
+                f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
                 f"by its rows, as a pooled one does, and each device has a part of the time; let "
                 f"it count in the batch, as the sum of its weights; {ANY_LOSS}")
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
@@ -150,11 +157,11 @@ class Plan:
 
         def call(params, batch):
             batch, specs = shard_time(batch, self.mesh)
-            rows = [*batch_spec(self.mesh)] if splits_rows else []
-            specs = {k: P(*(rows or [None]), *s[1:]) for k, s in specs.items()}
-            return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.local(self.stored), specs),
-                                 out_specs=out_specs, axis_names=set(self.manual),
-                                 check_vma=self.typed)(params, batch)
+            rows = full_spec(batch_spec(self.mesh) if splits_rows else P(), 1)
+            specs = self.stored, {k: P(*rows, *s[1:]) for k, s in specs.items()}, out_specs
+            *in_specs, out = specs if "tensor" in self.manual else without_tensor(specs)
+            return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out,
+                                 axis_names=set(self.manual), check_vma=self.typed)(params, batch)
 
         return call
 
@@ -188,12 +195,12 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
               tensor_dims: Any = None) -> Plan:
     """The plan to train init's weights with `loss` on batches shaped like `batch` (a dict of
-    arrays with as many rows as an update has). `typed` False runs the loss on each device as on
+    shapes, with as many rows as an update has). `typed` False runs the loss on each device as on
     one, whatever it calls. `tensor_dims` is the transformer's own (rule.plan_sharding takes it)
     and says that the loss is."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
-    batch, params = jax.tree.map(_shape, batch), jax.eval_shape(init, jax.random.key(0))
+    params = jax.eval_shape(init, jax.random.key(0))
     _check_floats(params)
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
@@ -208,21 +215,18 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if not trusted:
         decisions = _see_whole_batch(decisions, loss, weights, batch, rows)
 
-    names, sizes = names_in(jaxpr) if typed else set(), dict(mesh.shape)
+    names, splits_tensor = names_in(jaxpr) if typed else set(), dict(mesh.shape)["tensor"] > 1
     why = "" if trusted else why_not_split(jaxpr, weights)
-    mode = run_mode(config.step, names, typed and takes_specs, sizes["tensor"] > 1, why)
-    if mode == TENSOR_WHOLE and sizes["tensor"] > 1:
+    mode = run_mode(config.step, names, typed and takes_specs, splits_tensor, why)
+    if mode == TENSOR_WHOLE and splits_tensor:
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
-    plan = Plan(config, mesh, loss, trusted, mode,
-                takes_specs and mode in (BY_HAND, TYPED, JIT), (), params, batch, sums, decisions,
+    plan = Plan(config, mesh, init, loss, trusted, mode,
+                takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.dtype, config.accumulate)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
-    return dataclasses.replace(plan, needs=_split_axes(plan, names, why))
-
-
-def _shape(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    _check_axes(plan, names, why)
+    return plan
 
 
 def _whole_over_tensor(decision, why):
@@ -258,11 +262,11 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     """What a loss gives, complete and in float32."""
-    s, c, *aux = result if isinstance(result, tuple) and len(result) in (2, 3) else (None,) * 2
-    aux = aux[0] if aux and aux[0] is not None else {}
-    is_flat = isinstance(aux, dict) and all(
-        jax.tree_util.all_leaves([x]) for x in (s, c, *aux.values()))
-    if s is None or not is_flat or jnp.shape(s) or jnp.shape(c):
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    s, c, aux, *_ = (*result, None) if is_tuple else (None,) * 3
+    aux = {} if aux is None else aux
+    is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
+    if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
                           f"and the count to divide by, and perhaps a dict of other sums to be "
@@ -272,6 +276,16 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
         raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
                           f"the step's own are {', '.join(sorted(LOGGED))}")
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
+
+
+def sums_and_gradient(loss: Callable, weights: Any, batch: Any) -> tuple[Any, Any]:
+    """What a loss gives, and the gradient of its sum."""
+    def with_sums(weights):
+        sums = loss(weights, batch)
+        return sums[0], sums
+
+    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(weights)
+    return sums, gradient
 
 
 def _check_sums_of_parts(plan, weights, rows):
@@ -300,26 +314,21 @@ def _check_floats(params):
                               f"trained; keep others out of what init returns")
 
 
-def _split_axes(plan, names, why):
-    """The axes, as axis=size, over which the loss must split itself, if it can."""
-    sizes, needs = dict(plan.mesh.shape), []
-    in_use = set().union(*map(spec_axes, jax.tree.leaves(plan.used, is_leaf=is_spec)))
-    in_use = (in_use | {"pipe", "seq"}) & plan.axes(*SPLITS)
+def _check_axes(plan, names, why):
+    """Refuse axes over which the loss must split itself, and does not."""
     for axis, (function, what) in SPLITS.items():
-        if axis not in in_use:
+        need = f"{axis}={plan.sizes[axis]}"
+        if need not in plan.needs:
             continue
-        needs.append(f"{axis}={sizes[axis]}")
         if function not in names:
-            raise ConfigError(f"mesh axis {needs[-1]}: this loss does not call shard.{function}, "
+            raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
                               f"which is what splits {what} over it; {ANY_LOSS}")
         # A gradient inside the loss would be of each device's part: no collective may add to it.
         if DIFFERENTIATED in names:
-            raise ConfigError(f"mesh axis {needs[-1]}: this loss takes a gradient inside itself, "
+            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself, "
                               f"and over {axis} that would be the gradient of a part of it; "
                               f"{ANY_LOSS}")
-    if why and needs and sizes["tensor"] > 1:
-        raise ConfigError(f"mesh axis tensor={sizes['tensor']}: this loss {why}, so no compiler "
-                          f"may split it beside {needs[0]}; give a mesh without tensor")
-    if plan.mode == BY_HAND and sizes["tensor"] > 1:
-        needs.append(f"tensor={sizes['tensor']}")
-    return tuple(needs)
+    if why and plan.needs and plan.sizes["tensor"] > 1:
+        raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
+                          f"compiler may split it beside {plan.needs[0]}; give a mesh without "
+                          f"tensor")

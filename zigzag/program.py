@@ -9,7 +9,6 @@ from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zigzag.mesh import batch_spec, by_path, shardings
@@ -35,10 +34,6 @@ class Program:
     def mesh(self) -> Any:
         return self.plan.mesh
 
-    @property
-    def decisions(self) -> Any:
-        return self.plan.decisions
-
     def permute(self, state: Any, back: bool = False) -> Any:
         """A state, or its params, with layers in the order of the pipeline's stages, or (`back`)
         in their own, in which they are saved."""
@@ -47,26 +42,22 @@ class Program:
         return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
 
-def make_program(plan: Plan, init: Callable, optimizer: Any, step: Callable, evaluate: Callable
-                 ) -> Program:
+def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
     """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
     mesh = plan.mesh
 
     def start(key):
-        params = init(key)
+        params = plan.init(key)
         return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-
-    def place(shapes, places):
-        return jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p),
-                            shapes, places)
 
     places = shardings({"params": plan.stored, "step": P(),
                         "opt": state_specs(optimizer, plan.params, plan.moments)}, mesh)
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, batch_spec(mesh))
+    whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
-    return Program(plan, place(jax.eval_shape(start, jax.random.key(0)), places),
-                   place(plan.batch, jax.tree.map(lambda _: rows, plan.batch)),
-                   jit(start, out_shardings=places),
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
+                         plan.batch)
+    start = jit(start, out_shardings=places)
+    return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
                    jit(step, donate_argnums=0, out_shardings=(places, whole)),
                    jit(evaluate, out_shardings=whole))
 

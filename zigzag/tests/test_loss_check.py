@@ -471,7 +471,7 @@ def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
     shapes = batch_shapes(8, VECTORS["collate"], VECTORS["examples"])
     for mesh in ("", "fsdp=8", "tensor=8", "data=4,tensor=2"):
         program = train.build(make(), mesh_of(mesh), init, a_sum, shapes)
-        matrices = {k for k, d in program.decisions.items() if d.is_matrix}
+        matrices = {k for k, d in program.plan.decisions.items() if d.is_matrix}
         assert matrices == {"up", "down"}, mesh
 
 
