@@ -17,11 +17,12 @@ V vocabulary (padded), L layers, E experts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,18 +114,17 @@ PRESETS = {
     "tiny": Config(),
     "124m": Config(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
                    tied=True),
-    "1.2b": Config(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048,
-                   tied=False),
+    "1.2b": Config(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048),
     "llama-7b": Config(layers=32, d_model=4096, heads=32, d_ff=11008, vocab_size=32000,
-                       seq_len=2048, tied=False),
+                       seq_len=2048),
     "llama-70b": Config(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28672,
-                        vocab_size=32000, seq_len=4096, tied=False),
+                        vocab_size=32000, seq_len=4096),
     "llama3-8b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336,
-                        vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
+                        vocab_size=128256, seq_len=8192, rope_theta=500000.0),
     "llama3-405b": Config(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248,
-                          vocab_size=128256, seq_len=8192, tied=False, rope_theta=500000.0),
+                          vocab_size=128256, seq_len=8192, rope_theta=500000.0),
     "mixtral-8x7b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, experts=8,
-                           vocab_size=32000, seq_len=4096, tied=False, rope_theta=1000000.0),
+                           vocab_size=32000, seq_len=4096, rope_theta=1000000.0),
 }
 
 
@@ -141,10 +141,11 @@ def padded(vocab_size: int) -> int:
 # -------------------------------------------------------------------------------------------
 # Weights
 
-class Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Weight:
     shape: tuple[int, ...]
-    scale: float | None     # standard deviation of its first values; None: ones
-    tensor: int             # the dimension that tensor may split in the code below; -1: none
+    scale: float | None = None      # standard deviation of its first values; None: ones
+    tensor: int = -1        # the dimension that tensor may split in the code below; -1: none
 
 
 def _weights(c):
@@ -154,31 +155,26 @@ def _weights(c):
     # What is added to the residual stream 2 L times starts smaller by the root of that, so that
     # the stream's size does not grow with the depth.
     into, back = D**-0.5, (2 * L) ** -0.5
-    layers = {"attn_norm": Weight((L, D), None, -1),
+    layers = {"attn_norm": Weight((L, D)),
               "wq": Weight((L, D, H, N), into, 2),
               "wk": Weight((L, D, K, N), into, 2),
               "wv": Weight((L, D, K, N), into, 2),
               "wo": Weight((L, H, N, D), (H * N) ** -0.5 * back, 1)}
     if not c.parallel:
-        layers["mlp_norm"] = Weight((L, D), None, -1)
+        layers["mlp_norm"] = Weight((L, D))
     if dense := c.shared_experts * F if c.experts else F:       # the MLP that all tokens visit
         layers |= {"w_gate": Weight((L, D, dense), into, 2),
                    "w_up": Weight((L, D, dense), into, 2),
                    "w_down": Weight((L, dense, D), F**-0.5 * back, 1)}
     if E := c.experts:
-        layers |= {"router": Weight((L, D, E), into, -1),
+        layers |= {"router": Weight((L, D, E), into),
                    "e_gate": Weight((L, E, D, F), into, 3),
                    "e_up": Weight((L, E, D, F), into, 3),
                    "e_down": Weight((L, E, F, D), F**-0.5 * back, 2)}
-    weights = {"embed": Weight((V, D), D**-0.5, 0), "layers": layers,
-               "norm": Weight((D,), None, -1)}
+    weights = {"embed": Weight((V, D), D**-0.5, 0), "layers": layers, "norm": Weight((D,))}
     if not c.tied:
         weights["head"] = Weight((D, V), into, 1)
     return weights
-
-
-def _is_weight(x):
-    return isinstance(x, Weight)
 
 
 def init(config: Config, key: Array) -> Params:
@@ -194,12 +190,16 @@ def init(config: Config, key: Array) -> Params:
         own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return w.scale * jax.random.normal(own, w.shape, jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(first_values, _weights(config), is_leaf=_is_weight)
+    return jax.tree.map_with_path(first_values, _weights(config))
+
+
+def weight_shapes(config: Config) -> Params:
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
 def tensor_dims(config: Config) -> Params:
     """Of each weight the dimension that tensor may split, or -1."""
-    return jax.tree.map(lambda w: w.tensor, _weights(config), is_leaf=_is_weight)
+    return jax.tree.map(lambda w: w.tensor, _weights(config))
 
 
 def count(params: Params) -> int:
@@ -211,7 +211,7 @@ def parameters(config: Config) -> tuple[int, int]:
     """How many parameters a model has, without the padded rows of the vocabulary, and how many of
     them one token visits: of experts, those that it chooses."""
     c = config
-    total = count(jax.eval_shape(lambda: init(c, jax.random.key(0))))
+    total = count(weight_shapes(c))
     total -= (padded(c.vocab_size) - c.vocab_size) * c.d_model * (1 if c.tied else 2)
     unvisited = max(0, c.experts - c.experts_per_token) * 3 * c.d_model * c.d_ff
     return total, total - c.layers * unvisited
@@ -297,6 +297,11 @@ def _gated(gate, up):
     return jax.nn.silu(gate) * up
 
 
+def _into_dense(w):
+    """The weights into the MLP that all tokens visit, if there is one."""
+    return [w[name] for name in ("w_gate", "w_up") if name in w]
+
+
 def _dense(w, gate, up):
     """The MLP that all tokens visit, up to its last product."""
     return _gated(gate, up), w["w_down"]
@@ -304,14 +309,14 @@ def _dense(w, gate, up):
 
 def _feed_forward(w, h, c, i, batch):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
-    dense = "w_gate" in w
-    out = [_dense(w, *shard.columns(h, w["w_gate"], w["w_up"]))] if dense else []
-    return _out_of_block(w, h, c, i, batch, out)
+    return _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
 
 
-def _out_of_block(w, h, c, i, batch, out):
-    """The sum of the products `out`, and of what experts make of h; and what those add to the
-    loss."""
+def _out_of_block(w, h, c, i, batch, out, dense):
+    """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
+    products make), and of what experts make of h; and what those add to the loss."""
+    if dense:
+        out = [*out, _dense(w, *dense)]
     if c.experts:
         return _experts(w, h, c, i, batch, out)
     return shard.row(*out, split_time=c.sequence_parallel), None
@@ -360,8 +365,8 @@ def _drop(y, c, site, batch):
 # -------------------------------------------------------------------------------------------
 # The network: embed, block, head
 
-def _embed(params, tokens, c):
-    x = shard.embed_lookup(params["embed"], tokens, split_time=c.sequence_parallel)
+def _embed(params, batch, c):
+    x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
     return x * c.d_model**0.5       # rows of about unit size
 
 
@@ -377,11 +382,10 @@ def _block(w, x, i, c, batch, cache=None):
 
 def _parallel_block(w, x, i, c, batch, cache):
     """Attention and MLP after one norm: one collective into both, one out of both."""
-    h, dense = _norm(x, w["attn_norm"]), [w["w_gate"], w["w_up"]] if "w_gate" in w else []
-    q, k, v, *mlp = shard.columns(h, *_qkv(w, c), *dense)
+    h = _norm(x, w["attn_norm"])
+    q, k, v, *dense = shard.columns(h, *_qkv(w, c), *_into_dense(w))
     heads, cache = _heads([q, k, v], c, batch, cache)
-    out = [(heads, w["wo"])] + ([_dense(w, *mlp)] if dense else [])
-    y, aux = _out_of_block(w, h, c, i, batch, out)
+    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
     return x + _drop(y, c, 2 * i + 1, batch), aux, cache
 
 
@@ -390,22 +394,23 @@ def _head(params, x, c):
     return _norm(x, params["norm"]), params["embed"].T if c.tied else params["head"]
 
 
-def _with_info(tokens, batch):
+def _with_info(batch):
     """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
     queries and of keys, the place in the row and the document, which decide who sees whom."""
-    place = batch.get("places", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    shape = batch["tokens"].shape
+    place = batch.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape))
     info = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
     return {"positions": place, **batch, "query": info, "key": info}
 
 
-def _trunk(params, tokens, c, batch, cache=None, specs=None):
-    """tokens [B, T] -> the last block's output [B, T, D], and the cache with these T in it."""
+def _trunk(params, c, batch, cache=None, specs=None):
+    """The last block's output [B, T, D], and the cache with these T tokens in it."""
     def layer(w, x, each):
         i, layer_cache = each
         x, _, layer_cache = _block(w, x, i, c, batch, layer_cache)
         return x, layer_cache
 
-    return shard.layers(layer, params["layers"], _embed(params, tokens, c),
+    return shard.layers(layer, params["layers"], _embed(params, batch, c),
                         (jnp.arange(c.layers), cache), specs and specs["layers"])
 
 
@@ -414,10 +419,10 @@ def forward(params: Params, tokens: Array, config: Config, source: Array | None 
     """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
-    given = {"positions": positions, "segments": segments}
-    batch = _with_info(tokens, {k: v for k, v in given.items() if v is not None})
+    given = {"tokens": tokens, "positions": positions, "segments": segments}
+    batch = _with_info({k: v for k, v in given.items() if v is not None})
     params = cast(params, config.dtype)
-    x, _ = _trunk(params, tokens, config, batch)
+    x, _ = _trunk(params, config, batch)
     logits = shard.vocab_logits(*_head(params, x, config), config.vocab_size)
     return logits[..., :config.vocab_size]
 
@@ -428,10 +433,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
-    params, c, batch = cast(params, config.dtype), config, _with_info(batch["tokens"], batch)
-
-    def embed(params, batch):
-        return _embed(params, batch["tokens"], c)
+    params, c, batch = cast(params, config.dtype), config, _with_info(batch)
 
     def block(w, x, i, batch):
         return _block(w, x, i, c, batch)[:2]
@@ -442,9 +444,9 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
                                 loss_chunks(c, *x.shape[:2])), jnp.sum(batch["weights"])
 
     others = {k: w for k, w in params.items() if k != "layers"}
-    result = shard.pipelined_loss(embed, block, head, others, params["layers"], batch,
-                                  specs and specs["layers"], c.remat, c.microbatches, c.schedule,
-                                  c.chunks, c.sum_dtype)
+    result = shard.pipelined_loss(
+        functools.partial(_embed, c=c), block, head, others, params["layers"], batch,
+        specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks, c.sum_dtype)
     return result if with_aux else result[:2]
 
 
@@ -456,10 +458,9 @@ def loss_chunks(config: Config, rows: int, time: int) -> int:
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (rows, config.seq_len)
-    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    ids, weights = (jax.ShapeDtypeStruct((rows, config.seq_len), dtype)
+                    for dtype in (jnp.int32, jnp.float32))
+    return {"tokens": ids, "targets": ids, "weights": weights}
 
 
 # -------------------------------------------------------------------------------------------
@@ -469,8 +470,8 @@ def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
     has of them."""
     wk = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"]["wk"])
-    shape = (config.layers, rows, slots, *wk.shape[1:])
-    return {"k": jnp.zeros(shape, wk.dtype), "v": jnp.zeros(shape, wk.dtype)}
+    zeros = jnp.zeros((config.layers, rows, slots, *wk.shape[1:]), wk.dtype)
+    return {"k": zeros, "v": zeros}
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
@@ -478,16 +479,15 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
     """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
     the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding.
     Weights of layers that `specs` split over fsdp are gathered layer by layer."""
-    B, T = tokens.shape
+    (B, T), S = tokens.shape, cache["k"].shape[2]
     slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
-    keys = jnp.broadcast_to(jnp.arange(cache["k"].shape[2]), (B, cache["k"].shape[2]))  # [B, S]
-    batch = {"positions": jnp.maximum(slots - start[:, None], 0), "slot": slot,
+    keys = jnp.broadcast_to(jnp.arange(S), (B, S))
+    batch = {"tokens": tokens, "positions": jnp.maximum(slots - start[:, None], 0), "slot": slot,
              "query": {"place": slots, "document": jnp.zeros_like(slots)},
              "key": {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}}
-    x, cache = _trunk(params, tokens, config, batch, cache, specs)
+    x, cache = _trunk(params, config, batch, cache, specs)
     x, head = _head(params, shard.whole_time(x)[:, -1:], config)
-    logits = shard.vocab_logits(x, head, config.vocab_size)
-    return shard.whole_vocab(logits, head)[:, 0], cache
+    return shard.vocab_logits(x, head, config.vocab_size)[:, 0], cache
 
 
 # -------------------------------------------------------------------------------------------
@@ -508,11 +508,9 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
     if not steps or (step is not None and step not in steps):
         raise ConfigError(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
                           f"{', '.join(map(str, steps))}" if steps else "yet"))
-    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
-    specs = weight_specs(config, mesh)
-    wanted = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p),
-                          shapes, shardings(specs, mesh))
+    wanted = jax.tree.map(lambda shape, place: shape.update(sharding=place), weight_shapes(config),
+                          shardings(weight_specs(config, mesh), mesh))
     for at in steps if step is None else [step]:
         try:
             return read_checkpoint(checkpoints / str(at), {"params": wanted},
@@ -525,9 +523,9 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
 
 def plan_weights(config: Config, mesh: Any, **options: Any) -> Params:
     """Where each weight lies on a mesh, and why."""
-    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
-    return shard.plan_sharding(lambda p, b: loss(p, b, config), shapes, batch_shapes(config, 1),
-                               mesh=mesh, tensor_dims=tensor_dims(config), **options)
+    return shard.plan_sharding(
+        lambda p, b: loss(p, b, config), weight_shapes(config), batch_shapes(config, 1), mesh=mesh,
+        tensor_dims=tensor_dims(config), **options)
 
 
 def weight_specs(config: Config, mesh: Any) -> Params:

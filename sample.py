@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -34,15 +33,15 @@ from zigzag.checkpoint import read_run
 from zigzag.errors import ConfigError
 from zigzag.flags import from_flags, run_main
 from zigzag.mesh import (
-    BATCH_AXES,
     batch_spec,
     cast,
-    is_spec,
     mark_alike,
     mesh_of,
+    row_groups,
     simulate_devices,
     spec_axes,
     varying,
+    without_axis,
 )
 
 
@@ -66,7 +65,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     with _mesh_of_weights(params):
         ids, parents, scores = map(np.asarray, _beams(params, padded, start, config, beams, tokens,
                                                       -1 if eos is None else eos))
-    return [_follow(ids[b], parents[b], scores[b], eos) for b in range(len(prompts))]
+    return [_follow(*beams_of_prompt, eos) for beams_of_prompt in zip(ids, parents, scores)]
 
 
 def _follow(ids, parents, scores, eos):
@@ -74,26 +73,29 @@ def _follow(ids, parents, scores, eos):
     best = []
     for k in np.argsort(-scores, kind="stable"):
         path, at = [], k
-        for t in reversed(range(len(ids))):
-            path.append(int(ids[t, at]))
-            at = parents[t, at]
-        path.reverse()
-        best.append((path[:path.index(eos)] if eos in path else path, float(scores[k])))
+        for new, parent in zip(ids[::-1], parents[::-1]):
+            path.insert(0, int(new[at]))
+            at = parent[at]
+        best.append((_until(eos, path), float(scores[k])))
     return best
+
+
+def _until(eos, ids):
+    return ids[:ids.index(eos)] if eos in ids else ids
 
 
 def _pad(prompts, config, source):
     """Prompts as [B, P], padded on the left, and where each begins."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
-    if not len(prompts) or not all(len(p) for p in prompts):
+    if not len(prompts) or not all(map(len, prompts)):
         raise ConfigError("a prompt is empty: generation needs at least one id to begin with")
     longest = max(map(len, prompts))
     padded = np.zeros((len(prompts), longest), np.int32)
     for row, p in enumerate(prompts):
-        if min(p) < 0 or max(p) >= config.vocab_size:
-            raise ConfigError(f"prompt {row} has the id {min(p) if min(p) < 0 else max(p)}; the "
-                              f"model knows 0 to {config.vocab_size - 1}")
+        if wrong := [i for i in p if not 0 <= i < config.vocab_size]:
+            raise ConfigError(f"prompt {row} has the id {wrong[0]}; the model knows 0 to "
+                              f"{config.vocab_size - 1}")
         padded[row, longest - len(p):] = p
     return padded, np.array([longest - len(p) for p in prompts], np.int32)
 
@@ -107,11 +109,10 @@ def _mesh_of_weights(params):
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _decoding_specs(config, mesh):
     """How decoding splits the weights: as training does, but each device has all layers."""
-    return jax.tree.map(lambda s: P(*[None if e == "pipe" else e for e in s]),
-                        model.weight_specs(config, mesh), is_leaf=is_spec)
+    return without_axis(model.weight_specs(config, mesh), "pipe")
 
 
 def _on_mesh(decode, params, config, *rows):
@@ -121,8 +122,8 @@ def _on_mesh(decode, params, config, *rows):
     params = cast(params, config.dtype)
     if mesh.empty:
         return decode(params, None, *rows)
-    specs, groups = _decoding_specs(config, mesh), math.prod(mesh.shape[a] for a in BATCH_AXES)
-    split = batch_spec(mesh) if len(rows[0]) % groups == 0 else P()
+    specs = _decoding_specs(config, mesh)
+    split = batch_spec(mesh) if len(rows[0]) % row_groups(mesh) == 0 else P()
 
     def local(params, *rows):
         rows = mark_alike(rows, rows, params)
@@ -145,17 +146,17 @@ def _prefill(params, specs, padded, start, config, tokens):
     return model.extend(params, cache, padded, 0, start, config, specs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
+@jax.jit(static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
 def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
                  tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> Array:
     """Prompts [B, P] as arrays -> new ids [B, tokens]."""
     def decode(params, specs, padded, start, row):
-        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(row)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), row)
 
         def turn(carry, t):
             logits, cache = carry
-            ids = _draw(logits, jax.vmap(lambda k: jax.random.fold_in(k, t))(keys), temperature,
-                        top_k, top_p)
+            now = jax.vmap(jax.random.fold_in, (0, None))(keys, t)
+            ids = _draw(logits, now, temperature, top_k, top_p)
             return model.extend(params, cache, ids[:, None], padded.shape[1] + t, start, config,
                                 specs), ids
 
@@ -176,7 +177,7 @@ def _draw(logits, keys, temperature, top_k, top_p):
         least = lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if top_p < 1:
-        ranked = jnp.flip(jnp.sort(logits, -1), -1)
+        ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
         # An id stays if those before it have less than top_p: the likeliest always stays.
         stay = jnp.cumsum(share, -1) - share < top_p
@@ -185,7 +186,7 @@ def _draw(logits, keys, temperature, top_k, top_p):
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "beams", "tokens"))
+@jax.jit(static_argnames=("config", "beams", "tokens"))
 def _beams(params, padded, start, config, beams, tokens, eos):
     """ids and parents [B, tokens, beams], scores [B, beams]."""
     def decode(params, specs, padded, start):
@@ -269,9 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     ids = generate(params, [prompt], c, config.tokens, config.temperature, config.top_k,
                    config.top_p, config.seed)[0]
-    if tokenizer.separator in ids:                  # the document ended
-        ids = ids[:ids.index(tokenizer.separator)]
-    print(config.prompt + tokenizer.decode(ids))
+    print(config.prompt + tokenizer.decode(_until(tokenizer.separator, ids)))
 
 
 if __name__ == "__main__":

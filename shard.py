@@ -34,6 +34,7 @@ them:
 
     collective                        type                transpose
     psum                              varying -> not      mark_varying (no communication)
+    pmean: psum divided by n          varying -> not      mark_varying, divided by n
     mark_varying (lax.pcast)          not -> varying      psum
     all_gather                        varying -> varying  psum_scatter
     all_gather(to="invarying")        varying -> not      this device's slice
@@ -45,11 +46,18 @@ hand for large weights: train.py marks them before it differentiates, so their g
 through all micro-batches, and sums them once (`sum_gradients`). A norm scale under tensor
 parallelism needs nothing: it does not vary over tensor, the time-split stream that it multiplies
 does, so autodiff adds up what the devices found for their parts of the time.
+
+What all devices compute alike must be counted once. If it was made of gathered parts, its type says
+that it varies although it is equal everywhere: pmean makes it the one value that it is, and divides
+its gradient among the devices, where a psum would make both n times too large. If its type says
+that it does not vary, but it is to be summed together with what does, the first device keeps it and
+the others have 0 (`keep_on_first`, called by `local_sums` in zigzag/plan.py): then a psum counts it
+once. A loss is a sum and a count; where seq splits the time, a loss of the first token alone (read
+with `whole_time`) is such a pair that every device has found.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Callable, Sequence
 
@@ -71,7 +79,6 @@ from zigzag.mesh import (
     ambient,
     beside_auto_tensor,
     is_single_cpu,
-    is_spec,
     mark_alike,
     mark_varying,
     spec_axes,
@@ -115,7 +122,7 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
             dim = list(part).index("data")
             x = beside_auto_tensor(lambda x: reduce_scatter(x, "data", dim), spec)(x)
             over = over - {"data"}
-        return lax.psum(x, tuple(sorted(over))) if over else x
+        return lax.psum(x, tuple(sorted(over)))
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
     return jax.tree.map(total, tree, specs, specs if moments is None else moments)
@@ -221,7 +228,9 @@ def _into_stream(partial, whole, split_time):
         y = sum(whole)
         if split_time:
             y = own_part(y, 1)
-        total.append(lax.pmean(y, "tensor") if is_split(y) and not split_time else y)
+        elif is_split(y):
+            y = lax.pmean(y, "tensor")
+        total.append(y)
     y = sum(total)
     return checkpoint_name(y, "stream") if n > 1 else y
 
@@ -245,34 +254,33 @@ def whole_time(x: Array) -> Array:
 def my_time_slice(tree: Any, x: Array) -> Any:
     """Of arrays [B, T, ...] the part of the time that this device has of the stream x."""
     def part(a):
-        if is_split(x) and a.shape[1] != x.shape[1] * _size("tensor"):
+        if a.shape[1] != x.shape[1] * _size("tensor"):
             raise ValueError(f"time {a.shape[1]} beside a stream that has {x.shape[1]} on each of "
                              f"{_size('tensor')} devices of tensor")
-        return own_part(a, 1) if is_split(x) else a
+        return own_part(a, 1)
 
-    return jax.tree.map(part, tree)
+    return jax.tree.map(part, tree) if is_split(x) else tree
 
 
 def repeat_kv(w: Array, heads: int) -> Array:
     """Weights [D, K, N] of keys or values beside `heads` query heads. Where tensor divides the
-    query heads but not K, each head is repeated until it divides, and a device has those that its
-    own queries use: otherwise it would make all of them. Its gradient: that of the device's heads,
-    summed over copies, then over tensor."""
-    n = max(_size("tensor"), TENSOR_SIZE.value)
-    count = math.lcm(w.shape[1], n)
+    query heads but not K, each head is repeated until it divides, and a device has (not all, but)
+    those that its own queries use. Gradients are summed over a head's copies and over tensor."""
+    count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
     if is_split(w) or count == w.shape[1] or heads % count:
         return w
     times = count // w.shape[1]
-    if TENSOR_SIZE.value > 1:       # the rule looks: as a product it can follow, and splits heads
-        each = jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1)
-        return jnp.einsum("dkn,kj->djn", w, each)
-    return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+    if _size("tensor") > 1:
+        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can follow a product.
+    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 
 # The vocabulary, over the same axis
 #
 #   split       the rows V of the table of tokens, the columns V of the head
-#   collective  a reduce-scatter of the rows looked up; of the logits a max and two sums, [B, T]
+#   collective  a reduce-scatter of the rows looked up; of the logits a max and two sums, [B, T],
+#               or, to choose a token, an all-gather
 #   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in an update
 #   correct     a token's row is on one device, zeros on the others; a softmax needs of the others
 #               only their largest logit and their sum of exponentials
@@ -282,28 +290,23 @@ def embed_lookup(table: Array, ids: Array, split_time: bool = True) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(table[ids], split_time)
-    here = ids - lax.axis_index("tensor") * len(table)
-    mine = ((here >= 0) & (here < len(table)))[..., None]
-    return _into_stream([jnp.where(mine, table[jnp.clip(here, 0, len(table) - 1)], 0)], [],
-                        split_time)
+    here = ids - lax.axis_index("tensor") * len(table)      # others' rows are zeros
+    rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return _into_stream([rows], [], split_time)
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int) -> Array:
-    """float32 logits [B, T, V] of a head [D, V], V split as the head is. Columns of the head beyond
-    vocab_size are padding, which no token has."""
+    """float32 logits [B, T, V] of a head [D, V], with all of the vocabulary on every device, to
+    choose from. Columns of the head beyond vocab_size are padding, which no token has."""
     logits, = columns(x, head, dtype=jnp.float32)
-    return jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
+    logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
+    return lax.all_gather(logits, "tensor", axis=2, tiled=True,
+                          to="invarying") if is_split(head) else logits
 
 
 def _vocab_ids(head):
     first = lax.axis_index("tensor") * head.shape[1] if is_split(head) else 0
     return first + jnp.arange(head.shape[1])
-
-
-def whole_vocab(logits: Array, head: Array) -> Array:
-    """Logits with all of the vocabulary on every device, to choose from."""
-    return lax.all_gather(logits, "tensor", axis=logits.ndim - 1, tiled=True,
-                          to="invarying") if is_split(head) else logits
 
 
 def token_loss(x: Array, head: Array, targets: Array, weights: Array,
@@ -325,7 +328,7 @@ def token_loss(x: Array, head: Array, targets: Array, weights: Array,
         # Not a gather of the target's logit, whose gradient a compiler may send around.
         target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)
         if split_vocab:
-            total, target = lax.psum(total, "tensor"), lax.psum(target, "tensor")
+            total, target = lax.psum((total, target), "tensor")
         return jnp.sum((jnp.log(total) + top - target) * weights)
 
     if chunks == 1:
@@ -334,7 +337,11 @@ def token_loss(x: Array, head: Array, targets: Array, weights: Array,
         n = _size("tensor") if is_split(x) and not own_time else 1
         loss = chunked_sum(chunk_loss, head, [_time_chunks(x, chunks, 1), *(
             _time_chunks(a, chunks, n) for a in (targets, weights))])
-    return lax.psum(loss, "tensor") if is_split(loss) else loss
+    return _sum_over_tensor(loss)
+
+
+def _sum_over_tensor(x):
+    return lax.psum(x, "tensor") if is_split(x) else x
 
 
 def _time_chunks(a, count, n):
@@ -367,7 +374,7 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
     """A batch as seq splits it, and its specs: the time of what has as much of it as the tokens
     (but not of a source, which is another sequence) in zigzag order, with the places that the
     tokens had. The devices of seq have the batch whole: nothing is sent."""
-    n = dict(mesh.shape)["seq"]
+    n = mesh.shape["seq"]
     if n == 1:
         return batch, {k: P(None) for k in batch}
     if "tokens" not in batch:
@@ -391,34 +398,33 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     key_info), of what is known of each query and each key (trees of [B, T] and [B, S]). `causal`
     says that no query sees a later key, `kernel` that causal softmax attention is all there is,
     for which a device may have a kernel of its own."""
-    if q.shape[1] != jax.tree.leaves(query_info)[0].shape[1]:
-        raise ValueError(f"queries of {q.shape[1]} tokens beside info of "
-                         f"{jax.tree.leaves(query_info)[0].shape[1]}: time must be whole here")
-    keys = attention.Keys(k, v, key_info)
-    n = _size("seq") if "seq" in varying(q) else 1      # (to generate, time is not split)
+    known = jax.tree.leaves(query_info)[0].shape[1]
+    if q.shape[1] != known:
+        raise ValueError(f"queries of {q.shape[1]} tokens beside info of {known}: time must be "
+                         f"whole here")
+    queries, keys = (q, query_info), (k, v, key_info)
+    n = _size("seq")
+
+    def attend_to(queries, keys):
+        (q, query_info), (k, v, key_info) = queries, keys
+        return attention_fn(q, k, v, mask(query_info, key_info))
 
     def send_around(keys):
-        ring = [(i, (i + 1) % n) for i in range(n)]
-        return jax.tree.map(lambda x: lax.ppermute(x, "seq", ring), keys)
+        return lax.ppermute(keys, "seq", [(i, (i + 1) % n) for i in range(n)])
 
-    if n > 1:
-        me = lax.axis_index("seq")
-        keys = mark_alike(keys, q, me)
-        given = attention_fn, q, keys, mask, query_info, send_around
-        out = attention.causal_ring(*given, me, n) if causal else attention.full_ring(*given, n)
+    if "seq" in varying(q):     # (to generate, time is not split)
+        ring = attention.causal_ring if causal else attention.full_ring
+        out = ring(attend_to, queries, mark_alike(keys, q), send_around, n)
     elif kernel and attention.kernel_fits(q):
         out = attention.by_kernel(q, k, v)
     else:
-        sizes, manual = ambient()
-        auto = 1 if "tensor" in manual else sizes.get("tensor", 1)
-        out = attention.in_blocks(attention_fn, q, keys, mask, query_info, causal, auto)
+        out = attention.in_blocks(attend_to, queries, keys, causal)
     return named(checkpoint_name(out, "attend"), "attend")
 
 
 def sum_over_time(x: Array) -> Array:
     """What each device has summed over its part of the time, summed over all of it."""
-    axes = tuple(sorted(varying(x) & {"seq", "tensor"}))
-    return lax.psum(x, axes) if axes else x
+    return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
 
 
 # -------------------------------------------------------------------------------------------
@@ -439,18 +445,17 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     the stream: the sum of what they make, by shares [B, T, K]. An expert is columns `into`, each
     [E, D, F], then between(...), then rows `back` [E, F, D]. `beside` are pairs as `row` takes
     them, of what all tokens visit: they share its reduction."""
-    shares, K = shares.astype(x.dtype), chosen.shape[-1]
+    shares = shares.astype(x.dtype)
     if any(map(is_split, (*into, back))):       # of a whole weight beside split ones, our part
         into = [w if is_split(w) else own_part(w, 2) for w in into]
         back = back if is_split(back) else own_part(back, 1)
     if is_split(x):
-        x, chosen, shares = (lax.all_gather(a, "tensor", axis=1, tiled=True)
-                             for a in (x, chosen, shares))
+        x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
     elif is_split(back):
         x, shares = mark_varying((x, shares), also={"tensor"})
     B, T, D = x.shape
-    n, own = _size("expert"), back.shape[0]
-    rows, chosen, shares = x.reshape(-1, D), chosen.reshape(-1, K), shares.reshape(-1, K)
+    n, own, usual = _size("expert"), back.shape[0], chosen.size
+    rows, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
 
     def exchange(a):        # a[j] to device j; from device j its own
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
@@ -463,7 +468,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
         rows = exchange(jnp.where(here[..., None], rows, 0)).reshape(-1, D)     # [n B T, D]
         chosen, shares = gather(chosen), with_reduce_scatter(gather, "expert", 0)(shares)
         chosen, shares = _own_choices(chosen - lax.axis_index("expert") * own, shares, own)
-    out = dispatch.mixture(rows, chosen, shares, into, between, back, B * T * K)
+    out = dispatch.mixture(rows, chosen, shares, into, between, back, usual)
     if n > 1:
         out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
     out = named(checkpoint_name(out, "experts"), "experts").reshape(B, T, D)
@@ -498,8 +503,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     Under fsdp each layer's weights are gathered here, where they are used, and again in the
     backward pass: no device keeps them. remat: none keeps what the backward pass needs; selective
     keeps the products with weights; full keeps a layer's input alone (zigzag/remat.py)."""
-    layer_specs = None if specs is None else jax.tree.map(lambda s: P(*s[1:]), specs,
-                                                          is_leaf=is_spec)
+    layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
 
     def body(x, layer):
         w, e = layer
@@ -542,35 +546,34 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
     given a part of the time of x and of the batch, so that all stages share it: its sum and count
     are of that part."""
-    total = jax.tree.leaves(weights)[0].shape[0] * _size("pipe")
+    stages = _size("pipe")
+    total = jax.tree.leaves(weights)[0].shape[0] * stages
 
     def stack(weights, x, indices, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
                         sum_dtype)
         return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
 
-    if _size("pipe") == 1:
+    def shared_head(params, x, batch):
+        x = _share_time(x)
+        return head(params, x, _time_of_stage(batch, x))
+
+    if stages == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
         return named(checkpoint_name(s, "pipelined_loss"), "pipelined_loss"), *others
-    stages = _size("pipe")
     _check_stages(stages, total, chunks, specs)
     if schedule == "1f1b" and total == stages:
         remat = "none"      # a stage goes back right after it went forward: nothing to save
-    loss = pipeline.Loss(embed, stack, head, batch, jnp.arange(total), pipeline.Links(
-        functools.partial(_send, step=1), functools.partial(_send, step=-1), _share_time,
-        _time_of_stage), stages, math.gcd(microbatches, jax.tree.leaves(batch)[0].shape[0]))
+    loss = pipeline.Loss(embed, stack, shared_head, _send, batch, jnp.arange(total), stages,
+                         math.gcd(microbatches, jax.tree.leaves(batch)[0].shape[0]))
     if schedule == "1f1b":
         return pipeline.one_forward_one_backward(loss, params, weights)
     return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
 
 
-def _sum_over_tensor(x):
-    return lax.psum(x, "tensor") if is_split(x) else x
-
-
 def _check_stages(stages, layers, chunks, specs):
-    if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs, is_leaf=is_spec)):
+    if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
         raise ConfigError(f"mesh axis pipe={stages}: the number of layers must divide by it, and "
                           f"shard.pipelined_loss must be given their specs")
     if layers % (stages * chunks):
@@ -579,10 +582,9 @@ def _check_stages(stages, layers, chunks, specs):
 
 
 def _send(tree, step):
-    """To the next stage, or the one before; around the end."""
+    """To the next stage (a step of 1), or the one before (-1); around the end."""
     n = _size("pipe")
-    pairs = [(i, (i + step) % n) for i in range(n)]
-    return jax.tree.map(lambda a: lax.ppermute(a, "pipe", pairs), tree)
+    return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
 def _share_time(x):

@@ -8,6 +8,10 @@ that no query sees most are never computed.
            8..11 |x x x .|
           12..15 |x x x x|
 
+`attend_to(queries, keys)` is attention of any kind. Queries are a pair: q [B, T, H, N], and what is
+known of each (a tree of [B, T]); keys are k and v [B, S, K, N], and what is known of each (a tree
+of [B, S]). It gives [B, T, H, N], and the logarithm of what the weights were divided by [B, H, T].
+
 B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
 
@@ -27,13 +31,6 @@ from zigzag.mesh import ambient, is_single_cpu, mark_varying, untyped
 # As many scores may one device have in memory at once; a block of fewer queries saves too little.
 # (Each block is compiled: eight are worth that only where attention is much of the work.)
 SCORES, BLOCK = 2**25, 128
-
-
-class Keys(NamedTuple):
-    """Keys, values, and what is known of each key."""
-    k: Array        # [B, S, K, N]
-    v: Array        # [B, S, K, N]
-    info: Any           # a tree of [B, S]
 
 
 class Partial(NamedTuple):
@@ -62,33 +59,31 @@ def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
     return ends, next((n for n in parts if scores <= n * count * SCORES), last)
 
 
-def in_blocks(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
-              causal: bool, tensor: int = 1) -> Array:
-    """Attention [B, T, H, N] in blocks of queries. `tensor` counts devices among which a compiler
-    divides the heads."""
-    B, T, H, _ = q.shape
-    S = keys.k.shape[1]
-    causal, scores = causal and S == T, B * H * T * S // tensor
+def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) -> Array:
+    """Attention [B, T, H, N] in blocks of queries."""
+    (B, T, H, N), S = queries[0].shape, keys[0].shape[1]
+    sizes, manual = ambient()
+    compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)     # it divides the heads
+    causal, scores = causal and S == T, B * H * T * S // compilers
     ends, parts = block_ends(scores, T, causal, not is_single_cpu())
 
     def one(queries, keys):
-        q, info = queries
-        return attention(q, keys.k, keys.v, mask(info, keys.info))[0]
+        return attend_to(queries, keys)[0]
 
     if scores > SCORES:
         one = jax.checkpoint(one, prevent_cse=False)
     results = []
     for begin, end in zip([0, *ends], ends):
-        queries = _time((q, query_info), begin, end)
+        block = _time(queries, begin, end)
         seen = _time(keys, 0, end if causal else None)
         if parts == 1:
-            results.append(one(queries, seen))
+            results.append(one(block, seen))
             continue
         split = jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), queries)
+            lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), block)
         result = lax.map(functools.partial(one, keys=seen), split)
-        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, *q.shape[2:]))
-    return jnp.concatenate(results, 1) if len(ends) > 1 else results[0]
+        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, H, N))
+    return jnp.concatenate(results, 1)
 
 
 def _time(tree, begin, end):
@@ -102,7 +97,7 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
     """The device's kernel for causal attention in this precision, over so many tokens, with heads
     so wide; '' if it has none."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
-    kind, dtype = device.device_kind if device is not None else "", jnp.dtype(dtype)
+    kind, dtype = getattr(device, "device_kind", ""), jnp.dtype(dtype)
     if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
         fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
         return "splash" if fits else ""
@@ -118,12 +113,6 @@ def kernel_fits(q: Array) -> bool:
     sizes, manual = ambient()
     whole = all(size == 1 or axis in manual for axis, size in sizes.items())
     return whole and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
-
-
-def by_kernel(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
-    backward are each traced without them, and the results marked as varying where q, k, v are."""
-    return _untracked(causal_kernel, *(mark_varying(a, q, k, v) for a in (q, k, v)))
 
 
 def causal_kernel(q: Array, k: Array, v: Array) -> Array:
@@ -144,8 +133,9 @@ def causal_kernel(q: Array, k: Array, v: Array) -> Array:
     return kernel(*rows).reshape(B, H, T, N).swapaxes(1, 2)
 
 
-def _untracked(kernel, *args):
-    """kernel(*args) and its gradients, where types are tracked around it."""
+def by_kernel(q: Array, k: Array, v: Array) -> Array:
+    """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
+    backward are each traced without them, and the results marked as varying where q, k, v are."""
     structure = None        # of what the forward pass leaves for the backward pass
 
     def track(fn):
@@ -161,7 +151,7 @@ def _untracked(kernel, *args):
     def forward(*args):
         def run(*args):
             nonlocal structure
-            out, vjp = jax.vjp(kernel, *args)
+            out, vjp = jax.vjp(causal_kernel, *args)
             saved, structure = jax.tree.flatten(vjp)
             return out, saved
 
@@ -170,17 +160,16 @@ def _untracked(kernel, *args):
     def backward(saved, cotangent):
         return track(lambda saved, g: jax.tree.unflatten(structure, saved)(g))(saved, cotangent)
 
-    attention = jax.custom_vjp(track(kernel))
+    attention = jax.custom_vjp(track(causal_kernel))
     attention.defvjp(forward, backward)
-    return attention(*args)
+    return attention(*mark_varying((q, k, v), q, k, v))
 
 
 # -------------------------------------------------------------------------------------------
 # Around a ring: each device has its queries, and sees everybody's keys in turn
 
-def _look(attention, mask, queries, keys):
-    q, info = queries
-    values, logsum = attention(q, keys.k, keys.v, mask(info, keys.info))
+def _look(attend_to, queries, keys):
+    values, logsum = attend_to(queries, keys)
     return Partial(values.astype(jnp.float32), logsum)
 
 
@@ -194,10 +183,9 @@ def _join(a, b):
     return Partial(a.values * share(a) + b.values * share(b), logsum)
 
 
-def full_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
-              pass_on: Callable, n: int) -> Array:
+def full_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int) -> Array:
     """Attention in which a query may see any key. pass_on gives the keys of the device before."""
-    look = jax.checkpoint(functools.partial(_look, attention, mask, (q, query_info)))
+    look = jax.checkpoint(functools.partial(_look, attend_to, queries))
 
     def turn(state, _):
         keys, result = state
@@ -205,39 +193,41 @@ def full_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_i
         return (keys, _join(result, look(keys))), None
 
     (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=n - 1)
-    return result.values.astype(q.dtype)
+    return result.values.astype(queries[0].dtype)
 
 
-def causal_ring(attention: Callable, q: Array, keys: Keys, mask: Callable, query_info: Any,
-                pass_on: Callable, me: Array, n: int) -> Array:
+def causal_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int
+                ) -> Array:
     """Causal attention over a sequence in zigzag order (shard.py's `shard_time`): device i has an
     early part of the time and a late one, and all devices have equally much to do.
 
     Keys of each device j come by in turn. The late queries see all early keys. If j is before i,
     both halves of the queries see j's early keys; else the late queries see both halves of j's
     keys. So of four quarters every device computes two in every turn."""
+    me, (q, _) = lax.axis_index("seq"), queries
     half = q.shape[1] // 2
-    queries = (q, query_info)
-    early, late = _time(queries, 0, half), _time(queries, half, None)
-    look = functools.partial(_look, attention, mask)
+    look = functools.partial(_look, attend_to)
+
+    def halves(tree):
+        return _time(tree, 0, half), _time(tree, half, None)
 
     def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
     @jax.checkpoint         # of each turn only the keys and the results before it are kept
     def look_at(keys, before, first, second):
-        second = _join(second, look(late, _time(keys, 0, half)))
-        part = look(select(before, early, late),
-                    select(before, _time(keys, 0, half), _time(keys, half, None)))
-        never = jnp.full_like(part.logsum, -jnp.inf)
-        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, never))),
-                _join(second, part._replace(logsum=jnp.where(before, never, part.logsum))))
+        early_keys, late_keys = halves(keys)
+        second = _join(second, look(late, early_keys))
+        part = look(select(before, early, late), select(before, early_keys, late_keys))
+        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
+                _join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
 
     def turn(state, _):
         keys, whose, *results = state
         keys, whose = pass_on(keys), (whose - 1) % n
         return (keys, whose, *look_at(keys, whose < me, *results)), None
 
-    state = keys, me, look(early, _time(keys, 0, half)), look(late, keys)
+    early, late = halves(queries)
+    state = keys, me, look(early, halves(keys)[0]), look(late, keys)
     (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([first.values, second.values], 1).astype(q.dtype)

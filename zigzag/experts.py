@@ -10,7 +10,7 @@ R rows, D model, F feed-forward, E experts of this device.
 from __future__ import annotations
 
 import math
-from typing import Callable, NamedTuple, Sequence
+from typing import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,22 +44,16 @@ def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
 
 def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
     """Rows x [R, D], sorted into groups of so many, times the weights [E, D, F] of their group."""
-    x, w, counts = mark_varying(x, w), mark_varying(w, x), mark_varying(counts, x)
+    x, w, counts = mark_varying((x, w, counts), x, w)
     sizes, manual = ambient()
     if platform() in ("", "tpu") or not (manual or math.prod(sizes.values()) == 1):
         return lax.ragged_dot(x, w, counts)     # (or a compiler splits the rows)
     return _by_blocks(x, w, counts, usual)
 
 
-class _Blocks(NamedTuple):
-    """Blocks of `size` rows, each of one group; there may be more than are needed."""
-    size: int
-    group: Array        # [n] of each block
-    first: Array        # [n] its first row
-    rows: Array         # [n] how many rows of it are its own; 0: none is
-
-
 def _blocks(counts, rows, usual):
+    """The size of blocks of rows, each of one group; and of each block [n] the group, its first
+    row, and how many rows are its own. (There may be more blocks than are needed: none is.)"""
     E = len(counts)
     size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
@@ -67,26 +61,26 @@ def _blocks(counts, rows, usual):
     group = jnp.minimum((number[:, None] >= last).sum(1), E - 1)
     first = (ends - counts)[group] + (number - (last - needed)[group]) * size
     own = jnp.where(number < last[-1], jnp.minimum(ends[group] - first, size), 0)
-    return _Blocks(size, group, first, own)
+    return size, (group, first, own)
 
 
-def _loop(blocks, make, put, start, *rows):
+def _loop(size, blocks, make, put, start, *rows):
     """What put(all, group, first, made) makes of made = make(group, *the block's rows)."""
-    rows = [jnp.pad(a, ((0, blocks.size), (0, 0))) for a in rows]
+    rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):
         group, first, count = block
 
         def work():
-            own = (jnp.arange(blocks.size) < count)[:, None]
-            return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, blocks.size), 0)
+            own = (jnp.arange(size) < count)[:, None]
+            return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, size), 0)
                                  for a in rows])
 
         with jax.named_scope("ragged"):         # (hlo.arithmetic looks for it)
             made = lax.cond(count > 0, work, lambda: zeros_of(work))
         return put(out, group, first, made), None
 
-    return lax.scan(turn, mark_varying(start, *rows), (blocks.group, blocks.first, blocks.rows))[0]
+    return lax.scan(turn, mark_varying(start, *rows), blocks)[0]
 
 
 def _by_blocks(x, w, counts, usual):
@@ -95,29 +89,29 @@ def _by_blocks(x, w, counts, usual):
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def product(x, w, counts, contract):
-        R, blocks = len(x), _blocks(counts, len(x), usual)
+        size, blocks = _blocks(counts, len(x), usual)
 
         def make(group, x):
-            return lax.dot_general(x, w[group], (((1,), (contract,)), ((), ())))
+            return jnp.tensordot(x, w[group], (1, contract))
 
         def put(out, group, first, made):
             # In order: what a block writes beyond its own rows, the next ones write over.
             return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
-        start = jnp.zeros((R + blocks.size, w.shape[2 - contract]), x.dtype)
-        return _loop(blocks, make, put, start, x)[:R]
+        start = jnp.zeros((len(x) + size, w.shape[2 - contract]), x.dtype)
+        return _loop(size, blocks, make, put, start, x)[:len(x)]
 
     def backward(saved, cotangent):
         x, w, counts = saved
 
         def make(group, x, g):
-            return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+            return jnp.tensordot(x, g, (0, 0), preferred_element_type=wide)
 
         def put(out, group, first, made):
             return out.at[group].add(made)
 
-        blocks, zeros = _blocks(counts, len(x), usual), jnp.zeros(w.shape, wide)
-        dw = _loop(blocks, make, put, zeros, x, cotangent)
+        dw = _loop(*_blocks(counts, len(x), usual), make, put, jnp.zeros(w.shape, wide), x,
+                   cotangent)
         return product(cotangent, w, counts, 1), dw.astype(w.dtype), None
 
     def forward(x, w, counts):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ WITHOUT_TENSOR = AXES[:-1]                  # manual where `tensor` is left to t
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
     """'data=2,tensor=4' and the size of the tensor axis as {axis: size}, without what is not
     given."""
-    sizes: dict[str, int] = {}
+    sizes = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         _check_axis(name)
@@ -62,34 +62,35 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     for name in sizes:
         _check_axis(name)
     devices = jax.devices() if devices is None else list(devices)
-    needed = math.prod(sizes.values())
-    if "data" not in sizes and needed <= len(devices) and len(devices) % needed == 0:
-        sizes = {**sizes, "data": len(devices) // needed}
-    if math.prod(sizes.values()) != len(devices):
+    count, needed = len(devices), math.prod(sizes.values())
+    if "data" not in sizes and needed <= count and count % needed == 0:
+        sizes = {**sizes, "data": count // needed}
+    elif needed != count:
         raise ConfigError(_wrong_size(sizes, needed, devices))
     if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
         raise ConfigError("these TPUs are several slices with only a slow network between them: "
                           "give one slice")
     # Not jax.make_mesh: on most chips it has no mesh whose axis is a part of a torus's side.
-    placed = mesh_utils.create_device_mesh(tuple(sizes.get(a, 1) for a in AXES), devices,
-                                           allow_split_physical_axes=True)
-    # Auto: shard_map cannot leave an Explicit axis to the compiler.
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(sizes)
+    placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=mesh.axis_types)
 
 
 def _wrong_size(sizes, needed, devices):
     count, platform = len(devices), devices[0].platform if devices else "no"
     if needed <= count:
-        fits = [n for n in range(1, count + 1) if count % n == 0]
-        advice = f"sizes that divide {count} are {', '.join(map(str, fits))}"
+        advice = f"sizes that divide {count} are {', '.join(map(str, _divisors(count)))}"
     elif platform == "cpu":
         advice = ("use a smaller mesh or more simulated devices (XLA_FLAGS="
                   f"--xla_force_host_platform_device_count={needed})")
     else:
         advice = "use --shards 1, or set JAX_PLATFORMS=cpu to simulate the devices"
     text = " x ".join(f"{a}={sizes[a]}" for a in AXES if a in sizes)
-    return (f"mesh {text} is {math.prod(sizes.values())} devices and there are {count} "
-            f"({platform}): {advice}")
+    return f"mesh {text} is {needed} devices and there are {count} ({platform}): {advice}"
+
+
+def _divisors(count):
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def all_meshes(count: int) -> list[dict[str, int]]:
@@ -97,7 +98,7 @@ def all_meshes(count: int) -> list[dict[str, int]]:
     def over(axes, count):
         if len(axes) == 1:
             return [{axes[0]: count}]
-        return [{axes[0]: n, **rest} for n in range(1, count + 1) if count % n == 0
+        return [{axes[0]: n, **rest} for n in _divisors(count)
                 for rest in over(axes[1:], count // n)]
 
     return over(AXES, count)
@@ -105,6 +106,7 @@ def all_meshes(count: int) -> list[dict[str, int]]:
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
     """A mesh without devices, for what only needs its shape."""
+    # Auto: shard_map cannot leave an Explicit axis to the compiler.
     return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
                                      axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -121,7 +123,7 @@ def simulate_devices(count: int) -> None:
 
 def row_groups(mesh: Any) -> int:
     """Into how many groups of devices the rows of a batch are split."""
-    return math.prod(dict(mesh.shape)[a] for a in BATCH_AXES)
+    return math.prod(mesh.shape[a] for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -133,7 +135,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 def platform(mesh: Any = None) -> str:
     """What the devices of this mesh, or of the ambient one, are: cpu, tpu, gpu; '' if none."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
-    return "" if device is None else device.platform
+    return getattr(device, "platform", "")      # (there may be none)
 
 
 def is_single_cpu(mesh: Any = None) -> bool:
@@ -146,8 +148,8 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
     that tensor is left to the compiler inside a shard_map."""
     if platform(mesh) != "cpu":
         return {}
-    options: dict[str, Any] = {}
-    if auto_tensor and dict(mesh.shape)["tensor"] > 1:
+    options = {}
+    if auto_tensor and mesh.shape["tensor"] > 1:
         # This pass aborts the process on a bfloat16 psum there ("Invalid binary instruction opcode
         # copy", jax 0.10.2 and 0.12.0.1).
         options["xla_disable_hlo_passes"] = "all-reduce-promotion"
@@ -179,10 +181,10 @@ def full_spec(spec: P, rank: int) -> list[Any]:
     return [*spec, *[None] * (rank - len(spec))]
 
 
-def trimmed(entries: Sequence[Any]) -> P:
-    """The spec of these entries, without None at its end."""
+def trimmed(entries: Iterable[Any]) -> P:
+    """The spec of these entries, without those at its end that name no axis."""
     entries = list(entries)
-    while entries and entries[-1] is None:
+    while entries and not entries[-1]:
         entries.pop()
     return P(*entries)
 
@@ -190,15 +192,14 @@ def trimmed(entries: Sequence[Any]) -> P:
 def drop_trivial_axes(spec: P, mesh: Any) -> P:
     """The spec without axes of size 1. The one place where they are dropped: the compiler fails
     on them, or sends whole gradients to nobody."""
-    sizes = {a: 1 for a in AXES} | dict(mesh.shape)
-    kept = [tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec]
-    return trimmed([names[0] if len(names) == 1 else names or None for names in kept])
+    sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
+    return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
 
 
-def without_tensor(specs: Any) -> Any:
-    """Specs for a shard_map that leaves the tensor axis to the compiler."""
-    return jax.tree.map(lambda s: P(*[None if e == "tensor" else e for e in s]), specs,
-                        is_leaf=is_spec)
+def without_axis(specs: Any, axis: str) -> Any:
+    """Specs of arrays that are not split over this axis, or for a shard_map that leaves it to the
+    compiler."""
+    return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
 
 
 def batch_spec(mesh: Any) -> P:
@@ -208,7 +209,7 @@ def batch_spec(mesh: Any) -> P:
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """A tree of specs as a tree of shardings on this mesh."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
@@ -226,6 +227,11 @@ def cast(tree: Any, dtype: str) -> Any:
     """Float leaves in this precision; as they are where none is named."""
     return tree if not dtype else jax.tree.map(
         lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, tree)
+
+
+def add_to(total: Any, more: Any) -> Any:
+    """The sum of two trees, in the precision of the first."""
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
 # -------------------------------------------------------------------------------------------
@@ -250,11 +256,8 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     stay local until you sum them; mark an activation, and its gradient is summed there."""
     axes = varying(*like) | set(also)
 
-    def mark(x):
-        new = tuple(sorted(axes - varying(x)))
-        return lax.pcast(x, new, to="varying") if new else x
-
-    return jax.tree.map(mark, tree)
+    return jax.tree.map(
+        lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), tree)
 
 
 def mark_alike(tree: Any, *like: Any) -> Any:
@@ -265,6 +268,7 @@ def mark_alike(tree: Any, *like: Any) -> Any:
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros of the shapes and types that fn(*args) has."""
+    # (jnp.zeros_like of a shape fails where tensor is the compiler's.)
     return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
                         jax.eval_shape(fn, *args))
 

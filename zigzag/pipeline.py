@@ -4,13 +4,12 @@
     1f1b                 a backward pass of its own, of each microbatch as soon as it can be
 
 With k layers a chunk, chunk c of stage s of S begins at layer (c S + s) k. x [b, T, D] is one
-microbatch's residual stream. What is sent between stages is passed in (`Links`, from
-shard.py's pipe section); this file decides when.
+microbatch's residual stream. What is sent between stages is passed in (`Loss`, from shard.py's pipe
+section); this file decides when.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, Callable, NamedTuple
 
@@ -19,27 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from zigzag.mesh import ambient, mark_alike, mark_varying, varying, zeros_of
+from zigzag.mesh import add_to, ambient, cast, mark_alike, mark_varying, varying, zeros_of
 from zigzag.remat import POLICIES
 
 
-class Links(NamedTuple):
-    """The collectives over pipe."""
-    send_next: Callable         # a tree to the next stage; from the last to the first
-    send_back: Callable         # a tree to the stage before
-    scatter_time: Callable      # x that one stage has (others: zeros): to each its part of the time
-    my_time: Callable           # of a tree of [B, T, ...] the time that this stage has of that
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A loss with layers in the middle: embed, then every layer, then head."""
     embed: Callable         # params, batch -> x
     layers: Callable        # weights, x, indices, batch -> x, aux (None or a pair with a sum)
-    head: Callable          # params, x, batch -> sum, count
+    head: Callable          # params, x, batch -> sum, count, of this stage's part of the time: x is
+                            # what the last stage has, and zeros on the others
+    send: Callable          # a tree, 1 -> that of the stage before (the first: of the last);
+                            # a tree, -1 -> that of the next stage
     batch: Any              # a tree of [B, ...]
     indices: Array          # of all layers [L]
-    links: Links
     stages: int
     microbatches: int
 
@@ -49,11 +41,10 @@ class Loss:
 
 def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
     """How many ticks a pipeline takes, and how many chunks of layers a stage really has."""
-    S, M = stages, microbatches
     if schedule == "1f1b":
-        return M + 2 * S - 1, 1
+        return microbatches + 2 * stages - 1, 1
     V = chunks if schedule == "interleaved" else 1
-    return _last_tick(M - 1, S, V) + 1, V
+    return _last_tick(microbatches - 1, stages, V) + 1, V
 
 
 def _last_tick(microbatch, S, V):
@@ -80,11 +71,8 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
 
     def cell(stage, t):
-        if schedule == "1f1b":
-            work = zip(("", "'"), work_1f1b(t, stage, S))
-        else:
-            work = [("", work_at(t, stage, S, V)[0])]
-        return " ".join(f"{m}{mark}" if 0 <= m < M else "." for mark, m in work)
+        work = work_1f1b(t, stage, S) if schedule == "1f1b" else work_at(t, stage, S, V)[:1]
+        return " ".join(f"{m}{mark}" if 0 <= m < M else "." for m, mark in zip(work, ("", "'")))
 
     rows = [[cell(s, t) for t in range(count)] for s in range(S)]
     width = max(len(c) for row in rows for c in row)
@@ -113,20 +101,14 @@ def pick(tree: Any, index: Any) -> Any:
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
 
-def _in_float32(weights):
-    """Weights in float32 and the way back to their precision, for use inside a loop: autodiff then
-    adds their gradients up in float32."""
-    dtypes = jax.tree.map(lambda w: w.dtype, weights)
-
-    def back(wide):
-        return jax.tree.map(lambda w, dtype: w.astype(dtype), wide, dtypes)
-
-    return jax.tree.map(lambda w: w.astype(jnp.float32), weights), back
+def _astype(tree, like):
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), tree, like)
 
 
-def _skip_idle(busy, work, idle, x):
-    """work(x) in the ticks in which a stage has work, else idle(x). Skipped, but for seq: its ring
-    is one collective-permute of all devices, idle ones too."""
+def _skip_idle(busy, work, x, idle=None):
+    """work(x) in the ticks in which a stage has work, else idle(x), or zeros. Skipped, but for seq:
+    its ring is one collective-permute of all devices, idle ones too."""
+    idle = idle or functools.partial(zeros_of, work)
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
                          jax.eval_shape(idle, x))
 
@@ -158,12 +140,12 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
 
     One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
     comes after the layers is shared by all stages, each with its part of the time."""
-    M, S, V, links = loss.microbatches, loss.stages, chunks, loss.links
+    M, S, V = loss.microbatches, loss.stages, chunks
     me = lax.axis_index("pipe")
     x = loss.embed(params, loss.batch)
     xs, batch = split_rows(x, M), split_rows(loss.batch, M)
-    wide, narrow = _in_float32(weights)
-    wide = split_rows(wide, V)
+    # In float32, in which autodiff then adds up their gradients in the loop.
+    wide = split_rows(cast(weights, "float32"), V)
     indices = loss.indices.reshape(V, S, -1)
 
     def tick(x, t):
@@ -176,22 +158,19 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[remat])
         def turn(x):
             def work(x):
-                return loss.layers(narrow(pick(wide, chunk)), x, pick(pick(indices, chunk), me),
-                                   pick(batch, microbatch))
+                return loss.layers(_astype(pick(wide, chunk), weights), x,
+                                   pick(pick(indices, chunk), me), pick(batch, microbatch))
 
-            return _skip_idle(busy, work, lambda x: (x, zeros_of(work, x)[1]), x)
+            return _skip_idle(busy, work, x)
 
         x, aux = turn(x)
-        return links.send_next(x), (x, aux)
+        return loss.send(x, 1), (x, aux)
 
     start = mark_alike(jnp.zeros_like(xs[0]), xs, batch, weights, me)
-    start = mark_varying(start, xs)
-    count, _ = ticks(S, M, "interleaved", V)
-    _, (out, aux) = lax.scan(tick, start, jnp.arange(count))
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
-    out = jnp.where(me == S - 1, out[finished], 0).reshape(-1, *x.shape[1:])
-    x = links.scatter_time(out)
-    sums = mark_alike(tuple(loss.head(params, x, links.my_time(loss.batch, x))), x)
+    _, (out, aux) = lax.scan(tick, start, jnp.arange(finished[-1] + 1))
+    out = jnp.where(me == S - 1, out[finished], 0).reshape(x.shape)
+    sums = mark_alike(tuple(loss.head(params, out, loss.batch)), out)
     return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
 
 
@@ -232,19 +211,13 @@ def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
 
 def _with_gradients(loss, params, weights):
     """The loss, and the gradients of params and weights."""
-    S, M, me = loss.stages, loss.microbatches, lax.axis_index("pipe")
-    stage = _Stage(loss, params, weights)
-
-    def zeros32(tree):
-        return jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w, me), tree)
-
+    S, M, stage = loss.stages, loss.microbatches, _Stage(loss, params, weights)
     x = stage.zeros
-    state = _State(x, x, x, jnp.stack([x] * 2 * S), (zeros32(params), zeros32(weights)),
-                   zeros_of(stage.head, params, x, 0), stage.no_aux)
-    state, _ = lax.scan(lambda state, t: (stage.tick(state, t), None), state,
-                        jnp.arange(ticks(S, M, "1f1b", 1)[0]))
-    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), state.grads, (params, weights))
-    return with_aux(state.sums, state.aux), grads
+    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
+    state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, stage.me),
+                   zeros_of(stage.head, params, x, 0), zeros_of(stage.layers, weights, x, 0)[1])
+    state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], lambda t, s: stage.tick(s, t), state)
+    return with_aux(state.sums, state.aux), _astype(state.grads, (params, weights))
 
 
 class _Stage:
@@ -255,9 +228,7 @@ class _Stage:
         self.me = lax.axis_index("pipe")
         self.batch = split_rows(loss.batch, loss.microbatches)
         self.indices = pick(loss.indices.reshape(loss.stages, -1), self.me)
-        x = zeros_of(loss.embed, params, pick(self.batch, 0))
-        self.zeros = self._alike(x)
-        self.no_aux = zeros_of(self.layers, weights, self.zeros, 0)[1]
+        self.zeros = self._alike(zeros_of(loss.embed, params, pick(self.batch, 0)))
 
     def _alike(self, tree):
         return mark_alike(tree, self.params, self.batch, self.weights, self.me)
@@ -269,64 +240,50 @@ class _Stage:
         return self._alike(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
 
     def head(self, params, y, m):
-        x = self.loss.links.scatter_time(y)
-        batch = self.loss.links.my_time(pick(self.batch, m), x)
-        return self._alike(tuple(self.loss.head(params, x, batch)))
+        return self._alike(tuple(self.loss.head(params, y, pick(self.batch, m))))
 
     def tick(self, s, t):
-        S, M, links = self.loss.stages, self.loss.microbatches, self.loss.links
+        S, M, send = self.loss.stages, self.loss.microbatches, self.loss.send
         (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
         first, last = self.me == 0, self.me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = _skip_idle(busy & first, lambda x: self.embed(self.params, forward), lambda x: x, s.x)
+        x = _skip_idle(busy & first, lambda x: self.embed(self.params, forward), s.x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
             s.inputs, x, forward % (2 * S), 0), s.inputs)
-        y, aux = _skip_idle(busy, lambda x: self.layers(self.weights, x, forward),
-                            lambda x: (x, self.no_aux), x)
+        y, aux = _skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
 
         # The loss of what the last stage has just finished, by all stages, each of its time.
         valid = (finished >= 0) & (finished < M)
         sums, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
+        sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
         # Backward, of a microbatch that the next stage has sent back.
         dx = jnp.where(last, s.dlast, s.dx)
         turn = (backward >= 0) & (backward < M)
         dweights, dx = _skip_idle(turn, lambda dx: self._layer_gradients(
-            pick(inputs, backward % (2 * S)),
-            dx, backward), lambda dx: (self._zeros(self.weights), jnp.zeros_like(dx)), dx)
-        dembed = _skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward),
-                            lambda dx: self._zeros(self.params), dx)
+            pick(inputs, backward % (2 * S)), dx, backward), dx)
+        dembed = _skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward), dx)
 
         dparams, total = s.grads
-        dparams = _add(_add(dparams, _where(valid, dhead)), dembed)
-        return _State(links.send_next(y), links.send_back(dx), dlast, inputs,
-                      (dparams, _add(total, dweights)), _add(s.sums, _where(valid, sums)),
-                      _add(s.aux, aux))
-
-    def _zeros(self, tree):
-        return jax.tree.map(jnp.zeros_like, tree)
+        return _State(send(y, 1), send(dx, -1), dlast, inputs,
+                      (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
+                      add_to(s.sums, sums), add_to(s.aux, aux))
 
     def _head_gradients(self, y, m):
         """The loss's sums, the gradient of params, and the cotangent of y."""
         sums, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
-        one, *zeros = jax.tree.map(lambda s: mark_varying(jnp.zeros_like(s), s), sums)
-        return sums, *vjp((one + 1, *zeros))
+        return sums, *vjp(_one_and_zeros(sums))
 
     def _layer_gradients(self, x, dy, m):
         (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
-        if aux is None:
-            return vjp((dy, None))
-        added, others = aux
-        return vjp((dy, (mark_varying(jnp.ones_like(added), added), self._zeros(others))))
+        return vjp((dy, None if aux is None else _one_and_zeros(aux)))
 
     def _embed_gradients(self, dx, m):
         return jax.vjp(lambda params: self.embed(params, m), self.params)[1](dx)[0]
 
 
-def _add(total, more):
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
-
-
-def _where(condition, tree):
-    return jax.tree.map(lambda a: jnp.where(condition, a, 0), tree)
+def _one_and_zeros(sums):
+    """The cotangent of sums of which the first is the loss's."""
+    total, *others = sums
+    return jnp.ones_like(total), *jax.tree.map(jnp.zeros_like, others)

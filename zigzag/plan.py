@@ -35,7 +35,7 @@ from zigzag.mesh import (
     spec_axes,
     untyped,
     varying,
-    without_tensor,
+    without_axis,
 )
 from zigzag.rule import plan_sharding, zero1_specs
 
@@ -131,6 +131,13 @@ class Plan:
         """In how many parts the loss of a batch is computed, but for what a compiler does."""
         return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
 
+<<<<<<< ours
+=======
+    def local(self, specs: Any) -> Any:
+        """Specs as the shard_map takes them."""
+        return specs if "tensor" in self.manual else without_axis(specs, "tensor")
+
+>>>>>>> theirs
     def mark(self, tree: Any) -> Any:
         """The tree with the type of what differs between devices that have other rows, layers or
         time. Never over tensor: there the type of a weight says that it is split."""
@@ -232,7 +239,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 def _whole_over_tensor(decision, why):
     """A weight that is stored as decided, and used whole over tensor."""
     reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
-    return dataclasses.replace(decision, used=without_tensor(decision.given), reductions=(),
+    return dataclasses.replace(decision, used=without_axis(decision.given, "tensor"), reductions=(),
                                reason=decision.reason + reason)
 
 

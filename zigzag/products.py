@@ -11,20 +11,16 @@ from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from zigzag.mesh import mark_alike, mark_varying, platform, zeros_of
+from zigzag.mesh import add_to, mark_alike, mark_varying, platform, zeros_of
 
 
 def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
     """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
     w. `dtype` is the result's, if not x's."""
-    first = x.ndim - contract
-    dims = ((tuple(range(first, x.ndim)), tuple(range(contract))), ((), ()))
-
     def plain(x, w):
-        return lax.dot_general(x, w, dims, preferred_element_type=dtype)
+        return jnp.tensordot(x, w, contract, preferred_element_type=dtype)
 
     if platform() != "cpu":
         return plain(x, w)
@@ -32,7 +28,7 @@ def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
     def backward(saved, cotangent):
         x, w = saved
         dx, = jax.linear_transpose(lambda x: plain(x, w), x)(cotangent)
-        rows = tuple(range(first))
+        rows = tuple(range(x.ndim - contract))
         dw = lax.dot_general(x, cotangent, ((rows, rows), ((), ())),
                              preferred_element_type=dtype)
         return dx, dw.astype(w.dtype)
@@ -40,7 +36,7 @@ def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
     # Marked outside: the sum over devices that a mark is in the backward pass stays autodiff's.
-    return product(mark_varying(x, w), mark_varying(w, x))
+    return product(*mark_varying((x, w), x, w))
 
 
 def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
@@ -49,7 +45,6 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
     the forward pass: the backward pass only scales them, and computes nothing again."""
     weights, chunks = mark_varying(weights, chunks), mark_alike(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
-    dtypes = jax.tree.map(lambda w: w.dtype, weights)
 
     @jax.custom_vjp
     def total(weights, chunks):
@@ -58,25 +53,20 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
     def forward(weights, chunks):
         def one(carry, chunk):
             s, grads = carry
-            floats = {i: a for i, a in enumerate(chunk) if jnp.issubdtype(a.dtype, jnp.floating)}
+            value, vjp = jax.vjp(fn, weights, *chunk)
+            grad, *dchunk = vjp(jnp.ones_like(value))
+            # Integers have no gradient, which is None here.
+            dchunk = [None if d.dtype == jax.dtypes.float0 else d for d in dchunk]
+            return (s + value, add_to(grads, grad)), dchunk
 
-            def of_floats(weights, floats):
-                return fn(weights, *(floats.get(i, a) for i, a in enumerate(chunk)))
-
-            value, vjp = jax.vjp(of_floats, weights, floats)
-            grad, dfloats = vjp(jnp.ones_like(value))
-            grads = jax.tree.map(lambda total, g: total + g.astype(total.dtype), grads, grad)
-            return (s + value, grads), dfloats
-
-        wide = jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), weights)
-        (s, grads), dfloats = lax.scan(one, (zero, wide), chunks)
-        return s, (grads, dfloats)
+        wide = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
+        (s, grads), dchunks = lax.scan(one, (zero, wide), chunks)
+        return s, (grads, dchunks)
 
     def backward(saved, cotangent):
-        grads, dfloats = saved
-        return (jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes),
-                [(dfloats[i] * cotangent).astype(dfloats[i].dtype) if i in dfloats else
-                 np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(chunks)])
+        grads, dchunks = saved
+        return (jax.tree.map(lambda g, w: (g * cotangent).astype(w.dtype), grads, weights),
+                jax.tree.map(lambda d: (d * cotangent).astype(d.dtype), dchunks))
 
     total.defvjp(forward, backward)
     return total(weights, chunks)

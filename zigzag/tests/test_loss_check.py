@@ -144,7 +144,7 @@ def own_block(causal, mask, head, schedule="gpipe"):
     def loss(p, b, specs=None):
         others = {k: w for k, w in p.items() if k != "layers"}
         return shard.pipelined_loss(embed, block, head, others, p["layers"],
-                                    model._with_info(b["tokens"], b), specs and specs["layers"],
+                                    model._with_info(b), specs and specs["layers"],
                                     "none", 2, schedule)
 
     return loss

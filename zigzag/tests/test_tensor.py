@@ -167,8 +167,8 @@ def test_a_loss_of_the_last_position_alone(mesh):
     config, params = make(), model.init(make(), jax.random.key(0))
 
     def last(params, batch):
-        batch = model._with_info(batch["tokens"], batch)
-        x, _ = model._trunk(params, batch["tokens"], config, batch)
+        batch = model._with_info(batch)
+        x, _ = model._trunk(params, config, batch)
         return jnp.sum(shard.whole_time(x)[:, -1] ** 3)
 
     batch = {k: v for k, v in batch_of(config).items() if k in ("tokens", "targets")}
