@@ -419,7 +419,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    return named(checkpoint_name(out, "attend"), "attend")
+    return named(out, "attend")
 
 
 def sum_over_time(x: Array) -> Array:
@@ -471,7 +471,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     out = dispatch.mixture(rows, chosen, shares, into, between, back, usual)
     if n > 1:
         out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
-    out = named(checkpoint_name(out, "experts"), "experts").reshape(B, T, D)
+    out = named(out, "experts").reshape(B, T, D)
     partial, whole = _products(beside)
     (partial if is_split(back) else whole).append(out)
     return _into_stream(partial, whole, split_time)
@@ -561,7 +561,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if stages == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
-        return named(checkpoint_name(s, "pipelined_loss"), "pipelined_loss"), *others
+        return named(s, "pipelined_loss"), *others
     _check_stages(stages, total, chunks, specs)
     if schedule == "1f1b" and total == stages:
         remat = "none"      # a stage goes back right after it went forward: nothing to save

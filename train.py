@@ -237,8 +237,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     ours = isinstance(loss, functools.partial) and loss.func is model.loss
     dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
-    rule = optimizer(plan.config, plan.decisions)
-    return make_program(plan, rule, make_step(plan, rule)[0], make_evaluate(plan))
+    update = optimizer(plan.config, plan.decisions)
+    return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
 # -------------------------------------------------------------------------------------------

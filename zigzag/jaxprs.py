@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from zigzag.mesh import ambient
 
 DIFFERENTIATED = "differentiated"
+OURS = "shard."         # (a checkpoint_name of somebody else's may be "row", too)
 REDUCTIONS = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or
 reduce_xor argmax argmin""".split())
 
@@ -86,26 +87,27 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 # Names: by these a training step sees which of our functions a loss calls.
 
 def named(x: jax.Array, name: str) -> jax.Array:
-    """x with a name that `names_in` sees; with the name DIFFERENTIATED where a gradient is taken
-    through it. Inside a shard_map nothing: a loss is looked at before it is put into one."""
+    """x with a name that `names_in` sees, and with the name DIFFERENTIATED where a gradient is
+    taken through it. Inside a shard_map nothing: a loss is looked at before it is put into one."""
     return x if ambient()[1] else _name(x, name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _name(x, name):
-    return checkpoint_name(x, name)
+    return checkpoint_name(x, OURS + name)
 
 
 @_name.defjvp
 def _name_jvp(name, primals, tangents):
-    return checkpoint_name(primals[0], DIFFERENTIATED), tangents[0]
+    return checkpoint_name(_name(primals[0], name), OURS + DIFFERENTIATED), tangents[0]
 
 
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
-    """The names that a function marks its values with. DIFFERENTIATED is among them if it takes a
-    gradient, within itself, through a marked value."""
-    return {eqn.params["name"] for eqn in equations(_traced(fn, *args))
-            if eqn.primitive.name == "name"}
+    """The names that `named` has given to values of a function. DIFFERENTIATED is among them if it
+    takes a gradient, within itself, through a named value."""
+    names = {eqn.params["name"] for eqn in equations(_traced(fn, *args))
+             if eqn.primitive.name == "name"}
+    return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:

@@ -131,13 +131,6 @@ class Plan:
         """In how many parts the loss of a batch is computed, but for what a compiler does."""
         return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
 
-<<<<<<< ours
-=======
-    def local(self, specs: Any) -> Any:
-        """Specs as the shard_map takes them."""
-        return specs if "tensor" in self.manual else without_axis(specs, "tensor")
-
->>>>>>> theirs
     def mark(self, tree: Any) -> Any:
         """The tree with the type of what differs between devices that have other rows, layers or
         time. Never over tensor: there the type of a weight says that it is split."""
@@ -166,7 +159,8 @@ class Plan:
             batch, specs = shard_time(batch, self.mesh)
             rows = full_spec(batch_spec(self.mesh) if splits_rows else P(), 1)
             specs = self.stored, {k: P(*rows, *s[1:]) for k, s in specs.items()}, out_specs
-            *in_specs, out = specs if "tensor" in self.manual else without_tensor(specs)
+            *in_specs, out = specs if "tensor" in self.manual else without_axis(
+                specs, "tensor")
             return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out,
                                  axis_names=set(self.manual), check_vma=self.typed)(params, batch)
 

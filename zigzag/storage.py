@@ -75,7 +75,6 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
     """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
-<<<<<<< ours
     stages, or (`back`) in its own. It is one program: of one for each array, more would wait for
     each other than a CPU client has room for, and devices would wait for ever."""
     def order(x, place):
@@ -99,16 +98,3 @@ def _compiled(chunks, back, places):
                 for x, place in zip(arrays, places)]
 
     return jax.jit(permute, out_shardings=list(places))
-=======
-    stages, or (`back`) in its own."""
-    return jax.tree.map(lambda x, place: _permutation(x.shape, place, chunks, back)(x),
-                        tree, places)
-
-
-@functools.cache
-def _permutation(shape, place, chunks, back):
-    order = None
-    if "pipe" in place.spec[:1]:
-        order = layer_order(shape[0], dict(place.mesh.shape)["pipe"], chunks, back)
-    return (lambda x: x) if order is None else jax.jit(lambda x: x[order], out_shardings=place)
->>>>>>> theirs

@@ -207,19 +207,22 @@ def _experts(run):
     and back, and backward; with them go the experts that it chose, and its shares. Beside tensor
     each device routes its own time, and gathers what the others chose."""
     c, n = run.config, run.sizes["expert"]
+    on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
     choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
     for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
-    # The shares' gradients.
+    # The shares' gradients. (Few numbers a token fill no tile of a TPU: if they do not come from
+    # expert, its compiler adds them up everywhere and takes the part.)
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
-    yield run.reduce, "tensor", run.layers, choices * run.itemsize
+    scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
+    yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
     if run.splits_time:
         # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
         yield ("all-reduce", "tensor", run.layers,
-               c.d_model * c.experts * (run.itemsize if platform(run.mesh) == "tpu" else 4))
+               c.d_model * c.experts * (run.itemsize if on_tpu else 4))
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
     # Of all the time, how busy each expert is in a row, and the row's weight (in no layer).
     axes = "seq+tensor" if run.splits_time else "seq"
