@@ -185,17 +185,20 @@ def own_part(x: Array, dim: int) -> Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
-def columns(x: Array, *weights: Array, dtype: Any = None) -> list[Array]:
+def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None) -> list[Array]:
     """Into a block: the stream x [B, T, D] times weights [D, F, ...]. Time is whole in the results,
-    F split where the weights' is. `dtype` is the products', if not x's."""
-    n, some = _size("tensor"), any(map(is_split, weights))
+    F split where the weights' is. `dtype` is the products', if not x's. In place of a weight there
+    may be a pair of it and of a bias [1, F, ...]."""
+    weights = [w if isinstance(w, tuple) else (w,) for w in weights]
+    n, some = _size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)
     elif some:              # its transpose: one all-reduce for all the weights
         x = mark_varying(x, also={"tensor"})
     if some:                # of a whole weight beside split ones, this device's columns
-        weights = [w if is_split(w) or w.shape[1] % n else own_part(w, 1) for w in weights]
-    return [named(matmul(x, w, 1, dtype), "columns") for w in weights]
+        weights = jax.tree.map(
+            lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1), weights)
+    return [named(sum(bias, matmul(x, w, 1, dtype)), "columns") for w, *bias in weights]
 
 
 def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:

@@ -213,10 +213,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims)
-    if not trusted:
-        decisions = _see_whole_batch(decisions, loss, weights, batch, rows)
+    splits_tensor = dict(mesh.shape)["tensor"] > 1
+    if splits_tensor or not trusted and rows < config.batch:
+        decisions = _see_matrices(decisions, loss, weights, batch)
 
-    names, splits_tensor = names_in(jaxpr) if typed else set(), dict(mesh.shape)["tensor"] > 1
+    names = names_in(jaxpr) if typed else set()
     why = "" if trusted else why_not_split(jaxpr, weights)
     mode = run_mode(config.step, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
@@ -237,11 +238,9 @@ def _whole_over_tensor(decision, why):
                                reason=decision.reason + reason)
 
 
-def _see_whole_batch(decisions, loss, weights, batch, rows):
-    """What is a matrix must not follow from how many rows a device has: that is seen in a whole
-    batch."""
-    if jax.tree.leaves(batch)[0].shape[0] == rows:
-        return decisions
+def _see_matrices(decisions, loss, weights, batch):
+    """What is a matrix must not follow from the mesh: not from how many rows a device has, nor from
+    key heads that are repeated for tensor. It is seen in a whole batch, without a mesh."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)

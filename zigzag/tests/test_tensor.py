@@ -24,6 +24,21 @@ def test_a_whole_weight_beside_split_ones(name):
     assert_same_on("tensor=2", override=(f"{name}=-",))
 
 
+@pytest.mark.parametrize("override", [(), ("b_up=-",), ("w_up=-",), ("[bw]_up=-",)])
+def test_a_bias_beside_its_weight(override, monkeypatch):
+    """A bias as wide as all columns beside a device's part of them, or the other way round."""
+    weights = model._weights
+
+    def with_bias(c):
+        tree = weights(c)
+        tree["layers"]["b_up"] = model.Weight((c.layers, 1, c.d_ff), 0.5, 2)
+        return tree
+
+    monkeypatch.setattr(model, "_weights", with_bias)
+    monkeypatch.setattr(model, "_into_dense", lambda w: [w["w_gate"], (w["w_up"], w["b_up"])])
+    assert_same_on("tensor=2", override=override, d_ff=48)
+
+
 def test_the_weights_of_a_block_whole_and_the_rest_split():
     """`columns` would make each device's part of a product that nobody joins."""
     assert_same_on("fsdp=2,tensor=2", override=("w_(up|gate|down)=-", "wo=-", "embed=-"),

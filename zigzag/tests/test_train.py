@@ -95,12 +95,12 @@ def test_adamw_schedule_and_clipping_equal_optax():
     assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2", slow("fsdp=2,expert=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", "data=2,tensor=4", slow("fsdp=2,expert=2,tensor=2")])
 def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
     """As it acts on the activations, each layer's and each expert's by itself; for the rest,
-    Nesterov's Adam."""
+    Nesterov's Adam. A mesh that repeats key heads had others for matrices."""
     config = make(optimizer="muon", steps=1, warmup=1, weight_decay=0.0, experts=4,
-                  shared_experts=1)
+                  shared_experts=1, kv_heads=2)
     before = by_path(train.language(config)[0](jax.random.key(0)))
     after = by_path(learn(config, mesh)[1].params)
     contracted = {"wo": 2}      # dimensions that are, of each matrix: one if nothing is said
