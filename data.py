@@ -10,8 +10,6 @@ file needs numpy, not jax.
     python data.py PATH ... --out DIR --vocab_size 8192     train a tokenizer and encode with it
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -164,7 +162,7 @@ def _train_pieces(files, out, vocab_size):
 # -------------------------------------------------------------------------------------------
 # Tokens on disk
 
-def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> Corpus:
+def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corpus":
     """Encode the text of the paths into `out`: as bytes, or with a new tokenizer of vocab_size
     pieces. data.json is written last, so that a folder that has it is complete."""
     out, files = Path(out), documents(paths)

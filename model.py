@@ -14,8 +14,6 @@ B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, F fee
 V vocabulary (padded), L layers, E experts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -12,8 +12,6 @@ one token at a time, which has no time to split, `shard.row` is an all-reduce.
     python sample.py --run out --prompt "def main("
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -56,8 +56,6 @@ once. A loss is a sum and a count; where seq splits the time, a loss of the firs
 with `whole_time`) is such a pair that every device has found.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Callable, Sequence
 
@@ -97,6 +95,16 @@ def _size(axis):
     """The size of an axis that is split by hand here, else 1."""
     sizes, manual = ambient()
     return sizes[axis] if axis in manual else 1
+
+
+def is_split(x: Array) -> bool:
+    return "tensor" in varying(x)
+
+
+def own_part(x: Array, dim: int) -> Array:
+    """This device's part of an array that every device of tensor has."""
+    size = x.shape[dim] // _size("tensor")
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
 # -------------------------------------------------------------------------------------------
@@ -174,16 +182,6 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # Types carry that decision: a weight whose spec names tensor varies over it, a stream whose time is
 # split does too. They say whether, not along which dimension: only `columns`, `row` and
 # `embed_lookup` may make a stream vary over tensor, and only `whole_time` may pick positions of it.
-
-def is_split(x: Array) -> bool:
-    return "tensor" in varying(x)
-
-
-def own_part(x: Array, dim: int) -> Array:
-    """This device's part of an array that every device of tensor has."""
-    size = x.shape[dim] // _size("tensor")
-    return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
-
 
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None) -> list[Array]:
     """Into a block: the stream x [B, T, D] times weights [D, F, ...]. Time is whole in the results,

@@ -17,8 +17,6 @@ zigzag/plan.py finds out how a loss runs on a mesh, zigzag/loss_check.py compare
 loss on the mesh with the same loss on one device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -15,8 +15,6 @@ of [B, S]). It gives [B, T, H, N], and the logarithm of what the weights were di
 B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, Callable, NamedTuple

@@ -3,8 +3,6 @@
 Of several processes each makes only the rows that its own devices hold.
 """
 
-from __future__ import annotations
-
 from typing import Any, Callable, Sequence
 
 import jax

@@ -12,8 +12,6 @@ not notice (a flipped byte restores silently) the checksums do. A damaged checkp
 and the one before it is used. Process 0 writes, but for arrays: each process writes its own part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

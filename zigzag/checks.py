@@ -7,8 +7,6 @@
     check_corpus      data that is too short, or has other ids
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Chips: what their makers publish, memory, and the topologies of hardware that is not here."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Collectives that a platform needs in another form than jax gives them."""
 
-from __future__ import annotations
-
 from typing import Any, Callable
 
 import jax

@@ -7,8 +7,6 @@
     bench          --bench
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

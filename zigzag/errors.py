@@ -4,8 +4,6 @@ ConfigError and RunError end a command with one line `error: ...` and exit statu
 flags.run_main). Every other exception is a bug, and stays a traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Callable, Iterable
 

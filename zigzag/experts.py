@@ -7,8 +7,6 @@
 R rows, D model, F feed-forward, E experts of this device.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Callable, Sequence
 

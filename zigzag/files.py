@@ -1,7 +1,5 @@
 """What data and runs share about files: written whole or not at all, and seen by every machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@ below it that are indented further than the fields.
     exit status   0 done   1 something failed while running   2 refused   130 interrupted
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -6,8 +6,6 @@
     bench_report   --bench: what training steps took, beside what matrix products reach here
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

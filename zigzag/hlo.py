@@ -14,8 +14,6 @@ call other computations, a loop's body for example as often as the loop turns:
 Here a device sends 5 all-reduces. Each pattern below stands after an example of what it matches.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

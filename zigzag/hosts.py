@@ -10,8 +10,6 @@
 With one process these do nothing, or answer at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

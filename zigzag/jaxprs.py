@@ -7,8 +7,6 @@ jax.make_jaxpr has made of them, so that a caller with several questions traces 
 The large question, how its weights should be split, is asked in trace.py and answered in rule.py.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, Callable, Iterator
 

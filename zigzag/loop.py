@@ -7,8 +7,6 @@
     profile         begin or end a trace
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

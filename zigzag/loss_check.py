@@ -8,8 +8,6 @@ apart they may be is measured: by moving one device's weights by their rounding.
 own loss is not checked at each start; the tests hold it to one device on every mesh.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -6,8 +6,6 @@ mesh". The last axis has the closest neighbours: tensor communicates most.
     data=2, tensor=4 on 8 devices:   (data 2, fsdp 1, pipe 1, seq 1, expert 1, tensor 4)
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

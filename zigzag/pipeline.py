@@ -8,8 +8,6 @@ microbatch's residual stream. What is sent between stages is passed in (`Loss`, 
 section); this file decides when.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, Callable, NamedTuple
 

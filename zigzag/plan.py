@@ -5,8 +5,6 @@
                                            --> Plan, from which train.py makes its step
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -5,8 +5,6 @@ would have them on the right, and a CPU would transpose the left operand in memo
 of the product's size, anew for each product.
 """
 
-from __future__ import annotations
-
 from typing import Any, Callable
 
 import jax

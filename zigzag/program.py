@@ -1,7 +1,5 @@
 """What is compiled, or ready to be, to train with a loss on a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """What a layer keeps for its backward pass, by --remat; the rest is computed again."""
 
-from __future__ import annotations
-
 import jax
 
 # As good as its operand: never worth keeping.

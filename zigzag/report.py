@@ -6,8 +6,6 @@
     evaluation   the held-out loss beside the training loss, and what the model predicts
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

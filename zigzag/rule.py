@@ -24,8 +24,6 @@ low ranks, few labels, a stem. This is the tensor axis. `pipe` takes what counts
 what counts experts, and `fsdp` the largest dimension that is left.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

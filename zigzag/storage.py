@@ -7,8 +7,6 @@
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

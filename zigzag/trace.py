@@ -28,8 +28,6 @@ A weight's dimension can be, in its uses:
 Which groups are worth splitting is decided in rule.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -10,8 +10,6 @@ rows: the kind, the axes joined by +, how often it runs, and the bytes that a de
 the end, or of a reduce-scatter at the beginning).
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from typing import Any, Callable
