@@ -224,7 +224,6 @@ def _beams(params, padded, start, config, beams, tokens, eos):
 class Config:
     """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
     run: str = "out"            # the --out of a train.py
-    model: str = ""             # or a folder with a published model
     prompt: str = ""            # text to go on from; empty: the beginning of a document
     tokens: int = 256           # how many new ids
     temperature: float = 0.8    # 0: always the likeliest
@@ -247,8 +246,6 @@ class Config:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = from_flags(Config(), argv)
-    if config.model:
-        model.load_hf(config.model)
     record = read_run(config.run, model.DEFAULTS)
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "

@@ -364,11 +364,8 @@ def count_parameters(program: Program) -> tuple[int, int]:
 
 def expected_traffic(program: Program) -> list:
     """What an update should send."""
-    plan = program.plan
     return traffic.expected_traffic(
-        plan.config, plan.mesh, plan.decisions, plan.params, transformer=plan.trusted,
-        gathers_by_layer=plan.takes_specs, segments="segments" in plan.batch,
-        loss_chunks=functools.partial(model.loss_chunks, plan.config))
+        program.plan, functools.partial(model.loss_chunks, program.config))
 
 
 def check_transformer(config: Config, mesh: Any) -> None:
@@ -377,11 +374,7 @@ def check_transformer(config: Config, mesh: Any) -> None:
     check_batch(config, mesh)
     # (A vocabulary that is still to follow from the data divides by everything.)
     some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
-    check_overrides(config.override, weight_shapes(some), mesh)
-
-
-def weight_shapes(config: Config) -> Any:
-    return jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    check_overrides(config.override, model.weight_shapes(some), mesh)
 
 
 def flops_of_update(config: Config) -> float:
@@ -389,9 +382,9 @@ def flops_of_update(config: Config) -> float:
 
 
 TRANSFORMER = commands.Trained(
-    check_transformer, lambda config, mesh: build(config, mesh, *language(config)), weight_shapes,
-    flops_of_update, count_parameters, expected_traffic, model.LOGITS, data.Bytes.vocab_size,
-    NOT_RECORDED)
+    check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
+    model.weight_shapes, flops_of_update, count_parameters, expected_traffic, model.LOGITS,
+    data.Bytes.vocab_size, NOT_RECORDED)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -430,7 +423,7 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     check_model(config, mesh)
     decisions = model.plan_weights(config, mesh, overrides=parse_overrides(config.override),
                                    fsdp_min=config.fsdp_min)
-    print(shard.explain(decisions, weight_shapes(config), mesh, bool(config.zero),
+    print(shard.explain(decisions, model.weight_shapes(config), mesh, bool(config.zero),
                         config.fsdp_min))
 
 

@@ -77,7 +77,7 @@ def _check_hosts(c):
 
 def check_batch(c: Any, mesh: Any) -> None:
     """Refuse a batch that does not divide over the mesh, of any loss."""
-    sizes, groups = dict(mesh.shape), row_groups(mesh)
+    sizes, groups = mesh.shape, row_groups(mesh)
     parts = groups * c.accumulate
     if c.batch % parts:
         axes = " x ".join(a for a in BATCH_AXES if sizes[a] > 1) or "data"
@@ -98,7 +98,7 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 def check_model(c: Any, mesh: Any) -> None:
     """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
-    sizes = dict(mesh.shape)
+    sizes = mesh.shape
     if c.experts % sizes["expert"]:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
                           f"{c.experts}; the nearest that does is "

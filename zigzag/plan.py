@@ -67,9 +67,9 @@ class Plan:
     dtype: str              # what the loss is computed in
     accumulate: int         # into how many micro-batches a batch is cut
 
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        return dict(self.mesh.shape)
+    @property
+    def sizes(self) -> Any:
+        return self.mesh.shape
 
     @property
     def typed(self) -> bool:
@@ -211,7 +211,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims)
-    splits_tensor = dict(mesh.shape)["tensor"] > 1
+    splits_tensor = mesh.shape["tensor"] > 1
     if splits_tensor or not trusted and rows < config.batch:
         decisions = _see_matrices(decisions, loss, weights, batch)
 

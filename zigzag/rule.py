@@ -465,7 +465,7 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
-            _put_on_largest(entries, leaf.shape, "data", dict(mesh.shape)["data"], fsdp_min)
+            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min)
         return trimmed(entries)
 
     return jax.tree.map(one, params, specs)
@@ -480,7 +480,7 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
     leaves, tree = jax.tree.flatten(state)
     groups = trace(closed, len(closed.jaxpr.invars), 1).groups
     home = defaultdict(set)     # of each group, the entries of specs
-    for mine, spec in zip(groups[len(leaves):], jax.tree.leaves(specs, is_leaf=is_spec)):
+    for mine, spec in zip(groups[len(leaves):], jax.tree.leaves(specs)):
         for group, entry in zip(mine, full_spec(spec, len(mine))):
             home[group].add(entry)
 
@@ -507,7 +507,7 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     table, total, moments = [("weight", "shape", "split", "per device", "why")], 0, 0
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
-    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions, is_leaf=is_spec)):
+    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
         if not hasattr(leaf, "shape"):
             continue
         d = Decision(d, "as given") if is_spec(d) else d

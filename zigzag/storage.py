@@ -75,24 +75,24 @@ def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> A
     """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
     stages, or (`back`) in its own. It is one program: of one for each array, more would wait for
     each other than a CPU client has room for, and devices would wait for ever."""
-    def order(x, place):
-        is_split = place.spec and place.spec[0] == "pipe"
-        return layer_order(x.shape[0], dict(place.mesh.shape)["pipe"], chunks) if is_split else None
-
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(places)
-    moved = [i for i, given in enumerate(zip(leaves, places)) if order(*given) is not None]
+    moved = [i for i, (x, place) in enumerate(zip(leaves, places))
+             if "pipe" in place.spec[:1] and _order(x, place, chunks, back) is not None]
     if moved:
         program = _compiled(chunks, back, tuple(places[i] for i in moved))
         for i, x in zip(moved, program([leaves[i] for i in moved])):
             leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
+    return structure.unflatten(leaves)
+
+
+def _order(x, place, chunks, back):
+    return layer_order(x.shape[0], place.mesh.shape["pipe"], chunks, back)
 
 
 @functools.cache
 def _compiled(chunks, back, places):
     def permute(arrays):
-        return [x[layer_order(x.shape[0], dict(place.mesh.shape)["pipe"], chunks, back)]
-                for x, place in zip(arrays, places)]
+        return [x[_order(x, place, chunks, back)] for x, place in zip(arrays, places)]
 
     return jax.jit(permute, out_shardings=list(places))

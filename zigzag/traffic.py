@@ -24,23 +24,18 @@ from zigzag.pipeline import ticks
 from zigzag.rule import zero1_specs
 
 
-def expected_traffic(config: Any, mesh: Any, decisions: Any, params: Any, *, transformer: bool,
-                     gathers_by_layer: bool, loss_chunks: Callable,
-                     segments: bool) -> list[Collective]:
-    """What an update should send, as `hlo.collectives` tells what it sends: for the weights and,
-    where the loss is the transformer of the configuration, between its blocks, its stages, around
-    its ring, and to its experts.
-
-    gathers_by_layer   whether the layers gather their own weights over fsdp, one after the other
-    loss_chunks        (rows, time) -> in how many chunks of time the loss is computed
-    segments           whether documents are packed, so that a key's is sent with it"""
-    by_hand = transformer and config.step == "shard_map"
-    run = _Run(config, mesh)
-    weights = list(zip(jax.tree.leaves(params), jax.tree.leaves(decisions)))
-    rows = [*_data(weights, run), *_fsdp(weights, run, gathers_by_layer),
+def expected_traffic(plan: Any, loss_chunks: Callable) -> list[Collective]:
+    """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
+    weights and, where the loss is the transformer of the configuration, between its blocks, its
+    stages, around its ring, and to its experts. loss_chunks(rows, time) says in how many chunks of
+    time the loss is computed."""
+    config, run = plan.config, _Run(plan.config, plan.mesh)
+    weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
+    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
             *_overridden(weights, run)]
-    if by_hand:
-        rows += [*_tensor(run), *_vocabulary(run, loss_chunks), *_pipe(run), *_seq(run, segments)]
+    if plan.trusted and config.step == "shard_map":
+        rows += [*_tensor(run), *_vocabulary(run, loss_chunks), *_pipe(run),
+                 *_seq(run, "segments" in plan.batch)]
         if config.experts:
             rows += _experts(run)
     else:       # the reductions that the rule counted
