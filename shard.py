@@ -378,7 +378,7 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
     n = mesh.shape["seq"]
     if n == 1:
         return batch, {k: P(None) for k in batch}
-    if "tokens" not in batch:
+    if np.ndim(batch.get("tokens")) != 2:
         raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
                           f"time could be split")
     B, T = batch["tokens"].shape
@@ -575,8 +575,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
 def _check_stages(stages, layers, chunks, specs):
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
-        raise ConfigError(f"mesh axis pipe={stages}: the number of layers must divide by it, and "
-                          f"shard.pipelined_loss must be given their specs")
+        raise ConfigError(f"mesh axis pipe={stages}: give shard.pipelined_loss the specs of the "
+                          f"layers, of which there are as many as divide by {stages}")
     if layers % (stages * chunks):
         raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
                           f"divide into {stages * chunks}")

@@ -182,7 +182,7 @@ class RunFolder(contextlib.AbstractContextManager):
         write_whole(path, b"".join(lines))
         self.metrics = self.files.enter_context(open(path, "a", buffering=1))    # line by line
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict) -> None:
         """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")

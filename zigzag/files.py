@@ -18,7 +18,7 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
 
 

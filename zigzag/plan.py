@@ -41,7 +41,7 @@ from zigzag.rule import plan_sharding, zero1_specs
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
           "save_seconds"}
 # What to give the devices to, of an axis that a loss cannot have.
-ANY_LOSS = "any loss trains on data, fsdp and tensor"
+ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
 # What splits a loss over an axis: the function of shard.py that it must call, and of what.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
@@ -141,7 +141,8 @@ class Plan:
             raise ConfigError(
                 f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
                 f"by its rows, as a pooled one does, and each device has a part of the time; let "
-                f"it count in the batch, as the sum of its weights; {ANY_LOSS}")
+                f"it count the sum of the batch's weights, and multiply its sum by that; "
+                f"{ANY_LOSS}")
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
                             (total, count, aux))
         return keep_on_first(sums, self.shared_row_axes)

@@ -36,7 +36,8 @@ class Program:
         """A state, or its params, with layers in the order of the pipeline's stages, or (`back`)
         in their own, in which they are saved."""
         chunks = 1 if self.plan.mode == JIT else self.config.chunks
-        like = self.state if "opt" in state else self.state["params"]
+        is_state = jax.tree.structure(state) == jax.tree.structure(self.state)
+        like = self.state if is_state else self.state["params"]
         return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
 

@@ -72,7 +72,7 @@ class Reporter:
         for (kind, axis), wanted in missing.items():
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
-    def step(self, row: dict[str, Any], took: float, memory: int) -> None:
+    def step(self, row: dict, took: float, memory: int) -> None:
         """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use."""
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
@@ -87,7 +87,7 @@ class Reporter:
                 f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
         self.line(text, live=True)
 
-    def evaluation(self, row: dict[str, Any], text: str | None) -> None:
+    def evaluation(self, row: dict, text: str | None) -> None:
         """`row` as in metrics.jsonl, and the prediction as text."""
         bits, train_loss = row["bits_per_byte"], row["train_loss"]
         self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
@@ -130,7 +130,7 @@ class BenchReporter(Reporter):
         self.line(f"{weights}, a batch of {config.batch} x {config.seq_len}, {config.dtype}, on "
                   f"{mesh.size} x {mesh.devices.flat[0].device_kind}: {axes}")
 
-    def step(self, row: dict[str, Any], took: float, memory: int) -> None:
+    def step(self, row: dict, took: float, memory: int) -> None:
         self.first_step = self.first_step or time.perf_counter() - self.begin
         self.took.append(took)
         if self.is_terminal:

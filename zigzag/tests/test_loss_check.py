@@ -249,8 +249,8 @@ def theirs(name, mesh="", **changes):
     return [row.get("loss", row.get("eval_loss")) for row in rows]
 
 
-ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss trains on data, fsdp and "
-          "tensor|instead of a mean, return the sum and the count")
+ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a sum over rows|"
+          "instead of a mean, return the sum and the count")
 
 
 @pytest.mark.parametrize("name, mesh", [
