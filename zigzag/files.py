@@ -5,7 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 
 def write_whole(path: Path, content: bytes) -> None:
