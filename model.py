@@ -32,7 +32,9 @@ from zigzag.errors import (
     ConfigError,
     CorruptCheckpoint,
     RunError,
+    check_at_least,
     did_you_mean,
+    fill_in,
     nearest_divisor,
 )
 from zigzag.mesh import cast, shardings
@@ -70,20 +72,15 @@ class Config:
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
 
     def __post_init__(self) -> None:
-        at_least = dict(layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
-                        vocab_size=0, seq_len=1, experts=0, experts_per_token=1, shared_experts=0,
-                        balance=0, router_z=0, microbatches=1, chunks=1)
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least {least}")
+        check_at_least(self, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
+                       vocab_size=0, seq_len=1, experts=0, experts_per_token=1, shared_experts=0,
+                       balance=0, router_z=0, microbatches=1, chunks=1)
         if not self.head_dim and self.d_model % self.heads:
             near = nearest_divisor(self.d_model, self.heads)
             raise ConfigError(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
                               f"the nearest that does is --heads {near}, or give --head_dim")
-        for name, value in (("kv_heads", self.heads), ("head_dim", self.d_model // self.heads),
-                            ("d_ff", -(-self.d_model * 8 // (3 * 64)) * 64)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        fill_in(self, kv_heads=self.heads, head_dim=self.d_model // self.heads,
+                d_ff=-(-self.d_model * 8 // (3 * 64)) * 64)
         if self.heads % self.kv_heads:
             raise ConfigError(f"--heads {self.heads} does not divide by --kv_heads "
                               f"{self.kv_heads}")

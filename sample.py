@@ -28,7 +28,7 @@ import data
 import model
 import shard
 from zigzag.checkpoint import read_run
-from zigzag.errors import ConfigError
+from zigzag.errors import ConfigError, check_at_least
 from zigzag.flags import from_flags, run_main
 from zigzag.mesh import (
     batch_spec,
@@ -224,6 +224,7 @@ def _beams(params, padded, start, config, beams, tokens, eos):
 class Config:
     """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
     run: str = "out"            # the --out of a train.py
+    model: str = ""             # or a folder with a published model (not built yet)
     prompt: str = ""            # text to go on from; empty: the beginning of a document
     tokens: int = 256           # how many new ids
     temperature: float = 0.8    # 0: always the likeliest
@@ -234,18 +235,15 @@ class Config:
     shards: int = 1             # devices to split the model over, whatever it was trained on
 
     def __post_init__(self) -> None:
-        for name, ok, want in (("tokens", self.tokens >= 1, "at least 1"),
-                               ("temperature", self.temperature >= 0, "0 or more"),
-                               ("top_k", self.top_k >= 0, "0 or more"),
-                               ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-                               ("beams", self.beams >= 0, "0 or more"),
-                               ("shards", self.shards >= 1, "at least 1")):
-            if not ok:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be {want}")
+        check_at_least(self, tokens=1, temperature=0, top_k=0, beams=0, shards=1)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top_p {self.top_p}: must be above 0, at most 1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = from_flags(Config(), argv)
+    if config.model:
+        model.load_hf(config.model)
     record = read_run(config.run, model.DEFAULTS)
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "

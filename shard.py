@@ -265,8 +265,8 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 def repeat_kv(w: Array, heads: int) -> Array:
     """Weights [D, K, N] of keys or values beside `heads` query heads. Where tensor divides the
-    query heads but not K, each head is repeated until it divides, and a device has (not all, but)
-    those that its own queries use. Gradients are summed over a head's copies and over tensor."""
+    query heads but not K, each head is repeated until it divides, and a device has only those that
+    its own queries use. Gradients are summed over a head's copies and over tensor."""
     count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
     if is_split(w) or count == w.shape[1] or heads % count:
         return w
@@ -575,8 +575,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
 def _check_stages(stages, layers, chunks, specs):
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
-        raise ConfigError(f"mesh axis pipe={stages}: give shard.pipelined_loss the specs of the "
-                          f"layers, of which there are as many as divide by {stages}")
+        raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs the specs of its "
+                          f"layers, and {stages} must divide their number")
     if layers % (stages * chunks):
         raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
                           f"divide into {stages * chunks}")

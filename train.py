@@ -42,7 +42,7 @@ from zigzag import commands, hosts, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
-from zigzag.errors import ConfigError, did_you_mean
+from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
 from zigzag.hlo import collectives
 from zigzag.loop import (
@@ -105,10 +105,8 @@ class Config(model.Config):
         super().__post_init__()
         check_config(self)
         fifth = max(1, self.steps // 5)
-        for name, value in dict(lr=0.5 / self.d_model, warmup=max(1, self.steps // 20),
-                                save_every=fifth, eval_every=fifth).items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        fill_in(self, lr=0.5 / self.d_model, warmup=max(1, self.steps // 20), save_every=fifth,
+                eval_every=fifth)
 
 
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,

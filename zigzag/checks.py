@@ -8,28 +8,29 @@
 """
 
 import dataclasses
-import math
 import re
 from typing import Any, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from zigzag.errors import ConfigError, did_you_mean, nearest_divisor, nearest_multiple
+from zigzag.errors import (
+    ConfigError,
+    check_at_least,
+    did_you_mean,
+    nearest_divisor,
+    nearest_multiple,
+)
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.rule import apply_overrides, parse_overrides
 
-AT_LEAST = dict(steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, save_every=0,
-                eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
-                profile=0, lr=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
 ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon")}
 
 
 def check_config(c: Any) -> None:
     """Refuse what a train.Config cannot be, beyond what model.Config refuses."""
-    for name, least in AT_LEAST.items():
-        value = getattr(c, name)
-        if not (value >= least and math.isfinite(value)):
-            raise ConfigError(f"--{name} {value}: must be a number of at least {least:g}")
+    check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, save_every=0,
+                   eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
+                   profile=0, lr=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"

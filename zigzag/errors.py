@@ -5,7 +5,8 @@ flags.run_main). Every other exception is a bug, and stays a traceback.
 """
 
 import difflib
-from typing import Callable, Iterable
+import math
+from typing import Any, Callable, Iterable
 
 
 class ConfigError(ValueError):
@@ -18,6 +19,21 @@ class RunError(RuntimeError):
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that cannot be used, and why."""
+
+
+def check_at_least(config: Any, **least: float) -> None:
+    """Refuse numbers of a configuration that are below these, or not finite."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if not (value >= bound and math.isfinite(value)):
+            raise ConfigError(f"--{name} {value}: must be a number of at least {bound:g}")
+
+
+def fill_in(config: Any, **values: Any) -> None:
+    """Values for the fields of a frozen configuration that are zero."""
+    for name, value in values.items():
+        if not getattr(config, name):
+            object.__setattr__(config, name, value)
 
 
 def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr) -> str:

@@ -21,7 +21,7 @@ from zigzag.attention import SCORES
 from zigzag.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.errors import ConfigError, human_bytes, one_line
 from zigzag.hlo import Collective, arithmetic, collectives
-from zigzag.mesh import AXES, abstract_mesh, all_meshes, by_path, platform
+from zigzag.mesh import abstract_mesh, all_meshes, by_path, platform
 from zigzag.pipeline import ticks
 from zigzag.report import BenchReporter, Reporter
 
@@ -54,7 +54,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     """A rough estimate for the transformer, by README's table: `flops` are an update's, and
     `max_logits` the most that are in memory at once."""
     c = config
-    d, f, p, s, e, t = (sizes[a] for a in AXES)
+    d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
     # Parameters that a device has but for fsdp; its layers, its tokens, and the README's X and K.
     own = sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)

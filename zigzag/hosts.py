@@ -173,20 +173,25 @@ def stop_on_signals(stop: list[int]) -> Iterator[None]:
         yield
         return
     several = jax.process_count() > 1
-    numbers = [signal.SIGINT] if several else [signal.SIGINT, signal.SIGTERM]
+    before = {}
+
+    def restore():              # (more than once, if signals come together)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def on_signal(number, _):
-        handlers.close()        # those before are put back
+        restore()
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             stop.append(number)
 
-    with contextlib.ExitStack() as handlers:
-        for number in numbers:
-            handlers.callback(signal.signal, number, signal.getsignal(number))
-            signal.signal(number, on_signal)
+    try:
+        for number in (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, on_signal)
         yield
+    finally:
+        restore()
 
 
 def share_stop(stop: list[int]) -> None:

@@ -89,17 +89,17 @@ class Plan:
         """Of these axes those that are manual and have more than one device."""
         return {a for a in names if a in self.manual and self.sizes[a] > 1}
 
-    @functools.cached_property
+    @property
     def shared_row_axes(self) -> set[str]:
         """Over these axes devices have the same rows, each a part of the layers or the time."""
         return self.axes("pipe", "seq")
 
-    @functools.cached_property
+    @property
     def sum_axes(self) -> set[str]:
         """Over these axes devices find different parts of a sum over the batch."""
         return self.axes(*WITHOUT_TENSOR)
 
-    @functools.cached_property
+    @property
     def needs(self) -> list[str]:
         """The axes, as axis=size, over which the loss splits itself."""
         decisions = jax.tree.leaves(self.decisions)
@@ -107,17 +107,17 @@ class Plan:
         needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
         return [f"{a}={n}" for a, n in self.sizes.items() if a in needed]
 
-    @functools.cached_property
+    @property
     def stored(self) -> Any:
         """Specs of the weights as they are stored."""
         return jax.tree.map(lambda d: d.spec, self.decisions)
 
-    @functools.cached_property
+    @property
     def used(self) -> Any:
         """Specs of the weights as the loss gets them, before they are gathered over fsdp."""
         return jax.tree.map(lambda d: d.given, self.decisions)
 
-    @functools.cached_property
+    @property
     def moments(self) -> Any:
         """Specs of the optimizer's state: with --zero 1 split over data too."""
         if not self.config.zero:
@@ -141,8 +141,8 @@ class Plan:
             raise ConfigError(
                 f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
                 f"by its rows, as a pooled one does, and each device has a part of the time; let "
-                f"it count the sum of the batch's weights, and multiply its sum by that; "
-                f"{ANY_LOSS}")
+                f"it count the sum of the batch's weights, and multiply each row's loss by the "
+                f"sum of the row's; {ANY_LOSS}")
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
                             (total, count, aux))
         return keep_on_first(sums, self.shared_row_axes)

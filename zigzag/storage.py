@@ -93,6 +93,11 @@ def _order(x, place, chunks, back):
 @functools.cache
 def _compiled(chunks, back, places):
     def permute(arrays):
-        return [x[_order(x, place, chunks, back)] for x, place in zip(arrays, places)]
+        done = []
+        for x, place in zip(arrays, places):
+            if done:    # one after the other: else all would be gathered, and whole, at once
+                x, done[-1] = lax.optimization_barrier((x, done[-1]))
+            done.append(x[_order(x, place, chunks, back)])
+        return done
 
     return jax.jit(permute, out_shardings=list(places))

@@ -164,6 +164,13 @@ def pooled(p, x, batch):
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
+def pooled_by_weights(p, x, batch):
+    x = shard.whole_time(model._norm(x, p["norm"])).mean(1)
+    logp = jax.nn.log_softmax(x @ p["head"][:, :8])
+    rows = jnp.take_along_axis(logp, batch["label"][:, None], 1)[:, 0]
+    return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
+
+
 def first_token(whole):
     """A loss of the first token alone, picked from all of the time or from a device's part."""
     def head(p, x, batch):
@@ -227,6 +234,8 @@ THEIRS = {
     "attention both ways, 1F1B": (own_block(False, everywhere, each_token, "1f1b"), TOKENS, {}),
     "a pooled loss": (own_block(True, model._attention_mask, pooled), TOKENS,
                       {"pipe": POOLS, "seq": "as a pooled one does", "tensor": POOLS}),
+    "a pooled loss by weights": (own_block(True, model._attention_mask, pooled_by_weights), TOKENS,
+                                 {}),
     "the first of all tokens": (first_token(True), TOKENS, {"pipe": POOLS}),
     "the first of a part": (first_token(False), TOKENS,
                             {"pipe": POOLS, "seq": "divides by", "tensor": POOLS}),
@@ -264,10 +273,11 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("attention both ways", "seq=2"), ("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), ("the first of a part", "tensor=2"),
     ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
+    ("a pooled loss by weights", "seq=2"), slow("a pooled loss by weights", "data=2,seq=2"),
     slow("a loop, a search, a stop", "expert=2,data=2"),
     full("attention both ways", "seq=4,tensor=2"),
     slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"),
-    full("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
+    slow("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
     full("the first of all tokens", "data=2,tensor=2"), slow("the first of all tokens", "pipe=2"),
     slow("a step of the transformer's", "fsdp=2,tensor=2"),
     full("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
