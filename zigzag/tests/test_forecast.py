@@ -17,7 +17,7 @@ from zigzag import chips, forecast
 from zigzag.errors import ConfigError
 from zigzag.mesh import AXES, make_mesh, mesh_sizes
 from zigzag.program import compiled
-from zigzag.tests.common import SMALL, command, make, program_of, slow
+from zigzag.tests.common import SMALL, command, full, make, program_of, slow
 
 
 def needs(compiler):
@@ -132,15 +132,15 @@ def compiler_of(chips, changes):
 @pytest.mark.parametrize("chips, mesh, changes, least, most", [
     slow("v5e:4x4", "fsdp=16", ("--remat", "full"), 1.25, 1.35),
     slow("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective", "--experts", 4), 1.0, 1.1),
-    slow("v5e:4x4", "data=2,pipe=2,tensor=4",
+    full("v5e:4x4", "data=2,pipe=2,tensor=4",
          ("--schedule", "1f1b", "--microbatches", 2, "--zero", 1), 3.2, 3.6),
-    slow("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), 1.0, 1.1),
+    full("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), 1.0, 1.1),
     slow("h100:1x2x8", "fsdp=4,tensor=4", (), 0.9, 1.0),
     slow("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), 0.98, 1.05),
-    slow("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), 1.0, 1.3),
+    full("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), 1.0, 1.3),
     slow("v5e:2x4", "pipe=2,tensor=4",
          ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), 1.2, 1.4),
-    slow("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), 1.05, 1.15)])
+    full("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), 1.05, 1.15)])
 def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh, changes, least,
                                                            most):
     """A compiler that makes an all-reduce of a reduce-scatter, say. To 2%, and the digits that are

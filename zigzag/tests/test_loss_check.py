@@ -273,8 +273,8 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("attention both ways", "seq=2"), ("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), ("the first of a part", "tensor=2"),
     ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
-    ("a pooled loss by weights", "seq=2"), slow("a pooled loss by weights", "data=2,seq=2"),
-    slow("a loop, a search, a stop", "expert=2,data=2"),
+    ("a pooled loss by weights", "seq=2"), full("a pooled loss by weights", "data=2,seq=2"),
+    full("a loop, a search, a stop", "expert=2,data=2"),
     full("attention both ways", "seq=4,tensor=2"),
     slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"),
     slow("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
@@ -283,7 +283,7 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     full("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
     full("masks of its own", "fsdp=2,tensor=2"), full("a penalty by its count", "fsdp=2"),
     slow("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
-    slow("a count of places", "pipe=2")])
+    full("a count of places", "pipe=2")])
 def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     """Losses that no test had were other numbers on other meshes, without a word, or ended inside
     jax: rows that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its
