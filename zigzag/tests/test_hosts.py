@@ -87,6 +87,7 @@ def test_the_watchdogs_limit_follows_from_what_was_measured(monkeypatch):
 
 def test_a_second_signal_acts_as_usual():
     """A run that cannot be ended while its step hangs."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)    # (ignored in background)
     before, stop = signal.getsignal(signal.SIGTERM), []
     with hosts_lib.stop_on_signals(stop):
         signal.raise_signal(signal.SIGTERM)     # (os.kill may reach another thread, and later)
@@ -94,6 +95,7 @@ def test_a_second_signal_acts_as_usual():
     with hosts_lib.stop_on_signals(stop):
         assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    signal.signal(signal.SIGINT, usual)
 
 
 def test_alone_a_failing_command_ends_as_any_does():

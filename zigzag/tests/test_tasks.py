@@ -121,7 +121,8 @@ def test_a_count_of_the_part_that_the_head_is_given_is_a_part(schedule):
 
 
 @pytest.mark.parametrize("mesh, loss, says", [
-    ("seq=2", lambda p, b: (model.loss(p, b, make())[0], b["targets"].size), "sum of its weights"),
+    ("seq=2", lambda p, b: (model.loss(p, b, make())[0], b["targets"].size),
+     "sum of the batch's weights"),
     ("pipe=2", lambda p, b: own_pipeline(p, b), "specs"),
     ("data=2", lambda p, b: (*model.loss(p, b, make()), {"tokens": jnp.ones(())}),
      "'tokens' is taken")])
