@@ -461,13 +461,13 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     def exchange(a):        # a[j] to device j; from device j its own
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
-    def gather(a):
+    def of_all(a):
         return lax.all_gather(a, "expert", tiled=True)
 
     if n > 1:
         here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
         rows = exchange(jnp.where(here[..., None], rows, 0)).reshape(-1, D)     # [n B T, D]
-        chosen, shares = gather(chosen), with_reduce_scatter(gather, "expert", 0)(shares)
+        chosen, shares = of_all(chosen), with_reduce_scatter(of_all, "expert", 0)(shares)
         chosen, shares = _own_choices(chosen - lax.axis_index("expert") * own, shares, own)
     out = dispatch.mixture(rows, chosen, shares, into, between, back, usual)
     if n > 1:

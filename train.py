@@ -133,8 +133,8 @@ def learning_rate(config: Config, step: jax.Array) -> jax.Array:
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW but for the rate, which the step applies. Or Muon, at
-    AdamW's rates, for the matrices that are neither the first nor the last (optax has Nesterov's
-    Adam for the rest): which of their dimensions are contracted with activations the rule knows."""
+    AdamW's rates, for the matrices of the layers, and Nesterov's Adam for the rest: which of their
+    dimensions are contracted with activations the rule knows."""
     scaled = optax.scale_by_adam(0.9, 0.95)
     if config.optimizer == "muon":
         has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
