@@ -51,8 +51,8 @@ def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
     places = [_text_files(path) for path in paths] or [_library_sources()]
     found = [(p.relative_to(root).as_posix(), p) for root, files in places for p in files]
     if not any(p.stat().st_size for _, p in found):
-        raise ConfigError(f"--data {' '.join(map(str, paths))}: no text in it; expected a text file, a "
-                          f"folder of text files, or a folder made by data.py")
+        raise ConfigError(f"--data {' '.join(map(str, paths))}: no text in it; expected a "
+                          f"text file, a folder of text files, or a folder made by data.py")
     return found
 
 
