@@ -2,23 +2,23 @@
 
     tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
 
-A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. The
-weights are nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v
-keep their heads as a dimension of their own.
+A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. What
+published models do otherwise is an option, an `if` in the one function of its concern; to read the
+plain decoder, pass these over. The weights are nested dicts of arrays with the layers stacked along
+a leading dimension L; q, k and v keep their heads as a dimension of their own.
 
 There is no mesh and no axis in this file. Where a collective may be needed it calls shard.py:
 `columns` into a block, `row` out of it, `embed_lookup`, `attend`, `experts`, `token_loss`. Without
 a mesh these are plain products.
 
-B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, F feed-forward,
-V vocabulary (padded), L layers, E experts.
+B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
+F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
+P rows of positions.
 """
 
 import dataclasses
 import functools
-import math
-import sys
-import zlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,15 @@ import jax.numpy as jnp
 from jax import Array
 
 import shard
-from zigzag.checkpoint import read_checkpoint, read_run
-from zigzag.errors import (
-    ConfigError,
-    CorruptCheckpoint,
-    RunError,
-    check_at_least,
-    did_you_mean,
-    fill_in,
-    nearest_divisor,
-)
+from zigzag import families, presets, published, weights
+from zigzag.checkpoint import read_newest, read_run
+from zigzag.checks import check_model_config
+from zigzag.errors import ConfigError
+from zigzag.experts import choose
 from zigzag.mesh import cast, shardings
+from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
+from zigzag.products import matmul
+from zigzag.weights import Table
 
 Params = dict[str, Any]
 
@@ -55,7 +53,33 @@ class Config:
     seq_len: int = 128            # tokens in a training example
     tied: bool = False            # one table for embedding tokens and for the loss head
     parallel: bool = False        # attention and MLP beside each other, after one norm
+    parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
+    norm: str = "rms"             # or layer: minus the mean, and with a bias
+    norm_eps: float = 1e-6        # what a norm adds to the variance
+    norm_place: str = "pre"       # before attention and MLP; post: after the sum; sandwich: before
+                                  # them and after
+    embed_norm: bool = False      # a norm after the embedding
+    qk_norm: bool = False         # RMSNorm of every query and key head
+    activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, relu
+    gated: bool = True            # the activation multiplies a second product
+    biases: str = ""              # which products have a bias: of qkv, out, mlp, head, with commas
+    positions: str = "rotary"     # or learned, alibi, alibi16 (rounded to bfloat16), none
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
+    rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
+    rotary_dim: int = 0           # as much of a head is turned; 0: all
+    position_rows: int = 0        # rows of the table of learned positions; 0: seq_len
+    position_offset: int = 0      # its row of the first position
+    window: int = 0               # as many keys a query sees, itself included; 0: all before it
+    local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
+    local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
+    embed_dim: int = 0            # width of the embedding and the head; 0: d_model
+    embed_scale: float = 0.0      # what the embedding is multiplied by; 0: the root of d_model
+    attn_scale: float = 0.0       # what scores are multiplied by; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0     # keeps scores between it and its negative, by tanh; 0: no bounds
+    logit_softcap: float = 0.0    # the same for the logits
+    q_rank: int = 0               # latent attention: queries from so wide a vector; 0: from d_model
+    kv_rank: int = 0              # and keys and values; 0: no latent attention
+    v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # share of each block's output dropped in training
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
     remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
@@ -68,60 +92,22 @@ class Config:
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
     shared_experts: int = 0       # and how many more it visits always
+    expert_d_ff: int = 0          # width of an expert; 0: d_ff
+    dense_layers: int = 0         # the first layers, which have a dense MLP in place of experts
+    router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
+    router_norm: bool = True      # a token's shares add up to 1
+    router_scale: float = 1.0     # and are multiplied by this
+    expert_groups: int = 1        # groups of experts; a token first chooses among these
+    groups_per_token: int = 1     # so many
     balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    published: str = ""           # config.json of the published model that this came from
 
     def __post_init__(self) -> None:
-        check_at_least(self, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0,
-                       vocab_size=0, seq_len=1, experts=0, experts_per_token=1, shared_experts=0,
-                       balance=0, router_z=0, microbatches=1, chunks=1)
-        if not self.head_dim and self.d_model % self.heads:
-            near = nearest_divisor(self.d_model, self.heads)
-            raise ConfigError(f"--d_model {self.d_model} does not divide by --heads {self.heads}; "
-                              f"the nearest that does is --heads {near}, or give --head_dim")
-        fill_in(self, kv_heads=self.heads, head_dim=self.d_model // self.heads,
-                d_ff=-(-self.d_model * 8 // (3 * 64)) * 64)
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"--heads {self.heads} does not divide by --kv_heads "
-                              f"{self.kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"--head_dim {self.head_dim}: rotary positions need an even one")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: at least 0 and below 1")
-        if not self.rope_theta > 1:
-            raise ConfigError(f"--rope_theta {self.rope_theta}: must be above 1")
-        for name, known in (("dtype", ("", "float32", "bfloat16")),
-                            ("remat", ("none", "selective", "full")),
-                            ("schedule", ("gpipe", "interleaved", "1f1b")),
-                            ("sum_dtype", ("", "float32"))):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
-                                  + did_you_mean(value, known))
-        if self.experts and self.experts_per_token > self.experts:
-            raise ConfigError(f"--experts_per_token {self.experts_per_token}: there are only "
-                              f"--experts {self.experts}")
-        if self.shared_experts and not self.experts:
-            raise ConfigError(f"--shared_experts {self.shared_experts}: give --experts too; a "
-                              f"dense MLP is as wide as --d_ff says")
+        check_model_config(self)
 
 
-PRESETS = {
-    "tiny": Config(),
-    "124m": Config(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
-                   tied=True),
-    "1.2b": Config(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048),
-    "llama-7b": Config(layers=32, d_model=4096, heads=32, d_ff=11008, vocab_size=32000,
-                       seq_len=2048),
-    "llama-70b": Config(layers=80, d_model=8192, heads=64, kv_heads=8, d_ff=28672,
-                        vocab_size=32000, seq_len=4096),
-    "llama3-8b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336,
-                        vocab_size=128256, seq_len=8192, rope_theta=500000.0),
-    "llama3-405b": Config(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248,
-                          vocab_size=128256, seq_len=8192, rope_theta=500000.0),
-    "mixtral-8x7b": Config(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, experts=8,
-                           vocab_size=32000, seq_len=4096, rope_theta=1000000.0),
-}
-
+PRESETS = {name: Config(**fields) for name, fields in presets.PRESETS.items()}
 
 # As many logits are in memory at once; of a longer or wider batch, some of the time.
 LOGITS = 2**25
@@ -136,56 +122,90 @@ def padded(vocab_size: int) -> int:
 # -------------------------------------------------------------------------------------------
 # Weights
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    shape: tuple[int, ...]
-    scale: float | None = None      # standard deviation of its first values; None: ones
-    tensor: int = -1        # the dimension that tensor may split in the code below; -1: none
-
-
 def _weights(c):
-    """Every weight, once."""
-    L, D, H, K, N, F, V = (c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim, c.d_ff,
-                           padded(c.vocab_size))
+    """Every weight, once: its axes, the deviation of its first values (none: ones), and the axis
+    that tensor may split in the code below."""
+    D, W = c.d_model, c.embed_dim
+    table = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows)
+    stacks = {"layers": _layer_weights(c, c.layers - c.dense_layers, c.experts)}
+    if c.dense_layers:
+        stacks["dense_layers"] = _layer_weights(c, c.dense_layers, 0)
+    weights = {"embed": table("V W", W**-0.5, "V"), **stacks}
+    if not c.tied:
+        weights["head"] = table("W V", W**-0.5, "V")
+    if _has_bias(c, "head"):
+        weights["head_bias"] = table("1 V", 0.0, "V")
+    if c.positions == "learned":
+        weights["positions"] = table("P D", 0.02)
+    if W != D:
+        weights |= {"project_in": table("W D", W**-0.5), "project_out": table("D W", D**-0.5)}
+    norms = ["embed_norm"] * c.embed_norm + ["norm"] * (c.norm_place != "post")
+    return weights | _norms(c, table, "D", norms)
+
+
+def _layer_weights(c, L, experts):
+    """The weights of L layers that are alike."""
+    D, F, G = c.d_model, c.d_ff, c.expert_d_ff
+    if experts:
+        F = c.shared_experts * G
+    # Of latent attention (R): queries, keys and values are made of short vectors, and a part of
+    # each key, the one that is turned (U), is the same for all heads.
+    Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim
+    table = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
+                  U=U, Y=c.head_dim - U)
     # What is added to the residual stream 2 L times starts smaller by the root of that, so that
     # the stream's size does not grow with the depth.
-    into, back = D**-0.5, (2 * L) ** -0.5
-    layers = {"attn_norm": Weight((L, D)),
-              "wq": Weight((L, D, H, N), into, 2),
-              "wk": Weight((L, D, K, N), into, 2),
-              "wv": Weight((L, D, K, N), into, 2),
-              "wo": Weight((L, H, N, D), (H * N) ** -0.5 * back, 1)}
-    if not c.parallel:
-        layers["mlp_norm"] = Weight((L, D))
-    if dense := c.shared_experts * F if c.experts else F:       # the MLP that all tokens visit
-        layers |= {"w_gate": Weight((L, D, dense), into, 2),
-                   "w_up": Weight((L, D, dense), into, 2),
-                   "w_down": Weight((L, dense, D), F**-0.5 * back, 1)}
-    if E := c.experts:
-        layers |= {"router": Weight((L, D, E), into),
-                   "e_gate": Weight((L, E, D, F), into, 3),
-                   "e_up": Weight((L, E, D, F), into, 3),
-                   "e_down": Weight((L, E, F, D), F**-0.5 * back, 2)}
-    weights = {"embed": Weight((V, D), D**-0.5, 0), "layers": layers, "norm": Weight((D,))}
-    if not c.tied:
-        weights["head"] = Weight((D, V), into, 1)
+    into, back = D**-0.5, (2 * c.layers) ** -0.5
+    weights = {"wq": table("L D H N", into, "H"), "wk": table("L D K N", into, "K"),
+               "wv": table("L D K M", into, "K"),
+               "wo": table("L H M D", (H * M) ** -0.5 * back, "H")}
+    if R:
+        weights |= {"kv_down": table("L D R", into), "kv_norm": table("L R"),
+                    "k_rotary": table("L D U", into), "wk": table("L R H Y", R**-0.5, "H"),
+                    "wv": table("L R H M", R**-0.5, "H")}
+    if R and Q:
+        weights |= {"q_down": table("L D Q", into), "q_down_norm": table("L Q"),
+                    "wq": table("L Q H N", Q**-0.5, "H")}
+    if c.qk_norm:
+        weights |= {"q_norm": table("L N"), "k_norm": table("L N")}
+    if F:           # the MLP that all tokens visit
+        weights |= {"w_gate": table("L D F", into, "F")} if c.gated else {}
+        weights |= {"w_up": table("L D F", into, "F"),
+                    "w_down": table("L F D", F**-0.5 * back, "F")}
+    if experts:
+        weights |= {"router": table("L D E", into), "e_gate": table("L E D G", into, "G"),
+                    "e_up": table("L E D G", into, "G"),
+                    "e_down": table("L E G D", G**-0.5 * back, "G")}
+    if experts and c.router == "sigmoid":
+        weights["router_bias"] = table("L E", 0.0)
+    biases = {"wq": ("qkv", "L 1 H N", "H"), "wk": ("qkv", "L 1 K N", "K"),
+              "wv": ("qkv", "L 1 K M", "K"), "wo": ("out", "L D", ""),
+              "w_gate": ("mlp", "L 1 F", "F"), "w_up": ("mlp", "L 1 F", "F"),
+              "w_down": ("mlp", "L D", "")}
+    weights |= {f"{name}_bias": table(axes, 0.0, tensor)
+                for name, (product, axes, tensor) in biases.items()
+                if _has_bias(c, product) and name in weights}
+    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
+    norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
+    return weights | _norms(c, table, "L D", norms)
+
+
+def _norms(c, table, axes, names):
+    weights = {name: table(axes) for name in names}
+    if c.norm == "layer":
+        weights |= {f"{name}_bias": table(axes, 0.0) for name in names}
     return weights
 
 
+def _has_bias(c, product):
+    return product in c.biases.split(",")
+
+
 def init(config: Config, key: Array) -> Params:
-    """New float32 weights. Under jit with out_shardings each device makes only its own part: the
-    values of a weight follow from the key, its path and the place in it, not from the mesh or from
-    the other weights."""
+    """New float32 weights, which follow from the key and each weight's path, not from the mesh."""
     if not config.vocab_size:
         raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
-
-    def first_values(path, w):
-        if w.scale is None:
-            return jnp.ones(w.shape, jnp.float32)
-        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return w.scale * jax.random.normal(own, w.shape, jnp.float32)
-
-    return jax.tree.map_with_path(first_values, _weights(config))
+    return weights.first_values(_weights(config), key)
 
 
 def weight_shapes(config: Config) -> Params:
@@ -197,122 +217,149 @@ def tensor_dims(config: Config) -> Params:
     return jax.tree.map(lambda w: w.tensor, _weights(config))
 
 
-def count(params: Params) -> int:
-    """The number of parameters."""
-    return sum(math.prod(w.shape) for w in jax.tree.leaves(params))
-
-
 def parameters(config: Config) -> tuple[int, int]:
-    """How many parameters a model has, without the padded rows of the vocabulary, and how many of
-    them one token visits: of experts, those that it chooses."""
-    c = config
-    total = count(weight_shapes(c))
-    total -= (padded(c.vocab_size) - c.vocab_size) * c.d_model * (1 if c.tied else 2)
-    unvisited = max(0, c.experts - c.experts_per_token) * 3 * c.d_model * c.d_ff
-    return total, total - c.layers * unvisited
+    """How many parameters a model has, and how many of them one token visits."""
+    return weights.parameters(_weights(config), config,
+                              padded(config.vocab_size) - config.vocab_size)
 
 
 def flops(config: Config, tokens: int) -> float:
-    """Arithmetic of training on that many tokens: 6 per weight of a product and token, and the
-    attention's two products with every key (causal or not), 12 T H N a layer and token."""
-    c = config
-    visited = c.experts_per_token + c.shared_experts if c.experts else 1
-    block = (c.d_model * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.d_model * c.experts
-             + 3 * c.d_model * c.d_ff * visited)
-    weights = c.layers * block + c.d_model * padded(c.vocab_size)
-    return tokens * (6.0 * weights + 12.0 * c.layers * c.seq_len * c.heads * c.head_dim)
+    """Arithmetic of training on that many tokens."""
+    return weights.flops(_weights(config), config, tokens)
 
 
 # -------------------------------------------------------------------------------------------
 # The parts of a block
 
-def _norm(x, scale):
-    """RMSNorm over D, in float32."""
+def _norm(w, name, x, c, kind=""):
+    """RMSNorm or LayerNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
-    return x32.astype(x.dtype) * scale      # of a time-split x autodiff sums scale's gradient here
+    if (kind or c.norm) == "layer":
+        x32 = x32 - jnp.mean(x32, -1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.norm_eps)
+    x = x32.astype(x.dtype) * w[name]   # of a time-split x autodiff sums the scale's gradient here
+    return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
 
 
-def _rotate(x, positions, theta):
-    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
-    position, so that q.k depends on how far apart they are. x: [B, T, H, N]."""
-    half = x.shape[-1] // 2
-    rate = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)               # [N/2]
-    angle = positions[:, :, None, None].astype(jnp.float32) * rate              # [B, T, 1, N/2]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-def _softmax_attention(q, k, v, mask):
+def _softmax_attention(q, k, v, mask, softcap=0.0, alibi=None):
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
-    of the sum that the weights were divided by [B, H, T]."""
+    of the sum that the weights were divided by [B, H, T]. With ALiBi the mask is a pair: second the
+    positions of keys [B, 1, 1, S], of which alibi makes what each head's scores get."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
         k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if alibi:
+        mask, place = mask
+        scores += alibi(place)
     scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
-def _attention_mask(query, key):
+def _attention_mask(query, key, window=None):
     """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (A
     kernel knows only the first half: another mask here means kernel=False in _heads.)"""
-    before = key["place"][:, None, :] <= query["place"][:, :, None]
-    return (before & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
+    seen = key["place"][:, None, :] <= query["place"][:, :, None]
+    if window is not None:
+        seen &= key["place"][:, None, :] > query["place"][:, :, None] - window
+    seen = (seen & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
+    return (seen, key["position"][:, None, None, :]) if "position" in key else seen
 
 
-def _qkv(w, c):
-    return [w["wq"], *(shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv"))]
+def _with_bias(w, name):
+    """A weight, or a pair of it and its bias, as `columns` takes it."""
+    bias = w.get(f"{name}_bias")
+    return w[name] if bias is None else (w[name], bias)
 
 
-def _heads(qkv, c, batch, cache=None):
+def _into_heads(w, c):
+    return [_with_bias(w, "wq"), *(
+        jax.tree.map(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
+        for name in ("wk", "wv"))]
+
+
+def _latent_heads(w, h, c):
+    """Queries, keys and values [B, T, H, N] of latent attention."""
+    q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms") if c.q_rank else h
+    q, = shard.columns(q, w["wq"])
+    k, v = shard.columns(_norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms"), w["wk"], w["wv"])
+    turned = shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]          # of all heads
+    turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
+    return q, jnp.concatenate([turned, k], -1), v
+
+
+def _heads(w, qkv, c, i, batch, cache=None):
     """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
     with these keys and values in it."""
     q, k, v = qkv
-    q, k = (_rotate(a, batch["positions"], c.rope_theta) for a in (q, k))
+    if c.qk_norm:
+        q, k = _norm(w, "q_norm", q, c, "rms"), _norm(w, "k_norm", k, c, "rms")
+    if c.positions == "rotary":
+        q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
+    if c.attn_scale:        # beside what attention multiplies by itself
+        q = q * (c.attn_scale * c.head_dim**0.5)
     if cache is not None:
         cache = {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
                  for name, a in (("k", k), ("v", v))}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    plain = cache is None and not {"segments", "places"} & batch.keys()
-    return shard.attend(_softmax_attention, q, k, v, _attention_mask, batch["query"], batch["key"],
-                        causal=cache is None, kernel=c.kernel and plain), cache
+    attention, mask = _softmax_attention, _attention_mask
+    if c.window:
+        mask = functools.partial(mask, window=layer_window(c, i))
+    if c.attn_softcap:
+        attention = functools.partial(attention, softcap=c.attn_softcap)
+    if c.positions.startswith("alibi"):
+        slopes = jnp.asarray(alibi_slopes(c.heads))
+        slopes = shard.own_part(slopes, 0) if q.shape[2] < c.heads else slopes
+        attention = functools.partial(attention, alibi=functools.partial(alibi_bias, c, slopes))
+    is_plain = (mask is _attention_mask and attention is _softmax_attention
+                and c.v_head_dim == c.head_dim)
+    kernel = c.kernel and is_plain and cache is None and not {"segments", "places"} & batch.keys()
+    return shard.attend(attention, q, k, v, mask, batch["query"], batch["key"],
+                        causal=cache is None, kernel=kernel), cache
 
 
-def _attention(w, h, c, batch, cache):
+def _attention(w, h, c, i, batch, cache):
     """h [B, T, D] -> [B, T, D]."""
-    heads, cache = _heads(shard.columns(h, *_qkv(w, c)), c, batch, cache)
-    return shard.row((heads, w["wo"]), split_time=c.sequence_parallel), cache
+    qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c))
+    heads, cache = _heads(w, qkv, c, i, batch, cache)
+    return _plus_bias(w, shard.row((heads, w["wo"]), split_time=c.sequence_parallel), "wo"), cache
 
 
-def _gated(gate, up):
+def _plus_bias(w, y, *names):
+    return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu,
+               "gelu": functools.partial(jax.nn.gelu, approximate=False),
+               "gelu_tanh": jax.nn.gelu}
+
+
+def _activate(c, first, *gated):
     """What is between the two products of an MLP."""
-    return jax.nn.silu(gate) * up
+    first = ACTIVATIONS[c.activation](first)
+    return first * gated[0] if gated else first
 
 
 def _into_dense(w):
     """The weights into the MLP that all tokens visit, if there is one."""
-    return [w[name] for name in ("w_gate", "w_up") if name in w]
-
-
-def _dense(w, gate, up):
-    """The MLP that all tokens visit, up to its last product."""
-    return _gated(gate, up), w["w_down"]
+    return [_with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
 def _feed_forward(w, h, c, i, batch):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
-    return _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
+    y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
+    return _plus_bias(w, y, "w_down"), aux
 
 
 def _out_of_block(w, h, c, i, batch, out, dense):
     """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
     products make), and of what experts make of h; and what those add to the loss."""
     if dense:
-        out = [*out, _dense(w, *dense)]
-    if c.experts:
+        out = [*out, (_activate(c, *dense), w["w_down"])]
+    if "router" in w:
         return _experts(w, h, c, i, batch, out)
     return shard.row(*out, split_time=c.sequence_parallel), None
 
@@ -325,10 +372,14 @@ def _experts(w, h, c, i, batch, beside):
     tokens, each with its weight: no mesh or micro-batch changes them."""
     E, K = c.experts, c.experts_per_token
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
-    probs = jax.nn.softmax(logits, -1)
-    top, chosen = jax.lax.top_k(probs, K)                                       # [B, T, K]
-    out = shard.experts(h, chosen, top / top.sum(-1, keepdims=True), (w["e_gate"], w["e_up"]),
-                        _gated, w["e_down"], *beside, split_time=c.sequence_parallel)
+    probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
+    chosen = choose(probs, w.get("router_bias"), c)                             # [B, T, K]
+    top = jnp.take_along_axis(probs, chosen, -1)
+    if c.router_norm:
+        top = top / top.sum(-1, keepdims=True)
+    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
+                        functools.partial(_activate, c), w["e_down"], *beside,
+                        split_time=c.sequence_parallel)
     if "seeds" not in batch:
         return out, None
     weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
@@ -338,7 +389,7 @@ def _experts(w, h, c, i, batch, beside):
     balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
     z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers, E)).at[i].set(busy.sum(0))
+    load = jnp.zeros((c.layers - c.dense_layers, E)).at[i - c.dense_layers].set(busy.sum(0))
     return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
@@ -361,52 +412,106 @@ def _drop(y, c, site, batch):
 # The network: embed, block, head
 
 def _embed(params, batch, c):
+    """The stream [B, T, D] that the layers begin with."""
     x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
-    return x * c.d_model**0.5       # rows of about unit size
+    x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
+    if "project_in" in params:
+        x = matmul(x, params["project_in"])
+    if c.positions in ("learned", "sinusoidal"):
+        table = params.get("positions", sinusoids(c.seq_len, c.d_model))
+        places = shard.my_time_slice(batch["positions"], x) + c.position_offset
+        x = x + table[places].astype(x.dtype)
+    if c.embed_norm:
+        x = _norm(params, "embed_norm", x, c)
+    return x
 
 
 def _block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
-    y, cache = _attention(w, _norm(x, w["attn_norm"]), c, batch, cache)
-    x = x + _drop(y, c, 2 * i, batch)
-    y, aux = _feed_forward(w, _norm(x, w["mlp_norm"]), c, i, batch)
-    return x + _drop(y, c, 2 * i + 1, batch), aux, cache
+    y, cache = _attention(w, _norm_before(w, "attn", x, c), c, i, batch, cache)
+    x = _add(w, "attn", x, y, c, 2 * i, batch)
+    y, aux = _feed_forward(w, _norm_before(w, "mlp", x, c), c, i, batch)
+    return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
+
+
+def _norm_before(w, half, x, c):
+    return x if c.norm_place == "post" else _norm(w, f"{half}_norm", x, c)
+
+
+def _add(w, half, x, y, c, site, batch):
+    """The stream, and what attention or MLP add to it."""
+    if c.norm_place == "sandwich":
+        y = _norm(w, f"{half}_out_norm", y, c)
+    x = x + _drop(y, c, site, batch)
+    return _norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Attention and MLP after one norm: one collective into both, one out of both."""
-    h = _norm(x, w["attn_norm"])
-    q, k, v, *dense = shard.columns(h, *_qkv(w, c), *_into_dense(w))
-    heads, cache = _heads([q, k, v], c, batch, cache)
-    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
-    return x + _drop(y, c, 2 * i + 1, batch), aux, cache
+    """Attention and MLP beside each other: after one norm, one collective into both; one out of
+    both."""
+    h = after = _norm(w, "attn_norm", x, c)
+    if c.parallel_norms == 2:
+        after = _norm(w, "mlp_norm", x, c)
+        qkv, dense = shard.columns(h, *_into_heads(w, c)), shard.columns(after, *_into_dense(w))
+    else:
+        *qkv, = shard.columns(h, *_into_heads(w, c), *_into_dense(w))
+        qkv, dense = qkv[:3], qkv[3:]
+    heads, cache = _heads(w, qkv, c, i, batch, cache)
+    y, aux = _out_of_block(w, after, c, i, batch, [(heads, w["wo"])], dense)
+    return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
 
 
 def _head(params, x, c):
-    """The last norm's output [B, T, D] and the loss head [D, V]."""
-    return _norm(x, params["norm"]), params["embed"].T if c.tied else params["head"]
+    """The last norm's output [B, T, E] and the loss head [E, V], with its bias if it has one."""
+    if "norm" in params:
+        x = _norm(params, "norm", x, c)
+    if "project_out" in params:
+        x = matmul(x, params["project_out"])
+    head = {"head": params["embed"].T if c.tied else params["head"]}
+    return x, _with_bias({**params, **head}, "head")
 
 
-def _with_info(batch):
+def _with_info(batch, c):
     """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
     queries and of keys, the place in the row and the document, which decide who sees whom."""
     shape = batch["tokens"].shape
     place = batch.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape))
+    batch = {"positions": place, **batch}
     info = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
-    return {"positions": place, **batch, "query": info, "key": info}
+    if c.positions.startswith("alibi"):
+        info["position"] = batch["positions"]
+    return {**batch, "query": info, "key": info}
 
 
-def _trunk(params, c, batch, cache=None, specs=None):
-    """The last block's output [B, T, D], and the cache with these T tokens in it."""
+def _stack(params, name, x, c, batch, cache=None, specs=None):
+    """x through "dense_layers" or "layers", and their part of the cache."""
+    first, count = (0, c.dense_layers) if name == "dense_layers" else (
+        c.dense_layers, c.layers - c.dense_layers)
+
     def layer(w, x, each):
         i, layer_cache = each
         x, _, layer_cache = _block(w, x, i, c, batch, layer_cache)
         return x, layer_cache
 
-    return shard.layers(layer, params["layers"], _embed(params, batch, c),
-                        (jnp.arange(c.layers), cache), specs and specs["layers"])
+    own = jax.tree.map(lambda a: a[first:first + count], cache)
+    return shard.layers(layer, params[name], x, (jnp.arange(first, first + count), own),
+                        specs and specs[name])
+
+
+def _trunk(params, c, batch, cache=None, specs=None):
+    """The last block's output [B, T, D], and the cache with these T tokens in it."""
+    x, parts = _embed(params, batch, c), []
+    for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
+        x, part = _stack(params, name, x, c, batch, cache, specs)
+        parts.append(part)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+
+
+def _at_length(config, tokens):
+    """The configuration for rows of this length, which some scaled positions depend on."""
+    return dataclasses.replace(config, seq_len=shard.whole_length(tokens))
 
 
 def forward(params: Params, tokens: Array, config: Config, source: Array | None = None,
@@ -415,10 +520,11 @@ def forward(params: Params, tokens: Array, config: Config, source: Array | None 
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
     given = {"tokens": tokens, "positions": positions, "segments": segments}
-    batch = _with_info({k: v for k, v in given.items() if v is not None})
+    config = _at_length(config, tokens)
+    batch = _with_info({k: v for k, v in given.items() if v is not None}, config)
     params = cast(params, config.dtype)
     x, _ = _trunk(params, config, batch)
-    logits = shard.vocab_logits(*_head(params, x, config), config.vocab_size)
+    logits = shard.vocab_logits(*_head(params, x, config), config.vocab_size, config.logit_softcap)
     return logits[..., :config.vocab_size]
 
 
@@ -428,20 +534,28 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
-    params, c, batch = cast(params, config.dtype), config, _with_info(batch)
+    c = _at_length(config, batch["tokens"])
+    params, batch = cast(params, c.dtype), _with_info(batch, c)
+
+    def embed(params, batch):
+        x = _embed(params, batch, c)
+        if c.dense_layers:
+            x, _ = _stack(params, "dense_layers", x, c, batch, specs=specs)
+        return x
 
     def block(w, x, i, batch):
-        return _block(w, x, i, c, batch)[:2]
+        return _block(w, x, c.dense_layers + i, c, batch)[:2]
 
     def head(params, x, batch):
         x, table = _head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
-                                loss_chunks(c, *x.shape[:2])), jnp.sum(batch["weights"])
+                                loss_chunks(c, *x.shape[:2]), c.logit_softcap
+                                ), jnp.sum(batch["weights"])
 
     others = {k: w for k, w in params.items() if k != "layers"}
     result = shard.pipelined_loss(
-        functools.partial(_embed, c=c), block, head, others, params["layers"], batch,
-        specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks, c.sum_dtype)
+        embed, block, head, others, params["layers"], batch, specs and specs["layers"], c.remat,
+        c.microbatches, c.schedule, c.chunks, c.sum_dtype)
     return result if with_aux else result[:2]
 
 
@@ -464,9 +578,13 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
     has of them."""
-    wk = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"]["wk"])
-    zeros = jnp.zeros((config.layers, rows, slots, *wk.shape[1:]), wk.dtype)
-    return {"k": zeros, "v": zeros}
+    c = config
+
+    def zeros(name, width):
+        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
+        return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
+
+    return {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim)}
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
@@ -477,12 +595,16 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
     (B, T), S = tokens.shape, cache["k"].shape[2]
     slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
     keys = jnp.broadcast_to(jnp.arange(S), (B, S))
-    batch = {"tokens": tokens, "positions": jnp.maximum(slots - start[:, None], 0), "slot": slot,
+    position, key_position = (jnp.maximum(a - start[:, None], 0) for a in (slots, keys))
+    batch = {"tokens": tokens, "positions": position, "slot": slot,
              "query": {"place": slots, "document": jnp.zeros_like(slots)},
              "key": {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}}
+    if config.positions.startswith("alibi"):
+        batch["query"]["position"], batch["key"]["position"] = position, key_position
+    config = dataclasses.replace(config, seq_len=S)
     x, cache = _trunk(params, config, batch, cache, specs)
     x, head = _head(params, shard.whole_time(x)[:, -1:], config)
-    return shard.vocab_logits(x, head, config.vocab_size)[:, 0], cache
+    return shard.vocab_logits(x, head, config.vocab_size, config.logit_softcap)[:, 0], cache
 
 
 # -------------------------------------------------------------------------------------------
@@ -498,22 +620,14 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
     one before it is read."""
     record = read_run(folder, DEFAULTS)
     config = Config(**{name: record[name] for name in DEFAULTS})
-    checkpoints = Path(folder).resolve() / "checkpoints"
-    steps = sorted((int(p.name) for p in checkpoints.glob("*") if p.name.isdecimal()), reverse=True)
-    if not steps or (step is not None and step not in steps):
-        raise ConfigError(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
-                          f"{', '.join(map(str, steps))}" if steps else "yet"))
+    return read_newest(folder, _wanted(config, mesh), step), config
+
+
+def _wanted(config, mesh):
+    """Shapes of the weights, with their places on the mesh; without a mesh, on one device."""
     mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
-    wanted = jax.tree.map(lambda shape, place: shape.update(sharding=place), weight_shapes(config),
-                          shardings(weight_specs(config, mesh), mesh))
-    for at in steps if step is None else [step]:
-        try:
-            return read_checkpoint(checkpoints / str(at), {"params": wanted},
-                                   f"--run {folder}")[0]["params"], config
-        except CorruptCheckpoint as e:
-            print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
-    which = "" if step is None else f"of step {step} "
-    raise RunError(f"--run {folder}: no checkpoint {which}can be read")
+    return jax.tree.map(lambda shape, place: shape.update(sharding=place), weight_shapes(config),
+                        shardings(weight_specs(config, mesh), mesh))
 
 
 def plan_weights(config: Config, mesh: Any, **options: Any) -> Params:
@@ -527,7 +641,19 @@ def weight_specs(config: Config, mesh: Any) -> Params:
     return jax.tree.map(lambda d: d.spec, plan_weights(config, mesh))
 
 
-def load_hf(folder: str | Path) -> tuple[Params, Config]:
-    """A published model's weights. Not built yet."""
-    raise ConfigError(f"{folder}: reading published models is not built yet; --model takes one of "
-                      f"{', '.join(PRESETS)}")
+def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Config]:
+    """The weights of a published model (a Hugging Face folder), straight into their shards on the
+    mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
+    source = published.Folder(folder)
+    config = Config(**families.fields_of(source.config) | fields)
+    return published.read_weights(source, families.family_of(source.config), config,
+                                  _weights(config), _wanted(config, mesh)), config
+
+
+def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:
+    """The same, back: a folder that transformers reads. A model of our own becomes a LLaMA, or with
+    experts a Mixtral."""
+    if not config.published:
+        params, config = families.as_llama(params, config)
+    published.write_folder(folder, families.family_of(json.loads(config.published)), config,
+                           _weights(config), params, dtype)

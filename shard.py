@@ -252,6 +252,17 @@ def whole_time(x: Array) -> Array:
     return x
 
 
+def time_of_block(x: Array) -> Array:
+    """An array [B, T, ...] beside the stream with the time that a block has: what `columns` does,
+    without a product."""
+    return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
+
+
+def whole_length(tokens: Array) -> int:
+    """How long the rows of tokens [B, T] are, of which seq may have given a device a part."""
+    return tokens.shape[1] * _size("seq")
+
+
 def my_time_slice(tree: Any, x: Array) -> Any:
     """Of arrays [B, T, ...] the part of the time that this device has of the stream x."""
     def part(a):
@@ -296,33 +307,43 @@ def embed_lookup(table: Array, ids: Array, split_time: bool = True) -> Array:
     return _into_stream([rows], [], split_time)
 
 
-def vocab_logits(x: Array, head: Array, vocab_size: int) -> Array:
+def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
     """float32 logits [B, T, V] of a head [D, V], with all of the vocabulary on every device, to
-    choose from. Columns of the head beyond vocab_size are padding, which no token has."""
-    logits, = columns(x, head, dtype=jnp.float32)
+    choose from. Columns of the head beyond vocab_size are padding, which no token has. The head may
+    be a pair of it and of a bias [1, V]; a softcap keeps logits between it and its negative."""
+    logits = _capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
-                          to="invarying") if is_split(head) else logits
+                          to="invarying") if is_split(jax.tree.leaves(head)[0]) else logits
+
+
+def _capped(logits, softcap):
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def _vocab_ids(head):
+    head = jax.tree.leaves(head)[0]
     first = lax.axis_index("tensor") * head.shape[1] if is_split(head) else 0
     return first + jnp.arange(head.shape[1])
 
 
-def token_loss(x: Array, head: Array, targets: Array, weights: Array,
-               vocab_size: int, chunks: int = 1) -> Array:
+def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
+               vocab_size: int, chunks: int = 1, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for a
-    stream x and a head [D, V]. In so many chunks of the time, one in memory at a time."""
-    split_vocab, ids = is_split(head), _vocab_ids(head)
+    stream x and a head as `vocab_logits` takes it. In so many chunks of the time, one in memory at
+    a time."""
+    split_vocab, ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     own_time = is_split(x) and not split_vocab      # each device all logits of its time: no gather
     if own_time:
         targets, weights = my_time_slice((targets, weights), x)
 
     def chunk_loss(head, x, targets, weights):
-        logits = matmul(x, head, 1, jnp.float32) if own_time else columns(
-            x, head, dtype=jnp.float32)[0]
-        logits = jnp.where(ids < vocab_size, logits, -1e30)                     # [B, T, V]
+        if own_time:
+            head, *bias = head if isinstance(head, tuple) else (head,)
+            logits = sum(bias, matmul(x, head, 1, jnp.float32))
+        else:
+            logits, = columns(x, head, dtype=jnp.float32)
+        logits = jnp.where(ids < vocab_size, _capped(logits, softcap), -1e30)   # [B, T, V]
         top = lax.stop_gradient(logits.max(-1))                                 # [B, T]
         top = lax.pmax(top, "tensor") if split_vocab else top
         total = jnp.exp(logits - top[..., None]).sum(-1)

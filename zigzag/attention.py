@@ -59,7 +59,7 @@ def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
 
 def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) -> Array:
     """Attention [B, T, H, N] in blocks of queries."""
-    (B, T, H, N), S = queries[0].shape, keys[0].shape[1]
+    (B, T, H, _), S = queries[0].shape, keys[0].shape[1]
     sizes, manual = ambient()
     compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)     # it divides the heads
     causal, scores = causal and S == T, B * H * T * S // compilers
@@ -80,7 +80,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
         split = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), block)
         result = lax.map(functools.partial(one, keys=seen), split)
-        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, H, N))
+        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, H, -1))
     return jnp.concatenate(results, 1)
 
 

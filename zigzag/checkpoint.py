@@ -284,6 +284,24 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
+def read_newest(folder: str | Path, params: Any, step: int | None = None) -> Any:
+    """The weights of a run's newest (or given) step, in the places that the shapes `params` have.
+    A damaged checkpoint is reported, and the one before it is read."""
+    checkpoints = Path(folder).resolve() / "checkpoints"
+    steps = sorted((int(p.name) for p in checkpoints.glob("*") if p.name.isdecimal()), reverse=True)
+    if not steps or (step is not None and step not in steps):
+        raise ConfigError(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
+                          f"{', '.join(map(str, steps))}" if steps else "yet"))
+    for at in steps if step is None else [step]:
+        try:
+            return read_checkpoint(checkpoints / str(at), {"params": params},
+                                   f"--run {folder}")[0]["params"]
+        except CorruptCheckpoint as e:
+            print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
+    which = "" if step is None else f"of step {step} "
+    raise RunError(f"--run {folder}: no checkpoint {which}can be read")
+
+
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
                     ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The items that are wanted, in their places, and the description (meta). Kinds of arrays are

@@ -17,13 +17,95 @@ from zigzag.errors import (
     ConfigError,
     check_at_least,
     did_you_mean,
+    fill_in,
     nearest_divisor,
     nearest_multiple,
 )
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
+from zigzag.positions import parse_scaling
 from zigzag.rule import apply_overrides, parse_overrides
 
+MODEL_ONE_OF = {
+    "dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
+    "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32"),
+    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "sandwich"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu"), "router": ("softmax", "sigmoid"),
+    "positions": ("rotary", "learned", "sinusoidal", "alibi", "alibi16", "none")}
+BIASES = ("qkv", "out", "mlp", "head")
 ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon")}
+
+
+def check_model_config(c: Any) -> None:
+    """Fill in what follows from the rest of a model.Config, and refuse what no model can be."""
+    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
+                   seq_len=1, experts=0, experts_per_token=1, shared_experts=0, balance=0,
+                   router_z=0, microbatches=1, chunks=1, norm_eps=0, rotary_dim=0, position_rows=0,
+                   position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
+                   attn_scale=0, attn_softcap=0, logit_softcap=0, q_rank=0, kv_rank=0,
+                   v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
+                   groups_per_token=1)
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads, embed_dim=c.d_model,
+            d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
+    fill_in(c, v_head_dim=c.head_dim, expert_d_ff=c.d_ff, position_rows=c.seq_len)
+    if c.positions == "rotary":
+        fill_in(c, rotary_dim=c.head_dim)
+        parse_scaling(c.rope_scaling)
+    if c.heads % c.kv_heads:
+        raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
+    if c.positions == "rotary" and (c.rotary_dim % 2 or c.rotary_dim > c.head_dim):
+        raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
+                          f"positions need an even part of a head")
+    if not 0 <= c.dropout < 1:
+        raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
+    if not c.rope_theta > 1:
+        raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
+    for name, known in MODEL_ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
+                              + did_you_mean(value, known))
+    if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
+        raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
+    if set(c.local_layers) - set("lg"):
+        raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
+                          f"(with the window) or g (without)")
+    _check_parts(c)
+
+
+def _check_parts(c):
+    """Refuse parts of a model that do not go together."""
+    if c.experts and c.experts_per_token > c.experts:
+        raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
+                          f"{c.experts}")
+    for name in ("shared_experts", "dense_layers"):
+        if getattr(c, name) and not c.experts:
+            raise ConfigError(f"--{name} {getattr(c, name)}: give --experts too; a dense MLP is as "
+                              f"wide as --d_ff says")
+    if c.dense_layers >= c.layers:
+        raise ConfigError(f"--dense_layers {c.dense_layers}: must be below --layers {c.layers}")
+    if c.experts % c.expert_groups or c.groups_per_token > c.expert_groups:
+        raise ConfigError(f"--expert_groups {c.expert_groups}: must divide --experts {c.experts}, "
+                          f"and be at least --groups_per_token {c.groups_per_token}")
+    if c.experts and not c.gated:
+        raise ConfigError("--gated false: experts are gated")
+    if c.parallel and c.norm_place != "pre":
+        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel block has "
+                          f"its norms before it")
+    if c.parallel_norms not in (1, 2):
+        raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
+    if c.kv_rank and (c.parallel or c.qk_norm or c.positions != "rotary"
+                      or c.rotary_dim == c.head_dim or "qkv" in c.biases or c.kv_heads != c.heads):
+        raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
+                          f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
+                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
+    if c.q_rank and not c.kv_rank:
+        raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
+    if c.v_head_dim != c.head_dim and not c.kv_rank:
+        raise ConfigError(f"--v_head_dim {c.v_head_dim}: another width than --head_dim is for "
+                          f"latent attention (--kv_rank)")
 
 
 def check_config(c: Any) -> None:
@@ -100,6 +182,10 @@ def check_batch(c: Any, mesh: Any) -> None:
 def check_model(c: Any, mesh: Any) -> None:
     """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
     sizes = mesh.shape
+    if c.dense_layers and sizes["pipe"] > 1:
+        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "
+                          f"--dense_layers {c.dense_layers} are not like the others; give its "
+                          f"devices to data, fsdp, expert or tensor")
     if c.experts % sizes["expert"]:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
                           f"{c.experts}; the nearest that does is "

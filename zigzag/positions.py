@@ -1,0 +1,163 @@
+"""Where a token stands, as numbers: rotary positions and their published scalings, windows,
+sinusoids, ALiBi's slopes. What no array decides is numpy's, in float64: constants of a program.
+
+c is a model's configuration, i the number of a layer.
+"""
+
+import functools
+import json
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from zigzag.errors import ConfigError
+
+# -------------------------------------------------------------------------------------------
+# Rotary positions
+
+def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
+                 ) -> tuple[np.ndarray, float]:
+    """By how much a step turns each of dim / 2 pairs, and a factor of sine and cosine. `scaling` is
+    JSON, as in a published config.json; some follow from the sequence's length."""
+    known = parse_scaling(scaling)
+    rates = _SCALINGS[known["rope_type"]](dim, theta, known, length)
+    return rates.astype(np.float32), known.get("attention_factor") or 1.0
+
+
+@functools.cache
+def parse_scaling(scaling: str) -> dict[str, Any]:
+    """A scaling as a dict. Refuses what is not one."""
+    try:
+        known = json.loads(scaling or '{"rope_type": "default"}')
+        if known["rope_type"] not in _SCALINGS:
+            raise ConfigError(f"--rope_scaling: the type {known['rope_type']} is not known; "
+                              f"expected one of {', '.join(_SCALINGS)}")
+        _SCALINGS[known["rope_type"]](2, 10000.0, known, 64)        # is anything missing?
+    except (ValueError, TypeError, KeyError) as e:
+        raise ConfigError(f"--rope_scaling {scaling}: expected JSON as in a published config.json, "
+                          f'{{"rope_type": "linear", "factor": 2}} for example ({e!r})') from None
+    return known
+
+
+def _plain(dim, theta, known=None, length=0):
+    return theta ** (-np.arange(0, dim, 2) / dim)
+
+
+def _linear(dim, theta, known, length):
+    """All positions closer together."""
+    return _plain(dim, theta) / known["factor"]
+
+
+def _dynamic(dim, theta, known, length):
+    """A longer base, beyond the length that it was trained at."""
+    factor, trained = known["factor"], known["original_max_position_embeddings"]
+    grown = factor * max(length, trained) / trained - (factor - 1)
+    return _plain(dim, theta * grown ** (dim / max(dim - 2, 1)))
+
+
+def _llama3(dim, theta, known, length):
+    """Long waves closer together, short ones as they are, and in between a mean of both."""
+    rates = _plain(dim, theta)
+    turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
+    low, high = known["low_freq_factor"], known["high_freq_factor"]
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return rates * (keep + (1 - keep) / known["factor"])
+
+
+def _yarn(dim, theta, known, length):
+    """The same, with a ramp over the pairs' numbers."""
+    trained = known["original_max_position_embeddings"]
+
+    def pair(turns):        # whose rate makes so many turns over the trained length
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(known.get("beta_fast") or 32), pair(known.get("beta_slow") or 1)
+    if known.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    scaled = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
+    return _plain(dim, theta) * (1 - scaled + scaled / known["factor"])
+
+
+def _longrope(dim, theta, known, length):
+    """A factor for each pair: of two lists, by the length."""
+    is_long = length > known["original_max_position_embeddings"]
+    factors = known["long_factor" if is_long else "short_factor"]
+    return _plain(dim, theta) / np.array(factors)[:dim // 2]
+
+
+_SCALINGS = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3,
+             "yarn": _yarn, "longrope": _longrope}
+
+
+# -------------------------------------------------------------------------------------------
+# What differs from layer to layer
+
+def _is_local(c: Any, i: Array) -> Array:
+    """Whether a layer has the window."""
+    kinds = (c.local_layers or "l") * c.layers
+    return jnp.array([kind == "l" for kind in kinds[:c.layers]])[i]
+
+
+def layer_window(c: Any, i: Array) -> Any:
+    """How many keys a query sees in a layer."""
+    if "g" not in c.local_layers:
+        return c.window
+    return jnp.where(_is_local(c, i), c.window, 2**30)
+
+
+def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
+    """The rates of a layer's rotary positions, and the factor of sine and cosine."""
+    rates, factor = rotary_rates(c.rotary_dim, c.rope_theta, c.rope_scaling, c.seq_len)
+    if not c.local_theta:
+        return rates, factor
+    local, _ = rotary_rates(c.rotary_dim, c.local_theta)
+    is_local = _is_local(c, i)
+    return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+
+
+def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:
+    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
+    position, so that q.k depends on how far apart they are. x: [B, T, H, N]. Of a head with more
+    numbers than there are rates for, the beginning."""
+    half = rates.shape[-1]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle) * factor, jnp.cos(angle) * factor
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:2 * half].astype(jnp.float32)
+    parts = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)]
+    return jnp.concatenate([*parts, x[..., 2 * half:]], -1) if x.shape[-1] > 2 * half else parts[0]
+
+
+# -------------------------------------------------------------------------------------------
+# Others
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """For each head by how much a key's score falls with each step away. Of a number of heads that
+    is no power of two, the others lie between those of the next power."""
+    power = 2 ** math.floor(math.log2(heads))
+
+    def slopes(n):
+        return 2.0 ** (-8 / n * np.arange(1, n + 1))
+
+    return np.concatenate([slopes(power), slopes(2 * power)[::2][:heads - power]]).astype(
+        np.float32)
+
+
+def alibi_bias(c: Any, slopes: Array, place: Array) -> Array:
+    """What keys at these positions [B, 1, 1, S] add to each head's scores [B, H, 1, S]. (Only
+    distances count: a softmax does not see what all of a query's scores have in common.)"""
+    if c.positions == "alibi":
+        return slopes[:, None, None] * place
+    # Falcon rounded it, and divided it with the scores.
+    rounded = slopes.astype(jnp.bfloat16)[:, None, None] * place.astype(jnp.bfloat16)
+    return rounded.astype(jnp.float32) * c.head_dim**-0.5
+
+
+def sinusoids(rows: int, width: int) -> np.ndarray:
+    """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
+    angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
+    return table[:, :width].astype(np.float32)

@@ -1,0 +1,64 @@
+"""Published shapes, as fields of model.Config, by name."""
+
+from typing import Any
+
+# What the models of a family share. (Their embedding is not multiplied, but for Gemma's.)
+GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layer", norm_eps=1e-5, positions="learned",
+            activation="gelu_tanh", gated=False, biases="qkv,out,mlp", tied=True, embed_scale=1.0)
+OPT = {**GPT2, "vocab_size": 50272, "seq_len": 2048, "activation": "relu", "position_offset": 2,
+       "position_rows": 2050}
+LLAMA = dict(vocab_size=32000, seq_len=2048, embed_scale=1.0, norm_eps=1e-5)
+LLAMA2 = {**LLAMA, "seq_len": 4096}
+LLAMA3 = {**LLAMA, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0, "kv_heads": 8}
+QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, qk_norm=True,
+             kv_heads=8, head_dim=128)
+
+
+def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
+           **others: Any) -> dict[str, Any]:
+    return {**family, "layers": layers, "d_model": d_model, "heads": heads,
+            "d_ff": d_ff or 4 * d_model, **others}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    # This codebase's own block, in the sizes of GPT-2 small and of a model of 1.2 billion.
+    "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
+                 tied=True),
+    "1.2b": dict(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048),
+    # The UvA notebooks' model: norms of queries and keys, an MLP without a gate.
+    "uva3d": dict(layers=12, d_model=1024, heads=16, d_ff=4096, vocab_size=2048, seq_len=512,
+                  qk_norm=True, positions="learned", activation="gelu_tanh", gated=False,
+                  biases="mlp", embed_scale=1.0),
+    "gpt2": _shape(GPT2, 12, 768, 12), "gpt2-medium": _shape(GPT2, 24, 1024, 16),
+    "gpt2-large": _shape(GPT2, 36, 1280, 20), "gpt2-xl": _shape(GPT2, 48, 1600, 25),
+    "opt-125m": _shape(OPT, 12, 768, 12),
+    "opt-350m": _shape(OPT, 24, 1024, 16, embed_dim=512, norm_place="post"),
+    "opt-1.3b": _shape(OPT, 24, 2048, 32), "opt-2.7b": _shape(OPT, 32, 2560, 32),
+    "opt-6.7b": _shape(OPT, 32, 4096, 32), "opt-13b": _shape(OPT, 40, 5120, 40),
+    "opt-30b": _shape(OPT, 48, 7168, 56), "opt-66b": _shape(OPT, 64, 9216, 72),
+    "gptj-6b": _shape(GPT2, 28, 4096, 16, vocab_size=50400, seq_len=2048, positions="rotary",
+                      rotary_dim=64, biases="mlp,head", tied=False, parallel=True),
+    "llama-7b": _shape(LLAMA, 32, 4096, 32, 11008), "llama-13b": _shape(LLAMA, 40, 5120, 40, 13824),
+    "llama-33b": _shape(LLAMA, 60, 6656, 52, 17920),
+    "llama-65b": _shape(LLAMA, 80, 8192, 64, 22016),
+    "llama2-7b": _shape(LLAMA2, 32, 4096, 32, 11008),
+    "llama2-13b": _shape(LLAMA2, 40, 5120, 40, 13824),
+    "llama-70b": _shape(LLAMA2, 80, 8192, 64, 28672, kv_heads=8),
+    "llama3-8b": _shape(LLAMA3, 32, 4096, 32, 14336),
+    "llama3-70b": _shape(LLAMA3, 80, 8192, 64, 28672),
+    "llama3-405b": _shape(LLAMA3, 126, 16384, 128, 53248),
+    "mixtral-8x7b": _shape(LLAMA2, 32, 4096, 32, 14336, kv_heads=8, experts=8, rope_theta=1e6),
+    "qwen3-0.6b": _shape(QWEN3, 28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _shape(QWEN3, 28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _shape(QWEN3, 36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _shape(QWEN3, 36, 4096, 32, 12288), "qwen3-14b": _shape(QWEN3, 40, 5120, 40, 17408),
+    "qwen3-32b": _shape(QWEN3, 64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _shape(QWEN3, 48, 2048, 32, 6144, kv_heads=4, experts=128,
+                            experts_per_token=8, expert_d_ff=768),
+    "deepseek-v3": _shape(
+        LLAMA, 61, 7168, 128, 18432, vocab_size=129280, seq_len=4096, norm_eps=1e-6, head_dim=192,
+        rotary_dim=64, q_rank=1536, kv_rank=512, v_head_dim=128, dense_layers=3, experts=256,
+        experts_per_token=8, shared_experts=1, expert_d_ff=2048, router="sigmoid",
+        router_scale=2.5, expert_groups=8, groups_per_token=4),
+}

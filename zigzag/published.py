@@ -1,0 +1,442 @@
+"""Published models: a Hugging Face folder to weights in their shards, and back.
+
+    config.json          which family it is, and its sizes       (families.py translates them)
+    *.safetensors        arrays by name                           (families.py says what each holds)
+
+A family says of each published array how it lies, and of which of our weights it is made:
+
+    "self_attn.q_proj.weight": "(H N) D -> wq"                      one weight, its axes merged
+    "attn.c_attn.weight":      "D (H N | K N | K M) -> wq wk wv"    three, one after the other
+    "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
+
+The letters are those of model.py's table of weights; g is the number of query heads of a key head.
+From that follow the shape that is expected, what a device reads of an array (the ranges of its
+shard along the outer letter of each axis), and what is written.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Sequence
+
+import jax
+import numpy as np
+
+from zigzag.errors import ConfigError, one_line
+from zigzag.files import write_json
+from zigzag.mesh import by_path, flatten
+
+# So many bytes of arrays go into one file.
+FILE_BYTES = 4 * 2**30
+
+
+def _package(name):
+    """An optional package."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        name = name.split(".")[0]
+        raise ConfigError(f"published models need the package {name}: pip install {name}") from None
+
+
+# -------------------------------------------------------------------------------------------
+# How an array lies
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a published array, for one of our weights: outer letters, then its block of what
+    follows them, which has inner letters."""
+    outer: tuple[str, ...]
+    inner: tuple[str, ...]
+    begin: int              # of its block
+    block: int              # how long that is
+    whole: int              # and all blocks together
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return self.outer + self.inner
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a published array lies, for one of our weights, with axes `own` [a, b, ...]."""
+    axes: tuple[Axis, ...]
+    own: tuple[str, ...]
+    sizes: dict[str, int]
+
+    def _count(self, letters):
+        return math.prod(self.sizes[x] for x in letters)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the published array."""
+        return tuple(self._count(a.outer) * a.whole for a in self.axes)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """Of this weight, in the order in which the published array has them."""
+        return tuple(x for a in self.axes for x in a.letters)
+
+    @property
+    def order(self) -> list[int]:
+        """Where in `letters` each axis of this weight is. (H is K and g where they are apart.)"""
+        own = [y for x in self.own for y in (("K", "g") if x == "H" and "g" in self.letters else x)]
+        return [self.letters.index(x) for x in own]
+
+    def read(self, array: Any, ranges: Sequence[slice]) -> np.ndarray:
+        """Of a published array (anything with slices) the part of this weight at these ranges."""
+        wanted = dict(zip(self.own, ranges))
+        if "g" in self.letters and "H" in wanted:       # whole groups, and of these a part
+            g, heads = self.sizes["g"], wanted.pop("H")
+            wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
+        cuts, shape, parts = [], [], []
+        for a in self.axes:
+            first, *others = a.letters
+            r = wanted.pop(first, slice(0, self.sizes[first]))
+            unit = self._count(a.letters[1:]) if not a.outer else self._count(a.outer[1:]) * a.whole
+            begin = 0 if a.outer else a.begin
+            cuts.append(slice(begin + r.start * unit, begin + r.stop * unit))
+            if a.outer:         # the blocks that belong to one of the outer letters, and their own
+                shape += [r.stop - r.start, *(self.sizes[x] for x in a.outer[1:]), a.whole]
+                parts.append((len(shape) - 1, a))
+            else:
+                shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
+        part = np.asarray(array[tuple(cuts)]).reshape(shape)
+        for at, a in reversed(parts):
+            part = np.take(part, range(a.begin, a.begin + a.block), at)
+            part = part.reshape(*part.shape[:at], *(self.sizes[x] for x in a.inner),
+                                *part.shape[at + 1:])
+        part = part[tuple(wanted.get(x, slice(None)) for x in self.letters)]
+        part = part.transpose(self.order)
+        if "H" in self.own and "g" in self.letters:
+            at, g = self.own.index("H"), self.sizes["g"]
+            part = part.reshape(*part.shape[:at], -1, *part.shape[at + 2:])
+            first = ranges[at].start % g
+            part = np.take(part, range(first, first + ranges[at].stop - ranges[at].start), at)
+        return part
+
+    def write(self, array: np.ndarray, weight: np.ndarray) -> None:
+        """Put this weight, whole, into its place in a published array."""
+        shape = [self.sizes[x] for x in self.letters]
+        part = weight.reshape([shape[i] for i in self.order]).transpose(np.argsort(self.order))
+        # The array with outer letters, blocks apart; this weight with inner letters merged.
+        apart, own, at = [], [], []
+        for a in self.axes:
+            apart += [self._count(a.outer), a.whole]
+            own += [self._count(a.outer), a.block]
+            at += [slice(None), slice(a.begin, a.begin + a.block)]
+        array.reshape(apart)[tuple(at)] = part.reshape(own)
+
+
+def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
+            ) -> dict[str, Layout]:
+    """Of a pattern the layout of each of its weights, whose axes `own` has."""
+    left, right = pattern.split("->")
+    names = right.split()
+    axes = {name: [] for name in names}
+    for word in re.findall(r"\([^)]*\)|\S+", left):
+        before, _, blocks = word.strip("()").partition("[")
+        if not blocks:
+            before, blocks = "", before
+        inners = [block.split() for block in blocks.strip("] ").split("|")]
+        inners = inners if len(inners) > 1 else inners * len(names)
+        lengths = [math.prod(sizes[x] for x in inner) for inner in inners]
+        whole = sum(lengths) if "|" in blocks else lengths[0]
+        for i, name in enumerate(names):
+            begin = sum(lengths[:i]) if "|" in blocks else 0
+            axes[name].append(Axis(tuple(before.split()), tuple(inners[i]), begin, lengths[i],
+                                   whole))
+    return {name: Layout(tuple(axes[name]), own[name], sizes) for name in names}
+
+
+# -------------------------------------------------------------------------------------------
+# The folder
+
+class Folder:
+    """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = read_json(self.path / "config.json")
+        if not isinstance(self.config, dict) or not isinstance(self.config.get("model_type"), str):
+            raise ConfigError(f"{self.path / 'config.json'}: no model_type in it; expected the "
+                              f"config.json of a published model")
+        self.arrays = {}
+        files = self._files()
+        package = _package("safetensors")
+        for file, names in files.items():
+            try:
+                opened = package.safe_open(self.path / file, framework="numpy")
+                found = set(opened.keys())
+            except (OSError, package.SafetensorError) as e:
+                raise ConfigError(f"{self.path / file} cannot be read: {one_line(e)}") from None
+            if names is not None and (missing := names - found):
+                raise ConfigError(f"{self.path / file} lacks {min(missing)}, which the index says "
+                                  f"is in it")
+            self.arrays |= {name: opened for name in (found if names is None else names)}
+
+    def _files(self):
+        """The files to open, and which arrays the index says are in each (None: no index)."""
+        index = self.path / "model.safetensors.index.json"
+        if not index.exists():
+            if not (self.path / "model.safetensors").exists():
+                raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
+                                  f"(weights in other formats are not read)")
+            return {"model.safetensors": None}
+        files, weight_map = {}, read_json(index)
+        weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: no weight_map in it")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or file != Path(file).name or file.startswith("."):
+                raise ConfigError(f"{index}: {name} is said to be in {file!r}, which is not a file "
+                                  f"of this folder")
+            if not (self.path / file).exists():
+                raise ConfigError(f"{self.path / file} is missing: {index.name} says that {name} "
+                                  f"is in it")
+            files.setdefault(file, set()).add(name)
+        return files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.arrays[name].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> "_Array":
+        return _Array(self, name)
+
+
+class _Array:
+    """An array of a folder, read where it is indexed. Numbers must be finite."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+
+    def __getitem__(self, cuts):
+        try:
+            part = self.folder.arrays[self.name].get_slice(self.name)[cuts]
+        except Exception as e:      # (of a Rust library)
+            raise ConfigError(f"{self.folder.path}: {self.name} cannot be read: {one_line(e)}"
+                              ) from None
+        part = np.asarray(part, np.float32)
+        if not np.isfinite(part).all():
+            raise ConfigError(f"{self.folder.path}: {self.name} has numbers that are not finite")
+        return part
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that somebody else wrote."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
+                          f"(config.json and model.safetensors)") from None
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: not JSON") from None
+
+
+# -------------------------------------------------------------------------------------------
+# A family's arrays, and weights
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of our weights in a published array: its path, its layout there, and whose it is of the
+    layers and experts that the weight has stacked (None: it has none)."""
+    path: str
+    layout: Layout
+    layer: int | None
+    expert: int | None
+
+
+def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
+    """Every array that a model of this configuration has, by name. In names {l} is the number of
+    any layer, {d} of one of dense_layers, {m} of one of the others, and {e} of an expert."""
+    stacks = {"d": ("dense_layers", range(config.dense_layers)),
+              "m": ("layers", range(config.dense_layers, config.layers))}
+    found = {}
+    for template, pattern in family.arrays(config).items():
+        letter = next(iter(re.findall(r"{([ldm])}", template)), "")
+        for kind in {"l": "dm"}.get(letter, letter) or [""]:
+            stack, numbers = stacks.get(kind, ("", [None]))
+            experts = range(config.experts) if "{e}" in template else [None]
+            if len(numbers) == 0:
+                continue
+            own = table[stack] if stack else table
+            parts = _layouts_of(pattern, own, config, {"L", "1", *("E" if experts[0] == 0 else "")})
+            for at, number in enumerate(numbers):
+                for e in experts:
+                    name = template.format(l=number, d=number, m=number, e=e)
+                    found[name] = [Part(f"{stack}.{n}" if stack else n, layout,
+                                        at if stack else None, e) for n, layout in parts.items()]
+    return found
+
+
+def _layouts_of(pattern, own, config, stacked):
+    """The layouts of a pattern's weights, which `own` has, without the axes that are stacked."""
+    names = pattern.split("->")[1].split()
+    sizes = {a: size for n in names for a, size in zip(own[n].axes, own[n].shape)}
+    sizes |= {"g": config.heads // config.kv_heads, "K": config.kv_heads}
+    if "V" in sizes:
+        sizes["V"] = config.vocab_size
+    return layouts(pattern, {n: tuple(a for a in own[n].axes if a not in stacked) for n in names},
+                   sizes)
+
+
+def check_arrays(folder: Folder, family: Any, config: Any, expected: dict[str, list[Part]]
+                 ) -> dict[str, str]:
+    """By the name that an array should have, the name that it has in this folder. Refuses a folder
+    in which one is missing, left over, or of another shape."""
+    found = {name for name in folder.arrays
+             if not any(re.fullmatch(p, name) for p in family.ignored)}
+    # A folder of the bare model, without its head, has names without the prefix.
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
+    names = {name: name.removeprefix(family.prefix) if bare else name for name in expected}
+    wanted = {*names.values()}
+    for what, those in (("lacks", wanted - found), ("has what is no part of its model:",
+                                                    found - wanted)):
+        if those:
+            first = sorted(those)[:10]
+            more = f" and {len(those) - 10} more" if len(those) > 10 else ""
+            raise ConfigError(f"{folder.path} {what} {', '.join(first)}{more}")
+    for name, parts in expected.items():
+        shape = folder.shape(names[name])
+        if shape != parts[0].layout.shape:
+            raise ConfigError(f"{folder.path}: {names[name]} has the shape {list(shape)}; its "
+                              f"config.json says {list(parts[0].layout.shape)}")
+    return names
+
+
+def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: Any) -> Any:
+    """The weights of a folder, in the places that `wanted` (shapes with shardings) has: of each
+    array a device's part alone is read."""
+    expected = published_arrays(family, config, table)
+    names = check_arrays(folder, family, config, expected)
+    pieces = {}     # by path of ours: by layer and expert, the array and the layout
+    for name, parts in expected.items():
+        for part in parts:
+            pieces.setdefault(part.path, {})[part.layer, part.expert] = names[name], part.layout
+    axes, adjust = by_path(table), family.adjust(config)
+
+    def make(path, shape):
+        own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
+        parts, done = pieces[path], {}
+
+        def read(index):
+            key = tuple((r.start or 0, r.stop if r.stop is not None else n)
+                        for r, n in zip(index, shape.shape))
+            if key not in done:
+                done[key] = _read_part(folder, own, parts, [slice(*k) for k in key], change)
+            return done[key]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, read)
+
+    paths, shapes, structure = flatten(wanted)
+    return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
+
+
+def _read_part(folder, own, parts, ranges, change):
+    """The part of one of our weights at these ranges."""
+    out = np.zeros([r.stop - r.start for r in ranges], np.float32)
+    by_letter = dict(zip(own, ranges))
+    for (layer, expert), (name, layout) in parts.items():
+        at, outside = [], False
+        for letter, r in zip(own, ranges):
+            number = layer if letter == "L" else expert if letter == "E" else None
+            if number is not None:
+                outside |= not r.start <= number < r.stop
+                at.append(number - r.start)
+            elif letter == "1":
+                at.append(0)
+            else:       # padded rows of a vocabulary stay zeros
+                stop = min(r.stop, layout.sizes[letter]) if letter == "V" else r.stop
+                at.append(slice(0, max(0, stop - r.start)))
+        if outside:
+            continue
+        wanted = [by_letter[a] for a in layout.own]
+        wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
+                  if a == "V" else r for a, r in zip(layout.own, wanted)]
+        if change is None:
+            out[tuple(at)] = layout.read(folder[name], wanted)
+        else:           # of the last axis, all: it may be in another order
+            whole = [*wanted[:-1], slice(0, layout.sizes[layout.own[-1]])]
+            part = change.read(layout.read(folder[name], whole))
+            out[tuple(at)] = part[..., wanted[-1]]
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """How one of our weights differs from what is published: the order of its last axis, and what
+    is added to it."""
+    order: np.ndarray | None = None
+    offset: float = 0.0
+
+    def read(self, w: np.ndarray) -> np.ndarray:
+        return (w if self.order is None else w[..., self.order]) + np.float32(self.offset)
+
+    def write(self, w: np.ndarray) -> np.ndarray:
+        w = w - np.float32(self.offset)
+        return w if self.order is None else w[..., np.argsort(self.order)]
+
+
+def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
+                 dtype: str = "float32") -> None:
+    """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
+    Every process must call this; process 0 writes."""
+    path, package = Path(path), _package("safetensors.numpy")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is not empty; give a new folder")
+    expected, weights = published_arrays(family, config, table), by_path(params)
+    adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize
+    files, size = [[]], 0
+    for name, parts in expected.items():
+        more = math.prod(parts[0].layout.shape) * itemsize
+        if files[-1] and size + more > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += more
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        path.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for number, names in enumerate(files, 1):
+        file = ("model.safetensors" if len(files) == 1 else
+                f"model-{number:05}-of-{len(files):05}.safetensors")
+        arrays = {name: _published_array(expected[name], weights, adjust, dtype) for name in names}
+        weight_map |= dict.fromkeys(names, file)
+        if is_writer:
+            package.save_file(arrays, path / file, metadata={"format": "pt"})
+    if is_writer:
+        if len(files) > 1:
+            write_json(path / "model.safetensors.index.json",
+                       {"metadata": {}, "weight_map": weight_map})
+        write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
+                                          "torch_dtype": dtype})
+
+
+def _published_array(parts, weights, adjust, dtype):
+    """One published array, of all of our weights that are in it."""
+    array = np.zeros(parts[0].layout.shape, np.float32)
+    for part in parts:
+        w = weights[part.path]
+        if part.layer is not None:
+            w = w[part.layer]
+        if part.expert is not None:
+            w = w[part.expert]
+        w, change = whole(w), adjust.get(part.path.rsplit(".", 1)[-1])
+        layout = part.layout
+        w = w.reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        if "V" in layout.own:       # without the padding
+            at = layout.own.index("V")
+            w = np.take(w, range(layout.sizes["V"]), at)
+        layout.write(array, w if change is None else change.write(w))
+    return array.astype(jax.numpy.dtype(dtype))
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array of a mesh, in this process."""
+    if not x.is_fully_addressable:
+        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
+    return np.asarray(x, np.float32)
