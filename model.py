@@ -56,8 +56,7 @@ class Config:
     parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
     norm: str = "rms"             # or layer: minus the mean, and with a bias
     norm_eps: float = 1e-6        # what a norm adds to the variance
-    norm_place: str = "pre"       # before attention and MLP; post: after the sum; sandwich: before
-                                  # them and after
+    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), sandwich (both)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
     activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, relu
@@ -241,30 +240,30 @@ def _norm(w, name, x, c, kind=""):
     return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
 
 
-def _softmax_attention(q, k, v, mask, softcap=0.0, alibi=None):
+def _softmax_attention(c, slopes, q, k, v, mask):
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
-    of the sum that the weights were divided by [B, H, T]. With ALiBi the mask is a pair: second the
-    positions of keys [B, 1, 1, S], of which alibi makes what each head's scores get."""
+    of the sum that the weights were divided by [B, H, T]. With ALiBi (slopes [H]) the mask is a
+    pair, second the positions of keys [B, 1, 1, S]."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
         k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if alibi:
-        mask, place = mask
-        scores += alibi(place)
+    if c.attn_softcap:
+        scores = c.attn_softcap * jnp.tanh(scores / c.attn_softcap)
+    if slopes is not None:
+        mask, position = mask
+        scores += alibi_bias(c, slopes, position)
     scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
 
 
-def _attention_mask(query, key, window=None):
+def _attention_mask(c, i, query, key):
     """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (A
     kernel knows only the first half: another mask here means kernel=False in _heads.)"""
     seen = key["place"][:, None, :] <= query["place"][:, :, None]
-    if window is not None:
-        seen &= key["place"][:, None, :] > query["place"][:, :, None] - window
+    if c.window:
+        seen &= key["place"][:, None, :] > query["place"][:, :, None] - layer_window(c, i)
     seen = (seen & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
     return (seen, key["position"][:, None, None, :]) if "position" in key else seen
 
@@ -305,20 +304,15 @@ def _heads(w, qkv, c, i, batch, cache=None):
         cache = {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
                  for name, a in (("k", k), ("v", v))}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    attention, mask = _softmax_attention, _attention_mask
-    if c.window:
-        mask = functools.partial(mask, window=layer_window(c, i))
-    if c.attn_softcap:
-        attention = functools.partial(attention, softcap=c.attn_softcap)
+    slopes = None
     if c.positions.startswith("alibi"):
         slopes = jnp.asarray(alibi_slopes(c.heads))
         slopes = shard.own_part(slopes, 0) if q.shape[2] < c.heads else slopes
-        attention = functools.partial(attention, alibi=functools.partial(alibi_bias, c, slopes))
-    is_plain = (mask is _attention_mask and attention is _softmax_attention
-                and c.v_head_dim == c.head_dim)
-    kernel = c.kernel and is_plain and cache is None and not {"segments", "places"} & batch.keys()
-    return shard.attend(attention, q, k, v, mask, batch["query"], batch["key"],
-                        causal=cache is None, kernel=kernel), cache
+    is_plain = not (c.window or c.attn_softcap or c.kv_rank or slopes is not None
+                    or cache is not None or {"segments", "places"} & batch.keys())
+    return shard.attend(functools.partial(_softmax_attention, c, slopes), q, k, v,
+                        functools.partial(_attention_mask, c, i), batch["query"], batch["key"],
+                        causal=cache is None, kernel=c.kernel and is_plain), cache
 
 
 def _attention(w, h, c, i, batch, cache):
@@ -430,14 +424,11 @@ def _block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
-    y, cache = _attention(w, _norm_before(w, "attn", x, c), c, i, batch, cache)
+    is_post = c.norm_place == "post"
+    y, cache = _attention(w, x if is_post else _norm(w, "attn_norm", x, c), c, i, batch, cache)
     x = _add(w, "attn", x, y, c, 2 * i, batch)
-    y, aux = _feed_forward(w, _norm_before(w, "mlp", x, c), c, i, batch)
+    y, aux = _feed_forward(w, x if is_post else _norm(w, "mlp_norm", x, c), c, i, batch)
     return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
-
-
-def _norm_before(w, half, x, c):
-    return x if c.norm_place == "post" else _norm(w, f"{half}_norm", x, c)
 
 
 def _add(w, half, x, y, c, site, batch):
@@ -451,15 +442,15 @@ def _add(w, half, x, y, c, site, batch):
 def _parallel_block(w, x, i, c, batch, cache):
     """Attention and MLP beside each other: after one norm, one collective into both; one out of
     both."""
-    h = after = _norm(w, "attn_norm", x, c)
-    if c.parallel_norms == 2:
-        after = _norm(w, "mlp_norm", x, c)
-        qkv, dense = shard.columns(h, *_into_heads(w, c)), shard.columns(after, *_into_dense(w))
+    h = _norm(w, "attn_norm", x, c)
+    if c.parallel_norms == 1:
+        q, k, v, *dense = shard.columns(h, *_into_heads(w, c), *_into_dense(w))
     else:
-        *qkv, = shard.columns(h, *_into_heads(w, c), *_into_dense(w))
-        qkv, dense = qkv[:3], qkv[3:]
-    heads, cache = _heads(w, qkv, c, i, batch, cache)
-    y, aux = _out_of_block(w, after, c, i, batch, [(heads, w["wo"])], dense)
+        q, k, v = shard.columns(h, *_into_heads(w, c))
+        h = _norm(w, "mlp_norm", x, c)
+        dense = shard.columns(h, *_into_dense(w))
+    heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
+    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
     return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
 
 
@@ -509,18 +500,13 @@ def _trunk(params, c, batch, cache=None, specs=None):
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-def _at_length(config, tokens):
-    """The configuration for rows of this length, which some scaled positions depend on."""
-    return dataclasses.replace(config, seq_len=shard.whole_length(tokens))
-
-
 def forward(params: Params, tokens: Array, config: Config, source: Array | None = None,
             positions: Array | None = None, segments: Array | None = None) -> Array:
     """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
     if source is not None:
         raise ConfigError("this model has no encoder to give a source to")
     given = {"tokens": tokens, "positions": positions, "segments": segments}
-    config = _at_length(config, tokens)
+    config = dataclasses.replace(config, seq_len=shard.whole_length(tokens))
     batch = _with_info({k: v for k, v in given.items() if v is not None}, config)
     params = cast(params, config.dtype)
     x, _ = _trunk(params, config, batch)
@@ -534,7 +520,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
-    c = _at_length(config, batch["tokens"])
+    # (Some scaled positions depend on how long the rows are.)
+    c = dataclasses.replace(config, seq_len=shard.whole_length(batch["tokens"]))
     params, batch = cast(params, c.dtype), _with_info(batch, c)
 
     def embed(params, batch):
@@ -610,16 +597,13 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 # -------------------------------------------------------------------------------------------
 # Where weights come from
 
-DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
-
-
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
     """The weights of a run's newest (or given) step, without its optimizer, straight into their
     shards on the mesh; without a mesh, on one device. A damaged checkpoint is reported, and the
     one before it is read."""
-    record = read_run(folder, DEFAULTS)
-    config = Config(**{name: record[name] for name in DEFAULTS})
+    record = read_run(folder, Config)
+    config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
     return read_newest(folder, _wanted(config, mesh), step), config
 
 

@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = from_flags(Config(), argv)
     if config.model:
         model.load_hf(config.model)
-    record = read_run(config.run, model.DEFAULTS)
+    record = read_run(config.run, model.Config)
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")

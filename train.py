@@ -38,7 +38,7 @@ import data
 import model
 import sample
 import shard
-from zigzag import commands, hosts, traffic
+from zigzag import commands, hosts, presets, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
@@ -111,13 +111,12 @@ class Config(model.Config):
 
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
-SAME = tuple(name for name in model.DEFAULTS if name not in (
+SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in (
     "remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks", "sum_dtype")) + (
     "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
                 "bench", "profile")
-DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 
 
 # -------------------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         hosts.assert_same_everywhere(record)
         if not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
-        folder = RunFolder(config.out, record, [*SAME, *facts], DEFAULTS, program.state,
+        folder = RunFolder(config.out, record, [*SAME, *facts], Config, program.state,
                            config.keep, config.verify == "on", config.patience
                            ) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
@@ -402,12 +401,10 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")
-    base = dataclasses.asdict(model.PRESETS[name])
-    # What followed from a width that is now another follows from that one.
-    if {"d_model", "heads"} & set(given):
-        base.update(kv_heads=0, head_dim=0)
-    if "d_model" in given:
-        base.update(d_ff=0)
+    # What is given for another width follows from the new one.
+    dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
+    dropped |= {"d_ff"} if "d_model" in given else set()
+    base = {k: v for k, v in presets.PRESETS[name].items() if k not in dropped}
     return Config(**{**base, **given})
 
 
@@ -482,7 +479,7 @@ def train_language(config: Config, mesh: Any) -> None:
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
     # Before its data is looked at, or anything written.
-    check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, DEFAULTS,
+    check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, Config,
                      ("tokenizer",))
     is_process_0 = jax.process_index() == 0
     if not is_process_0:
@@ -492,7 +489,7 @@ def train_language(config: Config, mesh: Any) -> None:
         config = check_corpus(config, corpus)
         record = {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
                   "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}
-        check_run_folder(config.out, record, DEFAULTS)
+        check_run_folder(config.out, record, Config)
     if is_process_0:
         hosts.process_allgather("the data is there")
         print(f"data     {corpus}\n{commands.describe_attention(config, mesh)}", flush=True)

@@ -13,6 +13,7 @@ and the one before it is used. Process 0 writes, but for arrays: each process wr
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import gc
@@ -39,8 +40,9 @@ from zigzag.mesh import by_path, compiler_options, mesh_of
 # -------------------------------------------------------------------------------------------
 # config.json
 
-def read_run(folder: str | Path, defaults: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a run. A field that is younger than the run has its default."""
+def read_run(folder: str | Path, config: type) -> dict[str, Any]:
+    """config.json of a run, with all fields of the dataclass `config`. One that is younger than the
+    run has its default, or what follows from the others."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -51,12 +53,16 @@ def read_run(folder: str | Path, defaults: dict[str, Any]) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
-    if not defaults.keys() & record.keys():
+    known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
+    if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
-    return {**defaults, **record}
+    try:
+        return {**dataclasses.asdict(config(**known)), **record}
+    except (ConfigError, TypeError) as e:
+        raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def check_run_folder(out: str, now: dict[str, Any], defaults: dict[str, Any],
+def check_run_folder(out: str, now: dict[str, Any], config: type,
                      needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
     before anything is touched."""
@@ -65,7 +71,7 @@ def check_run_folder(out: str, now: dict[str, Any], defaults: dict[str, Any],
         raise ConfigError(f"--out {out} is a file; give a folder")
     if not (folder / "config.json").exists():
         return
-    old = read_run(out, defaults)
+    old = read_run(out, config)
     for name in needs:
         if name not in old:
             raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
@@ -85,7 +91,7 @@ class RunFolder(contextlib.AbstractContextManager):
     itself."""
 
     def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
-                 defaults: dict[str, Any], state: Any, keep: int, verify: bool, patience: int):
+                 config: type, state: Any, keep: int, verify: bool, patience: int):
         """`record` becomes config.json; of a run that is continued the facts `must_match` must be
         in it as they are now. `state` is abstract: shapes with their places on the mesh."""
         self.out, self.folder = out, Path(out).resolve()
@@ -94,7 +100,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.files, self.saved = contextlib.ExitStack(), None
         self.skipped = 0        # updates in a row without a finite gradient, at the restored step
         self.losses = []        # of training since the last evaluation before it
-        check_run_folder(out, {name: record[name] for name in must_match}, defaults)
+        check_run_folder(out, {name: record[name] for name in must_match}, config)
         word = secrets.token_hex(8)
         if self.is_process_0:
             self._take(word, record)

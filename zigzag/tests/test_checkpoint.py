@@ -22,6 +22,7 @@ import pytest
 import data
 import model
 import sample
+import train
 from zigzag import checkpoint
 from zigzag.errors import ConfigError, RunError
 from zigzag.tests.common import (
@@ -191,21 +192,22 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
     if record is not None:
         (tmp_path / "config.json").write_bytes(record)
     with pytest.raises(ConfigError, match=says):
-        checkpoint.read_run(tmp_path, {"layers": 4})
+        checkpoint.read_run(tmp_path, model.Config)
 
 
 def test_a_field_that_is_younger_than_a_run_was_its_default(tmp_path):
     """A run of an earlier version, continued with another value of a new field, read wrongly."""
-    (tmp_path / "config.json").write_text('{"layers": 2, "data": ["a"]}')
-    defaults = {"layers": 4, "experts": 0, "vocab_size": 0}
-    assert checkpoint.read_run(tmp_path, defaults)["layers"] == 2
+    (tmp_path / "config.json").write_text('{"layers": 2, "d_model": 64, "data": ["a"]}')
+    assert checkpoint.read_run(tmp_path, train.Config)["layers"] == 2
     check = checkpoint.check_run_folder
-    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, defaults)
-    check(str(tmp_path / "new"), {"layers": 5}, defaults)
-    with pytest.raises(ConfigError, match="experts 0, and 2 was given"):
-        check(str(tmp_path), {"experts": 2}, defaults)
+    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, train.Config)
+    check(str(tmp_path), {"head_dim": 8}, train.Config)         # (which followed from the width)
+    check(str(tmp_path / "new"), {"layers": 5}, train.Config)
+    for name, value in (("experts", 2), ("head_dim", 16)):
+        with pytest.raises(ConfigError, match=f"{name} .*, and {value} was given"):
+            check(str(tmp_path), {name: value}, train.Config)
     with pytest.raises(ConfigError, match="another task .it has no tokenizer"):
-        check(str(tmp_path), {}, defaults, ["tokenizer"])
+        check(str(tmp_path), {}, train.Config, ["tokenizer"])
 
 
 # -------------------------------------------------------------------------------------------
