@@ -47,13 +47,12 @@ through all micro-batches, and sums them once (`sum_gradients`). A norm scale un
 parallelism needs nothing: it does not vary over tensor, the time-split stream that it multiplies
 does, so autodiff adds up what the devices found for their parts of the time.
 
-What all devices compute alike must be counted once. If it was made of gathered parts, its type says
-that it varies although it is equal everywhere: pmean makes it the one value that it is, and divides
-its gradient among the devices, where a psum would make both n times too large. If its type says
-that it does not vary, but it is to be summed together with what does, the first device keeps it and
-the others have 0 (`keep_on_first`, called by `local_sums` in zigzag/plan.py): then a psum counts it
-once. A loss is a sum and a count; where seq splits the time, a loss of the first token alone (read
-with `whole_time`) is such a pair that every device has found.
+A value that all n devices compute alike must be counted once. There are two cases.
+- Its type says that it varies, as it was made of gathered parts. Then pmean makes it one value, and
+  gives each device 1/n of its gradient; a psum would make both n times too large.
+- Its type says that it does not vary, but a sum with values that do is to come: with seq, the loss
+  of a first token alone (read with `whole_time`). Then the first device keeps it and the others
+  have 0 (`keep_on_first`, called by `local_sums` in zigzag/plan.py), and a psum counts it once.
 """
 
 import math

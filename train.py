@@ -74,7 +74,7 @@ class Config(model.Config):
     out: str = "out"                # folder of the run; the same command again continues it
     steps: int = 900                # updates
     batch: int = 8                  # examples in an update, over all devices
-    accumulate: int = 1             # micro-batches that a batch is cut into, one after the other
+    accumulate: int = 1             # micro-batches into which a device cuts its rows
     lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
     weight_decay: float = 0.1       # of matrices; scales and biases have none
@@ -153,7 +153,7 @@ def gather_weights(plan: Plan, weights: Any) -> Any:
     config = plan.config
     weights = stored_to_used(weights, plan.stored, plan.used, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
-        lambda d: P() if plan.takes_specs and d.stacked else d.given, plan.decisions),
+        lambda d: P() if plan.takes_specs and d.stacked else d.used, plan.decisions),
         config.sum_dtype)
 
 

@@ -103,7 +103,7 @@ class Plan:
     def needs(self) -> list[str]:
         """The axes, as axis=size, over which the loss splits itself."""
         decisions = jax.tree.leaves(self.decisions)
-        in_use = {"pipe", "seq"}.union(*(spec_axes(d.given) for d in decisions)) & SPLITS.keys()
+        in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
         needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
         return [f"{a}={n}" for a, n in self.sizes.items() if a in needed]
 
@@ -115,7 +115,7 @@ class Plan:
     @property
     def used(self) -> Any:
         """Specs of the weights as the loss gets them, before they are gathered over fsdp."""
-        return jax.tree.map(lambda d: d.given, self.decisions)
+        return jax.tree.map(lambda d: d.used, self.decisions)
 
     @property
     def moments(self) -> Any:
@@ -233,8 +233,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 def _whole_over_tensor(decision, why):
     """A weight that is stored as decided, and used whole over tensor."""
     reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
-    return dataclasses.replace(decision, used=without_axis(decision.given, "tensor"), reductions=(),
-                               reason=decision.reason + reason)
+    return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
+                               reductions=(), reason=decision.reason + reason)
 
 
 def _see_matrices(decisions, loss, weights, batch):

@@ -71,12 +71,12 @@ class Decision:
     # Its dimensions that are contracted with an activation, and the others of that product.
     matmul_dims: tuple = ((), ())
     reductions: tuple[Cost, ...] = ()   # that its group costs, told by one leaf of the group
-    used: P | None = None   # what the loss is given, where an override stores the leaf otherwise
+    used_as: P | None = None    # the spec that the loss uses, where it is another than `spec`
 
     @property
-    def given(self) -> P:
-        """The spec that the loss is given the leaf with."""
-        return self.spec if self.used is None else self.used
+    def used(self) -> P:
+        """The spec of the leaf as the loss gets it; `spec` says how it is stored."""
+        return self.spec if self.used_as is None else self.used_as
 
 
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
@@ -120,7 +120,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
         used = _spec_the_loss_gets(stored, decisions[i], code_dims[i])
-        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used=used,
+        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
 
@@ -192,7 +192,7 @@ def _spec_the_loss_gets(stored, decision, code_dim):
     layers or experts, of which each device uses all that are its own. What else the override
     splits is gathered before the loss sees it."""
     entries = []
-    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.given)):
+    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert"):
             axis = rule
         elif not (axis == "tensor" and code_dim in (None, d)

@@ -121,7 +121,7 @@ def _fsdp(weights, run, gathers_by_layer):
     their gradients are scattered, in each part of the batch and each pass through a stage's
     layers. What no layer owns is gathered once for all parts."""
     for leaf, decision in weights:
-        used = spec_axes(decision.given)
+        used = spec_axes(decision.used)
         if "fsdp" not in used:
             continue
         W = leaf.size / math.prod(run.sizes[a] for a in used - {"fsdp"})
@@ -139,7 +139,7 @@ def _overridden(weights, run):
     parts of the batch, and its gradient scattered in each."""
     for leaf, decision in weights:
         whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
-        for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.given))):
+        for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.used))):
             if axis and axis != used:
                 whole *= run.sizes[axis]
                 yield "all-gather", axis, 1, whole * run.itemsize

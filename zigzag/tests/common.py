@@ -23,15 +23,13 @@ import numpy as np
 import optax
 import pytest
 
+import data
+import model
+import train
 from zigzag import flags, report
 from zigzag import mesh as mesh_tools
 from zigzag.batches import place_batch
 from zigzag.mesh import make_mesh, mesh_sizes
-
-with contextlib.suppress(ImportError, AttributeError):      # until train.py is rewritten
-    import data
-    import model
-    import train
 
 ROOT = Path(__file__).parents[2]
 

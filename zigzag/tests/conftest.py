@@ -1,8 +1,23 @@
 """Fixtures that several test files use. Importing `common` here fixes the devices for all tests."""
 
+import collections
+
 import pytest
 
 from zigzag.tests.common import WORDS, learn, make
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the slow cases of a test .ci/run takes the first, the third and so on; .ci/full takes
+    all."""
+    cases = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] % 2 == 0:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_no_save_waits_for_its_checksums_to_be_compiled(tmp_path, monkeypatch):
     assert made == ["batch", "sums", "batch", "batch", "sums"]      # (the first for its shape)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, text):
     """The write fails in the background, after the loop has gone on: status 0 and no checkpoint."""
     out = tmp_path / "run"

@@ -222,7 +222,7 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
         np.testing.assert_array_equal(leaf, states[0]["params." + path])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
     """One process goes on from one step, the other from another; or waits for it for ever."""
     words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3,
@@ -237,7 +237,7 @@ def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
     assert (tmp_path / "run/checkpoints/damaged-6").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
     """A moment at which one process is killed that leaves what two cannot continue."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,

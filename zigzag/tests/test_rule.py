@@ -762,13 +762,13 @@ def test_what_an_override_stores_otherwise_is_given_to_the_loss_as_it_can_use_it
                              stack, X, mesh=abstract_mesh(dict(data=2, fsdp=2, pipe=2, tensor=2)),
                              overrides=overrides)
 
-    assert plan()["up"].used is None and plan()["up"].given == plan()["up"].spec == P(
+    assert plan()["up"].used_as is None and plan()["up"].used == plan()["up"].spec == P(
         "pipe", "fsdp", "tensor")
     for stored, given in [(P(None, "data"), P("pipe")), (P("fsdp", "tensor"), P("pipe", "tensor")),
                           (P(None, "tensor", "fsdp"), P("pipe", "tensor", "fsdp")),
                           (P("tensor", "pipe"), P("pipe")), (P(), P("pipe"))]:
         decision = plan(("up", stored))["up"]
-        assert decision.spec == stored and decision.given == given, stored
+        assert decision.spec == stored and decision.used == given, stored
         assert decision.reason == "override 'up'"
     several = plan(("up|down", P("data")), ("down", P(None, "data")))
     assert several["up"].spec == P("data") and several["down"].spec == P(None, "data")
@@ -803,7 +803,7 @@ def test_tensor_splits_what_the_models_code_splits():
                                 ({"up": -1, "down": 0}, COLUMN, P()),
                                 (None, P("tensor"), P("tensor"))]:
         decision = plan(dims, [("up", stored)])["up"]
-        assert decision.spec == stored and decision.given == given, (dims, stored)
+        assert decision.spec == stored and decision.used == given, (dims, stored)
 
 
 # -------------------------------------------------------------------------------------------
