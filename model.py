@@ -35,6 +35,7 @@ from zigzag.experts import choose
 from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
 from zigzag.products import matmul
+from zigzag.published_config import as_config
 from zigzag.weights import Table
 
 Params = dict[str, Any]
@@ -629,9 +630,10 @@ def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params
     """The weights of a published model (a Hugging Face folder), straight into their shards on the
     mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
     source = published.Folder(folder)
-    config = Config(**families.fields_of(source.config) | fields)
+    config = as_config(Config, source.path / "config.json",
+                       families.fields_of(source.config) | fields)
     return published.read_weights(source, families.family_of(source.config), config,
-                                  _weights(config), _wanted(config, mesh)), config
+                                  _weights(config), lambda: _wanted(config, mesh)), config
 
 
 def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:

@@ -22,7 +22,7 @@ from zigzag.errors import (
     nearest_multiple,
 )
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
-from zigzag.positions import parse_scaling
+from zigzag.positions import check_rotary
 from zigzag.rule import apply_overrides, parse_overrides
 
 MODEL_ONE_OF = {
@@ -53,7 +53,6 @@ def check_model_config(c: Any) -> None:
     fill_in(c, v_head_dim=c.head_dim, expert_d_ff=c.d_ff, position_rows=c.seq_len)
     if c.positions == "rotary":
         fill_in(c, rotary_dim=c.head_dim)
-        parse_scaling(c.rope_scaling)
     if c.heads % c.kv_heads:
         raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
     if c.positions == "rotary" and (c.rotary_dim % 2 or c.rotary_dim > c.head_dim):
@@ -63,6 +62,8 @@ def check_model_config(c: Any) -> None:
         raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
     if not c.rope_theta > 1:
         raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
+    if c.positions == "rotary":
+        check_rotary(c)
     for name, known in MODEL_ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
