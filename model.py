@@ -282,7 +282,9 @@ def _into_heads(w, c):
 
 
 def _latent_heads(w, h, c):
-    """Queries, keys and values [B, T, H, N] of latent attention."""
+    """Queries, keys and values [B, T, H, N] of latent attention. (Its own norms have always had an
+    epsilon of 1e-6, whatever that of the others.)"""
+    c = dataclasses.replace(c, norm_eps=1e-6)
     q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms") if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     k, v = shard.columns(_norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms"), w["wk"], w["wv"])

@@ -33,6 +33,7 @@ from zigzag.published_config import (
     activation,
     as_older,
     complete,
+    count,
     refuse,
     rope,
     sizes,
@@ -257,7 +258,7 @@ def _mixtral_arrays(c):
 
 
 FAMILIES["mixtral"] = Family(
-    lambda r: {**_modern(r), **window(r), "experts": r["num_local_experts"],
+    lambda r: {**_modern(r), **window(r), "experts": count(r, "num_local_experts"),
                "experts_per_token": r["num_experts_per_tok"]}, _mixtral_arrays,
     {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
@@ -272,7 +273,7 @@ def _qwen3_moe(r):
         raise ConfigError(f"config.json: mlp_only_layers {dense!r:.80} is not supported, only the "
                           f"first ones")
     refuse(r, decoder_sparse_step=1)
-    return {**_llama(r), **window(r), "qk_norm": True, "experts": r["num_experts"],
+    return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
             "dense_layers": len(dense), "experts_per_token": r["num_experts_per_tok"],
             "router_norm": bool(r["norm_topk_prob"]),
             "expert_d_ff": r["moe_intermediate_size"]}
@@ -295,16 +296,17 @@ FAMILIES["qwen3_moe"] = Family(
 def _deepseek_v3(r):
     refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
            topk_method="noaux_tc")
-    turned = r["qk_rope_head_dim"]
+    turned = count(r, "qk_rope_head_dim")
     fields = {**_modern({**r, "head_dim": turned}), "kv_heads": r["num_attention_heads"]}
-    width = r["qk_nope_head_dim"] + turned
+    width = count(r, "qk_nope_head_dim") + turned
     scaling = json.loads(fields["rope_scaling"] or "{}")
     scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
     return {**fields, "head_dim": width, "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0,
-            "kv_rank": r["kv_lora_rank"], "v_head_dim": r["v_head_dim"],
-            "attn_scale": scale * width**-0.5, "experts": r["n_routed_experts"],
+            "kv_rank": count(r, "kv_lora_rank"), "v_head_dim": r["v_head_dim"],
+            "attn_scale": scale * width**-0.5, "experts": count(r, "n_routed_experts"),
             "experts_per_token": r["num_experts_per_tok"],
-            "shared_experts": r["n_shared_experts"], "expert_d_ff": r["moe_intermediate_size"],
+            "shared_experts": count(r, "n_shared_experts"),
+            "expert_d_ff": r["moe_intermediate_size"],
             "dense_layers": r["first_k_dense_replace"], "router": "sigmoid",
             "router_norm": bool(r["norm_topk_prob"]), "router_scale": r["routed_scaling_factor"],
             "expert_groups": r["n_group"], "groups_per_token": r["topk_group"]}

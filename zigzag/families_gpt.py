@@ -80,13 +80,14 @@ GPT["gptj"] = Family(
 
 
 def _gpt_neo(r):
+    fields = _old(r, layers="num_layers", heads="num_heads")
     types, names = r["attention_types"], {"local": "sliding_attention", "global": "full_attention"}
     if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
         raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
                           f"{r['num_layers']!r:.80}")
     kinds = [names[kind] for kinds, times in types for _ in range(times) for kind in kinds]
     local = window({"sliding_window": r["window_size"], "num_hidden_layers": len(kinds)}, kinds)
-    return {**_old(r, layers="num_layers", heads="num_heads"), **local, "attn_scale": 1.0,
+    return {**fields, **local, "attn_scale": 1.0,
             "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "positions": "learned",
             "position_rows": r["max_position_embeddings"],
             "biases": "out,mlp", "activation": activation(r["activation_function"])}

@@ -194,18 +194,19 @@ class Folder:
 
     def _files(self):
         """The files to open, and which arrays the index says are in each (None: no index)."""
+        if (self.path / "model.safetensors").is_file():
+            return {"model.safetensors": None}
         index = self.path / "model.safetensors.index.json"
         if not index.exists():
-            if not (self.path / "model.safetensors").is_file():
-                raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
-                                  f"(weights in other formats are not read)")
-            return {"model.safetensors": None}
+            raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
+                              f"(weights in other formats are not read)")
         files, weight_map = {}, read_json(index)
         weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index}: no weight_map in it")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or file != Path(file).name or file.startswith("."):
+            if (not isinstance(file, str) or not file or file != Path(file).name
+                    or file.startswith(".")):
                 raise ConfigError(f"{index}: {_listed([name])} is said to be in {file!r:.80}, "
                                   f"which is not a file of this folder")
             if not (self.path / file).is_file():
@@ -390,6 +391,8 @@ def _read_part(folder, own, parts, ranges, change):
         wanted = [by_letter[a] for a in layout.own]
         wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
                   if a == "V" else r for a, r in zip(layout.own, wanted)]
+        if any(r.start == r.stop for r in wanted):      # this device has padding alone
+            continue
         if change is None:
             out[tuple(at)] = layout.read(folder[name], wanted)
         else:           # of the last axis, all: it may be in another order
@@ -480,6 +483,6 @@ def _published_array(name, parts, weights, adjust, dtype):
 
 def whole(x: Any) -> np.ndarray:
     """An array of a mesh, in this process."""
-    if not x.is_fully_addressable:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
     return np.asarray(x, np.float32)

@@ -14,8 +14,8 @@ from zigzag.errors import ConfigError
 
 Fields = dict[str, Any]
 
-# So many layers is more than any model has; a list of them must fit into memory.
-MOST_LAYERS = 10_000
+# More than any model has, and few enough for a list of layers in memory.
+MOST, MOST_LAYERS = 10**8, 10_000
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -106,14 +106,20 @@ def activation(name: Any) -> str:
     return ACTIVATIONS[name]
 
 
+def count(r: Fields, name: str, most: int = MOST) -> int:
+    """A whole number above 0."""
+    if not _is(int, r[name]) or not 1 <= r[name] <= most:
+        raise ConfigError(f"config.json: {name} {r[name]!r:.80}: expected a whole number from 1 to "
+                          f"{most}")
+    return r[name]
+
+
 def sizes(r: Fields, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
           heads: str = "num_attention_heads", seq_len: str = "max_position_embeddings") -> Fields:
     """Sizes under these names."""
-    if not _is(int, r[layers]) or not 1 <= r[layers] <= MOST_LAYERS:
-        raise ConfigError(f"config.json: {layers} {r[layers]!r:.80}: expected a whole number from "
-                          f"1 to {MOST_LAYERS}")
-    return dict(layers=r[layers], d_model=r[d_model], heads=r[heads], vocab_size=r["vocab_size"],
-                seq_len=r[seq_len])
+    return dict(layers=count(r, layers, MOST_LAYERS), d_model=count(r, d_model),
+                heads=count(r, heads), vocab_size=count(r, "vocab_size"),
+                seq_len=count(r, seq_len))
 
 
 def window(r: Fields, kinds: list[str] | None = None) -> Fields:
