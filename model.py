@@ -35,6 +35,7 @@ from zigzag.experts import choose
 from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
 from zigzag.products import matmul
+from zigzag.published_config import as_config
 from zigzag.weights import Table
 
 Params = dict[str, Any]
@@ -281,7 +282,9 @@ def _into_heads(w, c):
 
 
 def _latent_heads(w, h, c):
-    """Queries, keys and values [B, T, H, N] of latent attention."""
+    """Queries, keys and values [B, T, H, N] of latent attention. (Its own norms have always had an
+    epsilon of 1e-6, whatever that of the others.)"""
+    c = dataclasses.replace(c, norm_eps=1e-6)
     q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms") if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     k, v = shard.columns(_norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms"), w["wk"], w["wv"])
@@ -629,9 +632,10 @@ def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params
     """The weights of a published model (a Hugging Face folder), straight into their shards on the
     mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
     source = published.Folder(folder)
-    config = Config(**families.fields_of(source.config) | fields)
+    config = as_config(Config, source.path / "config.json",
+                       families.fields_of(source.config) | fields)
     return published.read_weights(source, families.family_of(source.config), config,
-                                  _weights(config), _wanted(config, mesh)), config
+                                  _weights(config), lambda: _wanted(config, mesh)), config
 
 
 def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:

@@ -429,7 +429,10 @@ HELD_OUT_TOKENS = 2**17
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, begin = tokenizer.vocab_size, min(32, T)
+    ids, begin, more = tokenizer.vocab_size, min(32, T), 160
+    if config.positions == "learned":       # and there are no more of them
+        begin = min(32, -(-T // 2))
+        more = min(160, config.position_rows - config.position_offset - begin)
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
@@ -437,7 +440,8 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
         start = jnp.zeros(tokens.shape[0], jnp.int32)
-        new = sample.generate_ids(params, tokens, start, config, 160, 0.8, 0, 1.0, config.seed)
+        new = sample.generate_ids(params, tokens, start, config, more, 0.8, 0, 1.0,
+                                  config.seed)
         return jnp.concatenate([tokens, new], 1)
 
     return Task(

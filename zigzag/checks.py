@@ -22,7 +22,7 @@ from zigzag.errors import (
     nearest_multiple,
 )
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
-from zigzag.positions import parse_scaling
+from zigzag.positions import check_rotary
 from zigzag.rule import apply_overrides, parse_overrides
 
 MODEL_ONE_OF = {
@@ -50,23 +50,28 @@ def check_model_config(c: Any) -> None:
                           f"nearest that does is --heads {near}, or give --head_dim")
     fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads, embed_dim=c.d_model,
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
-    fill_in(c, v_head_dim=c.head_dim, expert_d_ff=c.d_ff, position_rows=c.seq_len)
+    fill_in(c, v_head_dim=c.head_dim, expert_d_ff=c.d_ff,
+            position_rows=c.seq_len + c.position_offset)
     if c.positions == "rotary":
         fill_in(c, rotary_dim=c.head_dim)
-        parse_scaling(c.rope_scaling)
     if c.heads % c.kv_heads:
         raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
-    if c.positions == "rotary" and (c.rotary_dim % 2 or c.rotary_dim > c.head_dim):
+    if c.positions == "rotary" and (c.rotary_dim % 2 or c.rotary_dim > min(c.head_dim, 2**16)):
         raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
-                          f"positions need an even part of a head")
+                          f"positions need an even part of a head, of at most {2**16}")
     if not 0 <= c.dropout < 1:
         raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
     if not c.rope_theta > 1:
         raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
+    if c.positions == "rotary":
+        check_rotary(c)
     for name, known in MODEL_ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
                               + did_you_mean(value, known))
+    if c.positions == "learned" and c.seq_len + c.position_offset > c.position_rows:
+        raise ConfigError(f"--seq_len {c.seq_len}: there are learned positions for only "
+                          f"{c.position_rows - c.position_offset} tokens (--position_rows)")
     if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
         raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
     if set(c.local_layers) - set("lg"):
@@ -89,6 +94,9 @@ def _check_parts(c):
     if c.experts % c.expert_groups or c.groups_per_token > c.expert_groups:
         raise ConfigError(f"--expert_groups {c.expert_groups}: must divide --experts {c.experts}, "
                           f"and be at least --groups_per_token {c.groups_per_token}")
+    if c.expert_groups > 1 and c.experts < 2 * c.expert_groups:
+        raise ConfigError(f"--expert_groups {c.expert_groups}: a group is chosen by its best two "
+                          f"experts; there are only --experts {c.experts}")
     if c.experts and not c.gated:
         raise ConfigError("--gated false: experts are gated")
     if c.parallel and c.norm_place != "pre":

@@ -24,22 +24,33 @@ def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
     JSON, as in a published config.json; some follow from the sequence's length."""
     known = parse_scaling(scaling)
     rates = _SCALINGS[known["rope_type"]](dim, theta, known, length)
-    return rates.astype(np.float32), known.get("attention_factor") or 1.0
+    return rates.astype(np.float32), _attention_factor(known)
 
 
 @functools.cache
 def parse_scaling(scaling: str) -> dict[str, Any]:
-    """A scaling as a dict. Refuses what is not one."""
-    try:
-        known = json.loads(scaling or '{"rope_type": "default"}')
-        if known["rope_type"] not in _SCALINGS:
-            raise ConfigError(f"--rope_scaling: the type {known['rope_type']} is not known; "
-                              f"expected one of {', '.join(_SCALINGS)}")
-        _SCALINGS[known["rope_type"]](2, 10000.0, known, 64)        # is anything missing?
-    except (ValueError, TypeError, KeyError) as e:
-        raise ConfigError(f"--rope_scaling {scaling}: expected JSON as in a published config.json, "
-                          f'{{"rope_type": "linear", "factor": 2}} for example ({e!r})') from None
+    """A scaling as a dict."""
+    known = json.loads(scaling or '{"rope_type": "default"}')
+    if known["rope_type"] not in _SCALINGS:
+        raise ConfigError(f"--rope_scaling: the type {known['rope_type']!r:.80} is not known; "
+                          f"expected one of {', '.join(_SCALINGS)}")
     return known
+
+
+def check_rotary(c: Any) -> None:
+    """Refuse a scaling that is none."""
+    try:
+        with np.errstate(all="ignore"):
+            for length in (1, 2**30):
+                rates, factor = rotary_rates(c.rotary_dim, c.rope_theta, c.rope_scaling, length)
+                if not (np.isfinite(rates) & (rates > 0)).all() or not 0 < factor < math.inf:
+                    raise ValueError("it makes numbers that are not finite or not above 0")
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
+        raise ConfigError(f"--rope_scaling {c.rope_scaling:.200}: expected JSON as in a published "
+                          f'config.json, {{"rope_type": "linear", "factor": 2}} for example '
+                          f"({e!r})") from None
 
 
 def _plain(dim, theta, known=None, length=0):
@@ -85,12 +96,30 @@ def _yarn(dim, theta, known, length):
 def _longrope(dim, theta, known, length):
     """A factor for each pair: of two lists, by the length."""
     is_long = length > known["original_max_position_embeddings"]
-    factors = known["long_factor" if is_long else "short_factor"]
-    return _plain(dim, theta) / np.array(factors)[:dim // 2]
+    factors = known[name := "long_factor" if is_long else "short_factor"]
+    if len(factors) != dim // 2:
+        raise ValueError(f"{name} has {len(factors)} numbers for {dim // 2} pairs")
+    return _plain(dim, theta) / np.array(factors)
 
 
 _SCALINGS = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3,
              "yarn": _yarn, "longrope": _longrope}
+
+
+def mscale(factor: float, by: float) -> float:
+    """By how much yarn, and DeepSeek's attention with it, sharpens scores."""
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _attention_factor(known):
+    kind, given, factor = known["rope_type"], known.get("attention_factor"), known.get("factor", 1)
+    if kind not in ("yarn", "longrope") or given:
+        return given if kind in ("yarn", "longrope") else 1.0
+    if kind == "longrope":
+        trained = known["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    by, by_all = known.get("mscale"), known.get("mscale_all_dim")
+    return mscale(factor, by) / mscale(factor, by_all) if by and by_all else mscale(factor, 1.0)
 
 
 # -------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ A family says of each published array how it lies, and of which of our weights i
     "self_attn.q_proj.weight": "(H N) D -> wq"                      one weight, its axes merged
     "attn.c_attn.weight":      "D (H N | K N | K M) -> wq wk wv"    three, one after the other
     "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
+    "lm_head.weight":          "V W = embed"                        one that another array has too
 
 The letters are those of model.py's table of weights; g is the number of query heads of a key head.
+The last is not written, and may be missing; if it is there, it must have the same numbers.
 From that follow the shape that is expected, what a device reads of an array (the ranges of its
 shard along the outer letter of each axis), and what is written.
 """
@@ -20,7 +22,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import numpy as np
@@ -31,6 +33,7 @@ from zigzag.mesh import by_path, flatten
 
 # So many bytes of arrays go into one file.
 FILE_BYTES = 4 * 2**30
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _package(name):
@@ -92,23 +95,22 @@ class Layout:
         if "g" in self.letters and "H" in wanted:       # whole groups, and of these a part
             g, heads = self.sizes["g"], wanted.pop("H")
             wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
-        cuts, shape, parts = [], [], []
+        runs, shape = [], []
         for a in self.axes:
             first, *others = a.letters
             r = wanted.pop(first, slice(0, self.sizes[first]))
-            unit = self._count(a.letters[1:]) if not a.outer else self._count(a.outer[1:]) * a.whole
-            begin = 0 if a.outer else a.begin
-            cuts.append(slice(begin + r.start * unit, begin + r.stop * unit))
-            if a.outer:         # the blocks that belong to one of the outer letters, and their own
-                shape += [r.stop - r.start, *(self.sizes[x] for x in a.outer[1:]), a.whole]
-                parts.append((len(shape) - 1, a))
-            else:
-                shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
-        part = np.asarray(array[tuple(cuts)]).reshape(shape)
-        for at, a in reversed(parts):
-            part = np.take(part, range(a.begin, a.begin + a.block), at)
-            part = part.reshape(*part.shape[:at], *(self.sizes[x] for x in a.inner),
-                                *part.shape[at + 1:])
+            begin, stop = (n * self._count(a.letters[1:]) for n in (r.start, r.stop))
+            if a.block == a.whole or not a.outer:
+                runs.append([slice(a.begin + begin, a.begin + stop)])
+            else:       # its block alone, in each of those that the outer letters number
+                times = self._count(a.inner)
+                runs.append([slice(i * a.whole + a.begin, i * a.whole + a.begin + a.block)
+                             for i in range(begin // times, stop // times)])
+            shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
+        at = max(range(len(runs)), key=lambda i: len(runs[i]))
+        cuts = [run[0] for run in runs]
+        part = np.concatenate([np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])])
+                               for cut in runs[at]], at).reshape(shape)
         part = part[tuple(wanted.get(x, slice(None)) for x in self.letters)]
         part = part.transpose(self.order)
         if "H" in self.own and "g" in self.letters:
@@ -131,11 +133,15 @@ class Layout:
         array.reshape(apart)[tuple(at)] = part.reshape(own)
 
 
+def _sides(pattern):
+    left, right = re.split("->|=", pattern)
+    return left, right.split()
+
+
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
     """Of a pattern the layout of each of its weights, whose axes `own` has."""
-    left, right = pattern.split("->")
-    names = right.split()
+    left, names = _sides(pattern)
     axes = {name: [] for name in names}
     for word in re.findall(r"\([^)]*\)|\S+", left):
         before, _, blocks = word.strip("()").partition("[")
@@ -155,6 +161,13 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 # -------------------------------------------------------------------------------------------
 # The folder
 
+def _listed(names):
+    """The first ten of these names, which somebody else chose."""
+    first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(first) + more
+
+
 class Folder:
     """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
 
@@ -173,35 +186,39 @@ class Folder:
                 found = set(opened.keys())
             except (OSError, package.SafetensorError) as e:
                 raise ConfigError(f"{self.path / file} cannot be read: {one_line(e)}") from None
-            if names is not None and (missing := names - found):
-                raise ConfigError(f"{self.path / file} lacks {min(missing)}, which the index says "
-                                  f"is in it")
-            self.arrays |= {name: opened for name in (found if names is None else names)}
+            if names is not None and names != found:
+                raise ConfigError(f"{self.path / file} is not as the index says: "
+                                  + (f"it lacks {_listed(names - found)}" if names - found else
+                                     f"it has {_listed(found - names)} too"))
+            self.arrays |= dict.fromkeys(found, opened)
 
     def _files(self):
         """The files to open, and which arrays the index says are in each (None: no index)."""
+        if (self.path / "model.safetensors").is_file():
+            return {"model.safetensors": None}
         index = self.path / "model.safetensors.index.json"
         if not index.exists():
-            if not (self.path / "model.safetensors").exists():
-                raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
-                                  f"(weights in other formats are not read)")
-            return {"model.safetensors": None}
+            raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
+                              f"(weights in other formats are not read)")
         files, weight_map = {}, read_json(index)
         weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index}: no weight_map in it")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or file != Path(file).name or file.startswith("."):
-                raise ConfigError(f"{index}: {name} is said to be in {file!r}, which is not a file "
-                                  f"of this folder")
-            if not (self.path / file).exists():
-                raise ConfigError(f"{self.path / file} is missing: {index.name} says that {name} "
-                                  f"is in it")
+            if (not isinstance(file, str) or not file or file != Path(file).name
+                    or file.startswith(".")):
+                raise ConfigError(f"{index}: {_listed([name])} is said to be in {file!r:.80}, "
+                                  f"which is not a file of this folder")
+            if not (self.path / file).is_file():
+                raise ConfigError(f"{self.path / file} is missing: {index.name} says that "
+                                  f"{_listed([name])} is in it")
             files.setdefault(file, set()).add(name)
         return files
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.arrays[name].get_slice(name).get_shape())
+    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape of an array, and what numbers it has: F32, BF16, ..."""
+        array = self.arrays[name].get_slice(name)
+        return tuple(array.get_shape()), array.get_dtype()
 
     def __getitem__(self, name: str) -> "_Array":
         return _Array(self, name)
@@ -232,7 +249,7 @@ def read_json(path: Path) -> Any:
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
                           f"(config.json and model.safetensors)") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path} is damaged: not JSON") from None
 
 
@@ -241,12 +258,14 @@ def read_json(path: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our weights in a published array: its path, its layout there, and whose it is of the
-    layers and experts that the weight has stacked (None: it has none)."""
+    """One of our weights in a published array: its path, its layout there, whose it is of the
+    layers and experts that the weight has stacked (None: it has none), and whether another array
+    has it too."""
     path: str
     layout: Layout
     layer: int | None
     expert: int | None
+    again: bool
 
 
 def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
@@ -268,13 +287,14 @@ def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Par
                 for e in experts:
                     name = template.format(l=number, d=number, m=number, e=e)
                     found[name] = [Part(f"{stack}.{n}" if stack else n, layout,
-                                        at if stack else None, e) for n, layout in parts.items()]
+                                        at if stack else None, e, "=" in pattern)
+                                   for n, layout in parts.items()]
     return found
 
 
 def _layouts_of(pattern, own, config, stacked):
     """The layouts of a pattern's weights, which `own` has, without the axes that are stacked."""
-    names = pattern.split("->")[1].split()
+    _, names = _sides(pattern)
     sizes = {a: size for n in names for a, size in zip(own[n].axes, own[n].shape)}
     sizes |= {"g": config.heads // config.kv_heads, "K": config.kv_heads}
     if "V" in sizes:
@@ -283,39 +303,48 @@ def _layouts_of(pattern, own, config, stacked):
                    sizes)
 
 
-def check_arrays(folder: Folder, family: Any, config: Any, expected: dict[str, list[Part]]
-                 ) -> dict[str, str]:
-    """By the name that an array should have, the name that it has in this folder. Refuses a folder
-    in which one is missing, left over, or of another shape."""
-    found = {name for name in folder.arrays
-             if not any(re.fullmatch(p, name) for p in family.ignored)}
+def check_arrays(folder: Folder, family: Any, config: Any, table: Any
+                 ) -> dict[str, list[Part]]:
+    """What each array of this folder has. Refuses a folder in which one is missing, left over, of
+    another shape, or of no numbers that we read."""
+    ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
+    found = {name for name in folder.arrays if not any(re.fullmatch(p, name) for p in ignored)}
+    # (Before there is a list of them all.)
+    least = config.layers + (config.layers - config.dense_layers) * config.experts
+    if least > len(found):
+        experts = f" with {config.experts} experts each" if config.experts else ""
+        raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
+                          f"{config.layers} layers{experts}")
+    expected = published_arrays(family, config, table)
     # A folder of the bare model, without its head, has names without the prefix.
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
-    names = {name: name.removeprefix(family.prefix) if bare else name for name in expected}
-    wanted = {*names.values()}
-    for what, those in (("lacks", wanted - found), ("has what is no part of its model:",
-                                                    found - wanted)):
+    expected = {name.removeprefix(family.prefix) if bare else name: parts
+                for name, parts in expected.items()}
+    expected = {name: parts for name, parts in expected.items()
+                if name in found or not parts[0].again}
+    for what, those in (("lacks", expected.keys() - found),
+                        ("has what is no part of its model:", found - expected.keys())):
         if those:
-            first = sorted(those)[:10]
-            more = f" and {len(those) - 10} more" if len(those) > 10 else ""
-            raise ConfigError(f"{folder.path} {what} {', '.join(first)}{more}")
+            raise ConfigError(f"{folder.path} {what} {_listed(those)}")
     for name, parts in expected.items():
-        shape = folder.shape(names[name])
+        shape, dtype = folder.kind(name)
         if shape != parts[0].layout.shape:
-            raise ConfigError(f"{folder.path}: {names[name]} has the shape {list(shape)}; its "
-                              f"config.json says {list(parts[0].layout.shape)}")
-    return names
+            raise ConfigError(f"{folder.path}: {name} has the shape {list(shape)}; its config.json "
+                              f"says {list(parts[0].layout.shape)}")
+        if dtype not in ("F32", "F16", "BF16"):
+            raise ConfigError(f"{folder.path}: {name} has numbers of the kind {dtype}; expected "
+                              f"F32, F16 or BF16")
+    return expected
 
 
-def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: Any) -> Any:
-    """The weights of a folder, in the places that `wanted` (shapes with shardings) has: of each
+def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: Callable) -> Any:
+    """The weights of a folder, in the places that wanted() (shapes with shardings) has: of each
     array a device's part alone is read."""
-    expected = published_arrays(family, config, table)
-    names = check_arrays(folder, family, config, expected)
-    pieces = {}     # by path of ours: by layer and expert, the array and the layout
-    for name, parts in expected.items():
+    pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
+    for name, parts in check_arrays(folder, family, config, table).items():
         for part in parts:
-            pieces.setdefault(part.path, {})[part.layer, part.expert] = names[name], part.layout
+            (again if part.again else pieces).setdefault(part.path, {})[
+                part.layer, part.expert] = name, part.layout
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
@@ -326,12 +355,18 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: A
             key = tuple((r.start or 0, r.stop if r.stop is not None else n)
                         for r, n in zip(index, shape.shape))
             if key not in done:
-                done[key] = _read_part(folder, own, parts, [slice(*k) for k in key], change)
+                ranges = [slice(*k) for k in key]
+                done[key] = _read_part(folder, own, parts, ranges, change)
+                if path in again and (done[key] != _read_part(folder, own, again[path], ranges,
+                                                              change)).any():
+                    (name, _), (other, _) = (*parts.values(), *again[path].values())
+                    raise ConfigError(f"{folder.path}: {name} and {other} differ; its config.json "
+                                      f"says that they are tied")
             return done[key]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, read)
 
-    paths, shapes, structure = flatten(wanted)
+    paths, shapes, structure = flatten(wanted())
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
 
 
@@ -356,6 +391,8 @@ def _read_part(folder, own, parts, ranges, change):
         wanted = [by_letter[a] for a in layout.own]
         wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
                   if a == "V" else r for a, r in zip(layout.own, wanted)]
+        if any(r.start == r.stop for r in wanted):      # this device has padding alone
+            continue
         if change is None:
             out[tuple(at)] = layout.read(folder[name], wanted)
         else:           # of the last axis, all: it may be in another order
@@ -387,7 +424,11 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     path, package = Path(path), _package("safetensors.numpy")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is not empty; give a new folder")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{dtype!r} is no precision to save in; expected one of "
+                          f"{', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)
+    expected = {name: parts for name, parts in expected.items() if not parts[0].again}
     adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize
     files, size = [[]], 0
     for name, parts in expected.items():
@@ -404,7 +445,8 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     for number, names in enumerate(files, 1):
         file = ("model.safetensors" if len(files) == 1 else
                 f"model-{number:05}-of-{len(files):05}.safetensors")
-        arrays = {name: _published_array(expected[name], weights, adjust, dtype) for name in names}
+        arrays = {name: _published_array(name, expected[name], weights, adjust, dtype)
+                  for name in names}
         weight_map |= dict.fromkeys(names, file)
         if is_writer:
             package.save_file(arrays, path / file, metadata={"format": "pt"})
@@ -416,7 +458,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
                                           "torch_dtype": dtype})
 
 
-def _published_array(parts, weights, adjust, dtype):
+def _published_array(name, parts, weights, adjust, dtype):
     """One published array, of all of our weights that are in it."""
     array = np.zeros(parts[0].layout.shape, np.float32)
     for part in parts:
@@ -432,11 +474,15 @@ def _published_array(parts, weights, adjust, dtype):
             at = layout.own.index("V")
             w = np.take(w, range(layout.sizes["V"]), at)
         layout.write(array, w if change is None else change.write(w))
-    return array.astype(jax.numpy.dtype(dtype))
+    with np.errstate(over="ignore"):
+        array = array.astype(jax.numpy.dtype(dtype))
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ConfigError(f"{name} has numbers that are not finite, or too large for {dtype}")
+    return array
 
 
 def whole(x: Any) -> np.ndarray:
     """An array of a mesh, in this process."""
-    if not x.is_fully_addressable:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
     return np.asarray(x, np.float32)
