@@ -15,7 +15,6 @@ shard along the outer letter of each axis), and what is written.
 """
 
 import dataclasses
-import importlib
 import json
 import math
 import re
@@ -25,21 +24,12 @@ from typing import Any, Sequence
 import jax
 import numpy as np
 
-from zigzag.errors import ConfigError, one_line
-from zigzag.files import write_json
+from zigzag.errors import ConfigError, one_line, optional_package
+from zigzag.files import read_json, write_json
 from zigzag.mesh import by_path, flatten
 
 # So many bytes of arrays go into one file.
 FILE_BYTES = 4 * 2**30
-
-
-def _package(name):
-    """An optional package."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        name = name.split(".")[0]
-        raise ConfigError(f"published models need the package {name}: pip install {name}") from None
 
 
 # -------------------------------------------------------------------------------------------
@@ -155,18 +145,24 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 # -------------------------------------------------------------------------------------------
 # The folder
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a folder."""
+    config = read_json(Path(path) / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
+                          f"config.json of a published model")
+    return config
+
+
 class Folder:
     """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = read_json(self.path / "config.json")
-        if not isinstance(self.config, dict) or not isinstance(self.config.get("model_type"), str):
-            raise ConfigError(f"{self.path / 'config.json'}: no model_type in it; expected the "
-                              f"config.json of a published model")
+        self.config = read_config(path)
         self.arrays = {}
         files = self._files()
-        package = _package("safetensors")
+        package = optional_package("safetensors", "a published model")
         for file, names in files.items():
             try:
                 opened = package.safe_open(self.path / file, framework="numpy")
@@ -223,17 +219,6 @@ class _Array:
         if not np.isfinite(part).all():
             raise ConfigError(f"{self.folder.path}: {self.name} has numbers that are not finite")
         return part
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file that somebody else wrote."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
-                          f"(config.json and model.safetensors)") from None
-    except ValueError:
-        raise ConfigError(f"{path} is damaged: not JSON") from None
 
 
 # -------------------------------------------------------------------------------------------
@@ -309,9 +294,11 @@ def check_arrays(folder: Folder, family: Any, config: Any, expected: dict[str, l
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: Any) -> Any:
     """The weights of a folder, in the places that `wanted` (shapes with shardings) has: of each
-    array a device's part alone is read."""
+    array a device's part alone is read. With None nothing is, beyond names and shapes."""
     expected = published_arrays(family, config, table)
     names = check_arrays(folder, family, config, expected)
+    if wanted is None:
+        return None
     pieces = {}     # by path of ours: by layer and expert, the array and the layout
     for name, parts in expected.items():
         for part in parts:
@@ -384,7 +371,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
                  dtype: str = "float32") -> None:
     """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
     Every process must call this; process 0 writes."""
-    path, package = Path(path), _package("safetensors.numpy")
+    path, package = Path(path), optional_package("safetensors.numpy", "a published model")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is not empty; give a new folder")
     expected, weights = published_arrays(family, config, table), by_path(params)
