@@ -400,6 +400,8 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 def parse(argv: Sequence[str] | None = None) -> Config:
     """train.py's command line as a Config."""
     given, _ = parse_flags(Config, argv)
+    # (A shell writes folder/ for folder.)
+    given |= {name: given[name].rstrip("/") for name in ("model", "init_from") if name in given}
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")

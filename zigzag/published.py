@@ -150,7 +150,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = read_json(Path(path) / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
-                          f"config.json of a published model")
+                          f"config.json of a published model (a run is given as --run, or to "
+                          f"train.py as --init_from)")
     return config
 
 

@@ -2,7 +2,7 @@
 
     bytes           Bytes           the 256 bytes
     sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
-    tokenizers      TokenizerJson   tokenizer.json of a published model, by the package tokenizers
+    tokenizer.json  TokenizerJson   that of a published model, by the package tokenizers
 
 Each has `encode` and `decode`; `prompt`, the ids of a text with what the model expects before it;
 `separator`, the id before each document; `ends`, the ids after which no text follows, the usual one
@@ -13,7 +13,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Pieces:
         self.folder, self.vocab_size = path.parent, self.model.vocab_size()
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, self._id,
                                                  self.model.bos_id())
-        config = _record(self.folder / "tokenizer_config.json")
+        config = read_record(self.folder / "tokenizer_config.json")
         self.begins = [self.separator] * bool(config.get("add_bos_token", True))
 
     def _id(self, piece):
@@ -82,7 +82,7 @@ class Pieces:
 class TokenizerJson:
     """A tokenizer.json. Special tokens that a text spells out are encoded as such, and are left out
     of what is decoded, as in transformers."""
-    kind, file = "tokenizers", "tokenizer.json"
+    kind = file = "tokenizer.json"
 
     def __init__(self, path: Path):
         package = optional_package("tokenizers", f"{path.name} of a published model")
@@ -122,7 +122,7 @@ class TokenizerJson:
         return lengths
 
 
-KINDS = {"sentencepiece": Pieces, "tokenizers": TokenizerJson}
+KINDS = {"sentencepiece": Pieces, "tokenizer.json": TokenizerJson}
 Tokenizer = Bytes | Pieces | TokenizerJson
 
 
@@ -146,7 +146,7 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
     here = [name for name in FILES if (tokenizer.folder / name).exists()]
     for name in here:
         write_whole(folder / name, (tokenizer.folder / name).read_bytes())
-    known = _record(tokenizer.folder / "config.json")
+    known = read_record(tokenizer.folder / "config.json")
     ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
     if ids and "generation_config.json" not in here:    # (config.json has them, and stays)
         write_json(folder / "generation_config.json", ids)
@@ -162,7 +162,7 @@ def _unicode(text):
     return text
 
 
-def _record(path):
+def read_record(path: Path) -> dict[str, Any]:
     """A JSON object, or {} where there is no such file."""
     record = read_json(path) if path.exists() else {}
     if not isinstance(record, dict):
@@ -174,8 +174,8 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
     """The separator, which is the id that begins a text or, where none does, one that ends it; and
     all ids that end a text. The files beside a tokenizer say which they are."""
-    named = [_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
-    numbered = [_record(folder / n) for n in ("generation_config.json", "config.json")]
+    named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
+    numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
 
     def ids(name):
         tokens = [r.get(name) for r in named]
