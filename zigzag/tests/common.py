@@ -57,8 +57,8 @@ def peer(name):
 
 
 def published_files(folder, text):
-    """A folder with a tokenizer of 300 ids, as published ones are: byte-level pieces of the files in
-    `text`, <s> and </s>."""
+    """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
+    of the files in `text`."""
     package = peer("tokenizers")
     made = package.Tokenizer(package.models.BPE())
     made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Models that have their weights already: read in place of new ones, trained on, and written back."""
+"""Models that have their weights already: read in place of new ones, trained, and written back."""
 
 import dataclasses
 import functools
@@ -143,8 +143,8 @@ def tuned(tmp_path_factory, published, text):
 
 @pytest.mark.slow
 def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tuned):
-    """The published weights once more, and the progress lost: here they were replaced by others, and
-    half of the run is gone."""
+    """The published weights once more, and the progress lost: here they were replaced by others,
+    and half of the run is gone."""
     out, words = tuned
     half = shutil.copytree(out, tmp_path / "out")
     for step in (3, 4):
@@ -196,12 +196,12 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
 def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text):
     """New weights; or the old one's optimizer, schedule and step count; or text in other tokens."""
     out, _ = tuned
-    flags, mesh = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1), mesh_of("fsdp=2")
+    flags = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1)
     config = train.parse([str(w) for w in (*flags, "--out", tmp_path / "new")])
     assert config.seq_len == 16 and config.lr == pytest.approx(0.05 / 24)
     weights, tokenizer = train.first_weights(config)
     assert tokenizer.kind == "tokenizer.json"
-    program = train.build(config, mesh, *train.language(config))
+    program = program_of(config, "fsdp=2")
     state = program.begin(weights(program.state["params"]))
     same(state["params"], model.load_run(out)[0])
     assert state["step"] == 0 and not any(np.any(m) for m in jax.tree.leaves(state["opt"]))

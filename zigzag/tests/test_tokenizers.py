@@ -70,8 +70,8 @@ def test_pieces_of_a_tokenizer_json_are_counted_in_bytes(tmp_path):
     ({"tokenizer_config": {"bos_token": None, "eos_token": "</s>"}}, (1, (1,))),
     ({"special_tokens_map": {"bos_token": "<s>"}, "config": {"eos_token_id": [7, 8]}},
      (0, (7, 8, 0))),
-    ({"generation_config": {"eos_token_id": [1, 9]}, "config": {"bos_token_id": 5,
-                                                                "eos_token_id": 1}}, (5, (1, 9, 5))),
+    ({"generation_config": {"eos_token_id": [1, 9]},
+      "config": {"bos_token_id": 5, "eos_token_id": 1}}, (5, (1, 9, 5))),
     ({"config": {"bos_token_id": 1000, "eos_token_id": None}}, (1, (1,))),
     ({}, (1, (1,)))])
 def test_what_stands_between_documents(folder, files, want):
@@ -113,8 +113,8 @@ def test_a_sentencepiece_model_of_a_published_folder(tmp_path, text):
 
 
 def test_a_bad_tokenizer_is_one_line(folder, monkeypatch):
-    """An id that the embedding does not have takes another row, silently; a Rust library's panic, or
-    a package that is not there, as a traceback."""
+    """An id that the embedding does not have takes another row, silently; a Rust library's panic,
+    or a package that is not there, as a traceback."""
     with pytest.raises(ConfigError, match="ids up to 299, and its embedding only 299 rows"):
         read(folder, 299)
     with pytest.raises(ConfigError, match="nor|expected tokenizer.json or tokenizer.model"):
@@ -155,8 +155,9 @@ def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
 # -------------------------------------------------------------------------------------------
 # Chat templates
 
-MESSAGES = [{"role": "system", "content": "Be <brief> & 'exact'."}, {"role": "user", "content": "é?"},
-            {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}]
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & 'exact'."}, {"role": "user", "content": "é?"},
+    {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}]
 TEMPLATE = """{{ bos_token }}{% for m in messages %}
     {%- if m.role == 'system' %}{% continue %}{% endif %}
     [{{ m.role }}] {% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}
