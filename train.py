@@ -65,6 +65,7 @@ from zigzag.report import Reporter
 from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
 from zigzag.tokenizers import published_tokenizer
+from zigzag.weights import count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +365,7 @@ def count_parameters(program: Program) -> tuple[int, int]:
     """All parameters, and those that a token visits."""
     if program.plan.trusted:
         return model.parameters(program.config)
-    return (model.count(program.plan.params),) * 2
+    return (count(program.plan.params),) * 2
 
 
 def expected_traffic(program: Program) -> list:
