@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -25,8 +24,9 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean
-from zigzag.files import appears, write_json, write_whole
+from zigzag.files import appears, write_json
 from zigzag.flags import from_flags, run_main
+from zigzag.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
 
 SPLITS = ("train", "held_out")
 
@@ -82,89 +82,12 @@ def _held_out(name):
 
 
 # -------------------------------------------------------------------------------------------
-# Tokenizers: encode and decode, the separator before each document, and how many bytes of text
-# each id stands for.
-
-class Bytes:
-    """The 256 bytes, and one separator."""
-    kind, vocab_size, separator = "bytes", 257, 256
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        raw = text if isinstance(text, bytes) else text.encode()
-        return np.frombuffer(raw, np.uint8)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def lengths(self) -> np.ndarray:
-        return np.array([1] * 256 + [0])
-
-
-class Pieces:
-    """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
-    kind = "sentencepiece"
-
-    def __init__(self, path: Path):
-        import sentencepiece
-        try:
-            self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError):
-            raise ConfigError(f"{path} is not a sentencepiece model") from None
-        self.vocab_size, self.separator = self.model.vocab_size(), self.model.bos_id()
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        if isinstance(text, str):
-            text.encode()       # a text that is not Unicode is the caller's error
-        else:
-            text = text.decode(errors="replace")
-        return np.array(self.model.encode(text), np.int64)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.model.decode([int(i) for i in ids if i < self.vocab_size])
-
-    def lengths(self) -> np.ndarray:
-        m = self.model
-        return np.array([0 if m.is_control(i) or m.is_unknown(i) else 1 if m.is_byte(i)
-                         else len(m.id_to_piece(i).replace("\u2581", " ").encode())
-                         for i in range(self.vocab_size)])
-
-
-def _train_pieces(files, out, vocab_size):
-    """Train a sentencepiece model on the lines of the files and save it as `out`."""
-    import sentencepiece
-
-    def lines():
-        for _, path in files:
-            with open(path, encoding="utf-8", errors="replace") as f:
-                for line in f:
-                    # In parts: the trainer drops sentences of more than 4192 bytes.
-                    line = line.rstrip("\n").replace("\0", " ")
-                    yield from (line[i:i + 1000] for i in range(0, len(line), 1000))
-
-    try:
-        # Nothing is normalised away: decode(encode(text)) is the text.
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_prefix=str(out.with_suffix("")),
-            vocab_size=vocab_size, model_type="bpe", byte_fallback=True,
-            character_coverage=0.9995, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True, split_digits=True, input_sentence_size=1_000_000,
-            num_threads=os.cpu_count(), minloglevel=2)
-    except (RuntimeError, ValueError) as e:
-        most = re.search(r"value <= (\d+)", str(e))
-        raise ConfigError(f"--vocab_size {vocab_size}: " + (
-            f"the text has pieces for at most {most[1]}" if most
-            else str(e).splitlines()[-1].strip())) from None
-    out.with_suffix(".vocab").unlink(missing_ok=True)
-    return Pieces(out)
-
-
-# -------------------------------------------------------------------------------------------
 # Tokens on disk
 
-def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corpus":
-    """Encode the text of the paths into `out`: as bytes, or with a new tokenizer of vocab_size
-    pieces. data.json is written last, so that a folder that has it is complete."""
+def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
+            tokenizer: Tokenizer | None = None) -> "Corpus":
+    """Encode the text of the paths into `out`: with a tokenizer, with a new one of vocab_size
+    pieces, or as bytes. data.json is written last, so that a folder that has it is complete."""
     out, files = Path(out), documents(paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -179,11 +102,16 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
     end_held_out = not 0.03 < size["held_out"] / sum(size.values()) < 0.3
     if end_held_out:
         groups = {"train": files, "held_out": []}
-    tokenizer = (_train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
-                 if vocab_size else Bytes())
+    if vocab_size:
+        tokenizer = train_pieces(groups["train"], out / "tokenizer.model", vocab_size)
+    elif tokenizer:
+        copy_files(tokenizer, out)
+    else:
+        tokenizer = Bytes()
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     lengths = tokenizer.lengths()
-    record = {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name}
+    record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
+              "dtype": dtype.name}
     for split, group in groups.items():
         _encode(group, tokenizer, dtype, out / f"{split}.bin")
     if end_held_out:
@@ -191,8 +119,6 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0) -> "Corp
         keep = len(tokens) - len(tokens) // 10
         tokens[keep:].tofile(out / "held_out.bin")
         os.truncate(out / "train.bin", keep * dtype.itemsize)
-    if vocab_size:
-        record["tokenizer_sha256"] = _sha256(out / "tokenizer.model")
     for split in SPLITS:
         tokens = _map(out / f"{split}.bin", dtype)
         parts = np.array_split(tokens, 1 + len(tokens) // 2**20)
@@ -291,23 +217,39 @@ class Corpus:
                 f"{r['held_out']['tokens']:,} held out, {r['tokenizer']} of {r['vocab_size']}")
 
 
-def tokenizer_of(folder: Path, record: dict[str, Any]) -> Bytes | Pieces:
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """By which a folder that was prepared with a tokenizer, or a run, knows it."""
+    if tokenizer.kind == "bytes":
+        return {"tokenizer": tokenizer.kind}
+    digest = _sha256(tokenizer.folder / tokenizer.file)
+    return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
+
+
+def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a prepared folder or a run; `record` says which one it must be."""
     if record["tokenizer"] == "bytes":
         return Bytes()
-    path = folder / "tokenizer.model"
+    kind = KINDS.get(record["tokenizer"])
+    if kind is None:
+        raise ConfigError(f"{folder}: its tokenizer is of the kind {record['tokenizer']!r}; "
+                          f"expected bytes, {', '.join(KINDS)}")
+    # (A run has it with its tokens, or by itself where they are in another folder.)
+    path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
+                 if path.exists()), folder / kind.file)
     if path.exists() and _changed(path, record.get("tokenizer_sha256")):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
                           f"changed, or is damaged")
-    return Pieces(path)
+    return kind(path)
 
 
 @contextlib.contextmanager
-def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus]:
-    """The corpus behind --data: a folder made by data.py as it is, or text, encoded as bytes into
-    the folder of the run when the run begins. It is kept only if the body of the `with` passes, so
-    that a run that is refused leaves nothing behind; a run that continues uses what it has.
-    `ready`: process 0 has made it already, and it must appear within so many seconds."""
+def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None
+           ) -> Iterator[Corpus]:
+    """The corpus behind --data: a folder made by data.py as it is, or text, encoded with the
+    tokenizer (none: as bytes) into the folder of the run when the run begins. It is kept only if
+    the body of the `with` passes, so that a run that is refused leaves nothing behind; a run that
+    continues uses what it has. `ready`: process 0 has made it already, and it must appear within so
+    many seconds."""
     made, part = run / "data", run / "data.part"
     given = len(paths) == 1 and paths[0] and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
@@ -320,7 +262,7 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
         new = not run.exists()
         shutil.rmtree(part, ignore_errors=True)
         try:
-            corpus = prepare(paths, part)
+            corpus = prepare(paths, part, tokenizer=tokenizer)
             yield corpus
             shutil.rmtree(made, ignore_errors=True)
             os.replace(part, made)
@@ -333,7 +275,7 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0) -> Iterator[Corpus
     if given and not ready and corpus.tokenizer.kind != "bytes":
         try:
             run.mkdir(parents=True, exist_ok=True)
-            write_whole(run / "tokenizer.model", (corpus.folder / "tokenizer.model").read_bytes())
+            copy_files(corpus.tokenizer, run)
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
 

@@ -18,7 +18,6 @@ P rows of positions.
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,15 @@ import jax.numpy as jnp
 from jax import Array
 
 import shard
-from zigzag import families, presets, published, weights
-from zigzag.checkpoint import read_newest, read_run
+from zigzag import folders, presets, weights
+from zigzag.checkpoint import read_newest, run_config
 from zigzag.checks import check_model_config
 from zigzag.errors import ConfigError
 from zigzag.experts import choose
+from zigzag.flags import run_main
 from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
 from zigzag.products import matmul
-from zigzag.published_config import as_config
 from zigzag.weights import Table
 
 Params = dict[str, Any]
@@ -602,11 +601,9 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
-    """The weights of a run's newest (or given) step, without its optimizer, straight into their
-    shards on the mesh; without a mesh, on one device. A damaged checkpoint is reported, and the
-    one before it is read."""
-    record = read_run(folder, Config)
-    config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
+    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
+    without a mesh, on one device. (A damaged checkpoint is reported, and passed over.)"""
+    config = run_config(folder, Config)
     return read_newest(folder, _wanted(config, mesh), step), config
 
 
@@ -631,17 +628,23 @@ def weight_specs(config: Config, mesh: Any) -> Params:
 def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Config]:
     """The weights of a published model (a Hugging Face folder), straight into their shards on the
     mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
-    source = published.Folder(folder)
-    config = as_config(Config, source.path / "config.json",
-                       families.fields_of(source.config) | fields)
-    return published.read_weights(source, families.family_of(source.config), config,
-                                  _weights(config), lambda: _wanted(config, mesh)), config
+    config = folders.hf_config(folder, Config, **fields)
+    read_hf(folder, config)     # is everything there, before shapes that large are made?
+    return read_hf(folder, config, _wanted(config, mesh)), config
+
+
+def read_hf(folder: str | Path, config: Config, places: Params | None = None) -> Params | None:
+    """The weights in these places (shapes with shardings). With none, only a look at the folder."""
+    return folders.read(folder, config, _weights(config), places)
 
 
 def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:
     """The same, back: a folder that transformers reads. A model of our own becomes a LLaMA, or with
     experts a Mixtral."""
-    if not config.published:
-        params, config = families.as_llama(params, config)
-    published.write_folder(folder, families.family_of(json.loads(config.published)), config,
-                           _weights(config), params, dtype)
+    folders.write(folder, params, config, _weights, dtype)
+
+
+if __name__ == "__main__":
+    import data
+
+    run_main(functools.partial(folders.export, load_run, save_hf, data.tokenizer_of))

@@ -30,6 +30,7 @@ import shard
 from zigzag.checkpoint import read_run
 from zigzag.errors import ConfigError, check_at_least
 from zigzag.flags import from_flags, run_main
+from zigzag.folders import hf_config
 from zigzag.mesh import (
     batch_spec,
     cast,
@@ -41,6 +42,8 @@ from zigzag.mesh import (
     varying,
     without_axis,
 )
+from zigzag.plan import resolve_dtype
+from zigzag.tokenizers import published_tokenizer
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
@@ -74,12 +77,12 @@ def _follow(ids, parents, scores, eos):
         for new, parent in zip(ids[::-1], parents[::-1]):
             path.insert(0, int(new[at]))
             at = parent[at]
-        best.append((_until(eos, path), float(scores[k])))
+        best.append((_until([eos], path), float(scores[k])))
     return best
 
 
-def _until(eos, ids):
-    return ids[:ids.index(eos)] if eos in ids else ids
+def _until(ends, ids):
+    return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
 
 
 def _pad(prompts, config, source):
@@ -224,7 +227,7 @@ def _beams(params, padded, start, config, beams, tokens, eos):
 class Config:
     """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
     run: str = "out"            # the --out of a train.py
-    model: str = ""             # or a folder with a published model (not built yet)
+    model: str = ""             # or a Hugging Face folder with a published model
     prompt: str = ""            # text to go on from; empty: the beginning of a document
     tokens: int = 256           # how many new ids
     temperature: float = 0.8    # 0: always the likeliest
@@ -240,30 +243,45 @@ class Config:
             raise ConfigError(f"--top_p {self.top_p}: must be above 0, at most 1")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config = from_flags(Config(), argv)
+def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
+    """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
-        model.load_hf(config.model)
+        c = hf_config(config.model, model.Config)
+        tokenizer, mesh = published_tokenizer(config.model, c.vocab_size), _mesh(config)
+        dtype = resolve_dtype(c, mesh).dtype
+        return *model.load_hf(config.model, mesh, dtype=dtype), tokenizer
     record = read_run(config.run, model.Config)
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
+    return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+
+
+def _mesh(config):
     simulate_devices(config.shards)
-    params, c = model.load_run(config.run, shard.make_mesh(tensor=config.shards))
-    tokenizer = data.tokenizer_of(Path(config.run), record)
+    return shard.make_mesh(tensor=config.shards)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = from_flags(Config(), argv)
+    params, c, tokenizer = load_model(config)
     try:
-        prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.prompt))]
+        prompt = tokenizer.prompt(config.prompt)
     except UnicodeEncodeError as e:
         raise ConfigError(f"--prompt cannot be encoded: {e.reason} at character {e.start}; "
                           f"expected text in UTF-8") from None
+
+    def text(ids):      # (some tokenizers drop a space where a text begins)
+        return config.prompt + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
+
     if config.beams:
         for ids, score in beam_search(params, [prompt], c, config.beams, config.tokens,
-                                      tokenizer.separator)[0]:
-            print(f"{score:9.3f}  {config.prompt}{tokenizer.decode(ids)}")
+                                      tokenizer.ends[0])[0]:
+            print(f"{score:9.3f}  {text(ids)}")
         return
     ids = generate(params, [prompt], c, config.tokens, config.temperature, config.top_k,
                    config.top_p, config.seed)[0]
-    print(config.prompt + tokenizer.decode(_until(tokenizer.separator, ids)))
+    print(text(_until(tokenizer.ends, ids)))
 
 
 if __name__ == "__main__":

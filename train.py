@@ -40,10 +40,11 @@ import sample
 import shard
 from zigzag import commands, hosts, presets, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder
+from zigzag.checkpoint import RunFolder, check_run_folder, read_newest, read_run, run_config
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
 from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
+from zigzag.folders import hf_config
 from zigzag.hlo import collectives
 from zigzag.loop import (
     Fit,
@@ -63,19 +64,22 @@ from zigzag.program import Program, make_program, shapes_hash
 from zigzag.report import Reporter
 from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
+from zigzag.tokenizers import published_tokenizer
+from zigzag.weights import count
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(model.Config):
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     # The model's fields come first: a run's configuration serves wherever a model's does.
-    model: str = "tiny"             # a preset to begin from; other flags change it
+    model: str = "tiny"             # a preset, which other flags change, or a Hugging Face folder
+    init_from: str = ""             # a run to take the model from, with its weights
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
     out: str = "out"                # folder of the run; the same command again continues it
     steps: int = 900                # updates
     batch: int = 8                  # examples in an update, over all devices
     accumulate: int = 1             # micro-batches into which a device cuts its rows
-    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model
+    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, fine-tuning a tenth
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
     weight_decay: float = 0.1       # of matrices; scales and biases have none
     clip: float = 1.0               # largest norm of all gradients together
@@ -105,18 +109,22 @@ class Config(model.Config):
         super().__post_init__()
         check_config(self)
         fifth = max(1, self.steps // 5)
-        fill_in(self, lr=0.5 / self.d_model, warmup=max(1, self.steps // 20), save_every=fifth,
-                eval_every=fifth)
+        fill_in(self, lr=(0.05 if self.init_from else 0.5) / self.d_model,
+                warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
 
 
+# How a model is computed, and what else may change of one that has its weights already.
+COMPUTED = ("remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks",
+            "sum_dtype")
+TRAINED = ("seq_len", "dropout", "dtype", "balance", "router_z", *COMPUTED)
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
-SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in (
-    "remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks", "sum_dtype")) + (
-    "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in COMPUTED) + (
+    "init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
                 "bench", "profile")
+HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
 
 
 # -------------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         show: Callable | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
         mesh: Any = None, say: Reporter | None = None,
-        overrides: Sequence[tuple[str, P]] = ()) -> Fit:
+        overrides: Sequence[tuple[str, P]] = (), weights: Callable | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
@@ -252,7 +260,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
     with the configuration and must be the same when the run continues. `say` reports to a person.
     `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after --override: of
-    those that match a weight the last wins."""
+    those that match a weight the last wins. weights(places), of shapes with shardings, gives the
+    weights that a new run begins with, in place of init's."""
     stop: list[int] = []
     task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat)
     mesh = mesh or commands.machine(config)
@@ -273,8 +282,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
                 len(examples), config.seed, at * config.batch, config.batch))
-            report_header(program, say, count_parameters(program), NOT_RECORDED)
-            step = prepare(loop)
+            report_header(program, say, count_parameters(program), HIDDEN)
+            step = prepare(loop, weights)
             if step:
                 say.collectives(collectives(step), expected_traffic(program))
             run_loop(loop, step, stop)
@@ -356,7 +365,7 @@ def count_parameters(program: Program) -> tuple[int, int]:
     """All parameters, and those that a token visits."""
     if program.plan.trusted:
         return model.parameters(program.config)
-    return (model.count(program.plan.params),) * 2
+    return (count(program.plan.params),) * 2
 
 
 def expected_traffic(program: Program) -> list:
@@ -381,7 +390,7 @@ def flops_of_update(config: Config) -> float:
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
     model.weight_shapes, flops_of_update, count_parameters, expected_traffic, model.LOGITS,
-    data.Bytes.vocab_size, NOT_RECORDED)
+    data.Bytes.vocab_size, HIDDEN)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -392,20 +401,48 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 def parse(argv: Sequence[str] | None = None) -> Config:
     """train.py's command line as a Config."""
     given, _ = parse_flags(Config, argv)
-    name = given.get("model", "tiny")
-    if name not in model.PRESETS:
-        if Path(name).is_dir():
-            model.load_hf(name)
-        raise ConfigError(f"--model {name}: expected one of {', '.join(model.PRESETS)}"
-                          + did_you_mean(name, model.PRESETS))
+    # (A shell writes folder/ for folder.)
+    given |= {name: given[name].rstrip("/") for name in ("model", "init_from") if name in given}
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")
+    name = given.get("model", "tiny")
+    if given.get("init_from") or name not in model.PRESETS and Path(name).is_dir():
+        return Config(**{**fields_with_weights(given), **given})
+    if name not in model.PRESETS:
+        raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
+                          f"{', '.join(model.PRESETS)}" + did_you_mean(name, model.PRESETS))
     # What is given for another width follows from the new one.
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     base = {k: v for k, v in presets.PRESETS[name].items() if k not in dropped}
     return Config(**{**base, **given})
+
+
+# Rows of a published model that is fine-tuned, where nothing is said: it may know far longer ones.
+FINE_TUNING_LENGTH = 512
+
+
+def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model that has its weights already, a published one or a run's, of which
+    flags may only say how it is trained."""
+    source = given.get("init_from") or given["model"]
+    if given.get("init_from"):
+        if "model" in given:
+            raise ConfigError(f"--model {given['model']} --init_from {source}: both say which "
+                              f"model; give one of them")
+        config = run_config(source, model.Config, "--init_from")
+        base = {k: v for k, v in dataclasses.asdict(config).items()
+                if k not in ("dtype", *COMPUTED)}
+    else:
+        base = dataclasses.asdict(hf_config(source, model.Config))
+        base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
+    for name, value in given.items():
+        if name in base.keys() - {*TRAINED} and value != base[name]:
+            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
+                              f"weights are made for that; what may change is how it is trained "
+                              f"(--{', --'.join(TRAINED)})")
+    return {**base, "init_from": source}
 
 
 def show_sharding(argv: Sequence[str] | None = None) -> None:
@@ -478,27 +515,51 @@ def bench(config: Config, mesh: Any) -> None:
             lambda config, at: training_batch(config, mesh, task, None, at))
 
 
+def first_weights(config: Config) -> tuple[Callable | None, data.Tokenizer | None]:
+    """How fit reads the weights that the model has already, if it has, and its tokenizer."""
+    source = config.init_from
+    if not source:
+        return None, None
+    if source == config.model:
+        model.read_hf(source, config)       # is everything there?
+        return (functools.partial(model.read_hf, source, config),
+                published_tokenizer(source, config.vocab_size))
+    record = read_run(source, model.Config, "--init_from")
+    if "tokenizer" not in record:
+        raise ConfigError(f"--init_from {source}: a run of another task, with no tokenizer to read "
+                          f"text with")
+    return (functools.partial(read_newest, source, flag="--init_from"),
+            data.tokenizer_of(Path(source), record))
+
+
 def train_language(config: Config, mesh: Any) -> None:
     """Train the transformer on --data, in --out."""
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
+    weights, tokenizer = first_weights(config)
     # Before its data is looked at, or anything written.
     check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, Config,
                      ("tokenizer",))
     is_process_0 = jax.process_index() == 0
     if not is_process_0:
         hosts.process_allgather("the data is there")
-    with data.opened(config.data, Path(config.out),
-                     0 if is_process_0 else min(60, config.patience)) as corpus:
+    with data.opened(config.data, Path(config.out), 0 if is_process_0 else min(
+            60, config.patience), tokenizer) as corpus:
         config = check_corpus(config, corpus)
+        if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
+            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
+                              f"tokenizer of {config.init_from}; give the text itself")
         record = {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
                   "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}
         check_run_folder(config.out, record, Config)
     if is_process_0:
         hosts.process_allgather("the data is there")
+        if config.init_from:
+            print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
+                  f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
         print(f"data     {corpus}\n{commands.describe_attention(config, mesh)}", flush=True)
     init, loss, _ = language(config)
-    fit(config, init, loss=loss, mesh=mesh, record=record,
+    fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
         **language_task(config, corpus)._asdict())
 
 

@@ -40,19 +40,21 @@ from zigzag.mesh import by_path, compiler_options, mesh_of
 # -------------------------------------------------------------------------------------------
 # config.json
 
-def read_run(folder: str | Path, config: type) -> dict[str, Any]:
-    """config.json of a run, with all fields of the dataclass `config`. One that is younger than the
-    run has its default, or what follows from the others."""
+def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
+    """config.json of the run that `flag` names, with all fields of the dataclass `config`. One that
+    is younger than the run has its default, or what follows from the others."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
     except OSError:
-        raise ConfigError(f"--run {folder}: no run there ({path} cannot be read); give the --out "
+        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read); give the --out "
                           f"of a train.py that has begun") from None
     except ValueError:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
+    if "model_type" in record:
+        raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
@@ -60,6 +62,12 @@ def read_run(folder: str | Path, config: type) -> dict[str, Any]:
         return {**dataclasses.asdict(config(**known)), **record}
     except (ConfigError, TypeError) as e:
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+
+
+def run_config(folder: str | Path, config: type, flag: str = "--run") -> Any:
+    """The fields of a run's config.json that the dataclass `config` has, as one."""
+    record = read_run(folder, config, flag)
+    return config(**{f.name: record[f.name] for f in dataclasses.fields(config)})
 
 
 def check_run_folder(out: str, now: dict[str, Any], config: type,
@@ -290,22 +298,23 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
-def read_newest(folder: str | Path, params: Any, step: int | None = None) -> Any:
+def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"
+                ) -> Any:
     """The weights of a run's newest (or given) step, in the places that the shapes `params` have.
-    A damaged checkpoint is reported, and the one before it is read."""
+    A damaged checkpoint is reported, and the one before it is read. (`flag` named the run.)"""
     checkpoints = Path(folder).resolve() / "checkpoints"
     steps = sorted((int(p.name) for p in checkpoints.glob("*") if p.name.isdecimal()), reverse=True)
     if not steps or (step is not None and step not in steps):
-        raise ConfigError(f"--run {folder}: no checkpoint " + (f"of step {step}; there are "
+        raise ConfigError(f"{flag} {folder}: no checkpoint " + (f"of step {step}; there are "
                           f"{', '.join(map(str, steps))}" if steps else "yet"))
     for at in steps if step is None else [step]:
         try:
             return read_checkpoint(checkpoints / str(at), {"params": params},
-                                   f"--run {folder}")[0]["params"]
+                                   f"{flag} {folder}")[0]["params"]
         except CorruptCheckpoint as e:
             print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
     which = "" if step is None else f"of step {step} "
-    raise RunError(f"--run {folder}: no checkpoint {which}can be read")
+    raise RunError(f"{flag} {folder}: no checkpoint {which}can be read")
 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True

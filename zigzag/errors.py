@@ -5,6 +5,7 @@ flags.run_main). Every other exception is a bug, and stays a traceback.
 """
 
 import difflib
+import importlib
 import math
 from typing import Any, Callable, Iterable
 
@@ -19,6 +20,15 @@ class RunError(RuntimeError):
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that cannot be used, and why."""
+
+
+def optional_package(name: str, what: str) -> Any:
+    """A package (or a module of one) that not everybody has installed, and `what` needs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        name = name.split(".")[0]
+        raise ConfigError(f"{what} needs the package {name}: pip install {name}") from None
 
 
 def check_at_least(config: Any, **least: float) -> None:

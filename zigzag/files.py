@@ -5,7 +5,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
+
+from zigzag.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -20,6 +22,17 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a folder that somebody else made."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
+                          f"(config.json and model.safetensors)") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is damaged: not JSON") from None
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:

@@ -73,13 +73,17 @@ class Loop:
     outputs: Any = None
 
 
-def prepare(loop: Loop) -> Callable | None:
-    """Restore or make the state, and compile the step; None where the run has all of its steps."""
+def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
+    """Restore or make the state, and compile the step; None where the run has all of its steps.
+    weights(places) gives the first weights of a run that begins, in place of init's."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
-    if state is None:
+    if state is None and weights:
+        watchdog.arm("reading the first weights")
+        state = program.begin(weights(program.state["params"]))
+    elif state is None:
         state = program.start(jax.random.key(config.seed))
     else:
         loop.skipped, loop.losses = folder.skipped, folder.losses

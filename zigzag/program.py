@@ -21,6 +21,7 @@ class Program:
     state: Any              # shapes with their places: params, opt, step
     batch: Any              # the same for a batch
     start: Any              # key -> state
+    begin: Any              # first weights, in their places -> state
     step: Any               # state, batch -> state, metrics
     evaluate: Any           # params, batch -> (sum, count)
 
@@ -45,8 +46,7 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
     mesh = plan.mesh
 
-    def start(key):
-        params = plan.init(key)
+    def begin(params):
         return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     places = shardings({"params": plan.stored, "step": P(),
@@ -55,8 +55,9 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
                          plan.batch)
-    start = jit(start, out_shardings=places)
+    start = jit(lambda key: begin(plan.init(key)), out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
+                   jit(begin, donate_argnums=0, out_shardings=places),
                    jit(step, donate_argnums=0, out_shardings=(places, whole)),
                    jit(evaluate, out_shardings=whole))
 

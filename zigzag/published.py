@@ -17,32 +17,22 @@ shard along the outer letter of each axis), and what is written.
 """
 
 import dataclasses
-import importlib
 import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import jax
 import numpy as np
 
-from zigzag.errors import ConfigError, one_line
-from zigzag.files import write_json
+from zigzag.errors import ConfigError, one_line, optional_package
+from zigzag.files import read_json, write_json
 from zigzag.mesh import by_path, flatten
 
 # So many bytes of arrays go into one file.
 FILE_BYTES = 4 * 2**30
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _package(name):
-    """An optional package."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        name = name.split(".")[0]
-        raise ConfigError(f"published models need the package {name}: pip install {name}") from None
 
 
 # -------------------------------------------------------------------------------------------
@@ -168,18 +158,25 @@ def _listed(names):
     return ", ".join(first) + more
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a folder."""
+    config = read_json(Path(path) / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
+                          f"config.json of a published model (a run is given as --run, or to "
+                          f"train.py as --init_from)")
+    return config
+
+
 class Folder:
     """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = read_json(self.path / "config.json")
-        if not isinstance(self.config, dict) or not isinstance(self.config.get("model_type"), str):
-            raise ConfigError(f"{self.path / 'config.json'}: no model_type in it; expected the "
-                              f"config.json of a published model")
+        self.config = read_config(path)
         self.arrays = {}
         files = self._files()
-        package = _package("safetensors")
+        package = optional_package("safetensors", "a published model")
         for file, names in files.items():
             try:
                 opened = package.safe_open(self.path / file, framework="numpy")
@@ -240,17 +237,6 @@ class _Array:
         if not np.isfinite(part).all():
             raise ConfigError(f"{self.folder.path}: {self.name} has numbers that are not finite")
         return part
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file that somebody else wrote."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
-                          f"(config.json and model.safetensors)") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path} is damaged: not JSON") from None
 
 
 # -------------------------------------------------------------------------------------------
@@ -337,11 +323,14 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     return expected
 
 
-def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: Callable) -> Any:
-    """The weights of a folder, in the places that wanted() (shapes with shardings) has: of each
-    array a device's part alone is read."""
+def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
+    """The weights of a folder, in these places (shapes with shardings): of each array a device's
+    part alone is read. With None nothing is, beyond names and shapes."""
+    expected = check_arrays(folder, family, config, table)
+    if places is None:
+        return None
     pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
-    for name, parts in check_arrays(folder, family, config, table).items():
+    for name, parts in expected.items():
         for part in parts:
             (again if part.again else pieces).setdefault(part.path, {})[
                 part.layer, part.expert] = name, part.layout
@@ -366,7 +355,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, wanted: C
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, read)
 
-    paths, shapes, structure = flatten(wanted())
+    paths, shapes, structure = flatten(places)
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
 
 
@@ -421,7 +410,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
                  dtype: str = "float32") -> None:
     """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
     Every process must call this; process 0 writes."""
-    path, package = Path(path), _package("safetensors.numpy")
+    path, package = Path(path), optional_package("safetensors.numpy", "a published model")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is not empty; give a new folder")
     if dtype not in DTYPES:

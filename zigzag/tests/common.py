@@ -6,6 +6,7 @@ every test file imports it before it touches a device; conftest.py does so for a
 
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -43,6 +44,31 @@ with pytest.MonkeyPatch.context() as patch:
         more = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
         patch.setenv("XLA_FLAGS", more)
     jax.devices()       # now, before a test makes another number of them
+
+
+def peer(name):
+    """A package to compare with, or an optional one: where it is missing the test skips; in .ci/run
+    it fails."""
+    if os.environ.get("ZIGZAG_CI"):
+        return importlib.import_module(name)
+    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
+
+
+def published_files(folder, text):
+    """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
+    of the files in `text`."""
+    package = peer("tokenizers")
+    made = package.Tokenizer(package.models.BPE())
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    made.train([str(path) for path in sorted(text.iterdir())], package.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet()))
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
 
 
 def slow(*values):

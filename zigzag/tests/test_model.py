@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from zigzag.tests.common import (
     learn,
     make,
     mesh_of,
+    peer,
     program_of,
     slow,
 )
@@ -86,13 +86,6 @@ def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
 
 # -------------------------------------------------------------------------------------------
 # What it computes
-
-def peer(name):
-    """A reference to compare with: where it is missing the test skips; in .ci/run it fails."""
-    if os.environ.get("ZIGZAG_CI"):
-        return __import__(name)
-    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
-
 
 @pytest.mark.slow
 def test_the_decoder_is_transformers_llama():

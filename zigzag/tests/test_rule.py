@@ -8,7 +8,6 @@ small forms.
 """
 
 import itertools
-import os
 import re
 
 import jax
@@ -30,7 +29,7 @@ from zigzag.rule import (
     state_specs,
     zero1_specs,
 )
-from zigzag.tests.common import mesh_of, slow
+from zigzag.tests.common import mesh_of, peer, slow
 from zigzag.tests.test_rule_forms import (
     COLUMN,
     MLP,
@@ -520,13 +519,6 @@ FLAX = {    # class, configuration, what it is given, and how Megatron's authors
                                          eos_token_id=2, decoder_start_token_id=1), "sounds",
         [("[qkv]_proj.k|fc1.k", COLUMN), ("out_proj.k|fc2.k|embed_tokens", ROW)]),
 }
-
-
-def peer(name):
-    """A package to compare with: where it is missing the test skips; in .ci/run it fails."""
-    if os.environ.get("ZIGZAG_CI"):
-        return __import__(name)
-    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
 
 
 @pytest.mark.slow
