@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from jax import Array
 
 import shard
-from zigzag import families, presets, published, weights
+from zigzag import families, lora, presets, published, weights
 from zigzag.checkpoint import read_newest, read_run
 from zigzag.checks import check_model_config
 from zigzag.errors import ConfigError
 from zigzag.experts import choose
 from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
-from zigzag.products import matmul
+from zigzag.products import matmul, on_columns
 from zigzag.weights import Table
 
 Params = dict[str, Any]
@@ -100,6 +100,7 @@ class Config:
     groups_per_token: int = 1     # so many
     balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    lora_rank: int = 0            # train only adapters of this rank, of each matrix of the layers
     published: str = ""           # config.json of the published model that this came from
 
     def __post_init__(self) -> None:
@@ -186,7 +187,7 @@ def _layer_weights(c, L, experts):
                 if _has_bias(c, product) and name in weights}
     norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
     norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
-    return weights | _norms(c, table, "L D", norms)
+    return lora.with_adapters(weights | _norms(c, table, "L D", norms), c.lora_rank)
 
 
 def _norms(c, table, axes, names):
@@ -276,7 +277,7 @@ def _with_bias(w, name):
 
 def _into_heads(w, c):
     return [_with_bias(w, "wq"), *(
-        jax.tree.map(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
+        on_columns(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
         for name in ("wk", "wv"))]
 
 
@@ -326,9 +327,8 @@ def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu,
-               "gelu": functools.partial(jax.nn.gelu, approximate=False),
-               "gelu_tanh": jax.nn.gelu}
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
+               "gelu": functools.partial(jax.nn.gelu, approximate=False)}
 
 
 def _activate(c, first, *gated):
@@ -422,6 +422,7 @@ def _embed(params, batch, c):
 
 def _block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+    w = lora.adapted(w)
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
     is_post = c.norm_place == "post"
@@ -565,13 +566,11 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
     has of them."""
-    c = config
-
     def zeros(name, width):
-        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
-        return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
+        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"][name])
+        return jnp.zeros((config.layers, rows, slots, w.shape[1], width), w.dtype)
 
-    return {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim)}
+    return {"k": zeros("wk", config.head_dim), "v": zeros("wv", config.v_head_dim)}
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
@@ -600,11 +599,17 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
     """The weights of a run's newest (or given) step, without its optimizer, straight into their
-    shards on the mesh; without a mesh, on one device. A damaged checkpoint is reported, and the
-    one before it is read."""
+    shards on the mesh; without a mesh, on one device. Adapters are merged into the weights that
+    their run began with. A damaged checkpoint is reported, and the one before it is read."""
     record = read_run(folder, Config)
     config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
-    return read_newest(folder, _wanted(config, mesh), step), config
+    wanted = _wanted(config, mesh)
+    if not config.lora_rank:
+        return read_newest(folder, wanted, step), config
+    adapters = read_newest(folder, lora.split(wanted)[0], step)
+    config = dataclasses.replace(config, lora_rank=0)
+    return lora.merge_run(folder, record, adapters, functools.partial(init, config),
+                          _wanted(config, mesh), load_run, load_hf), config
 
 
 def _wanted(config, mesh):
@@ -635,8 +640,9 @@ def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params
 
 
 def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:
-    """The same, back: a folder that transformers reads. A model of our own becomes a LLaMA, or with
-    experts a Mixtral."""
+    """Back, adapters merged; a model of our own becomes a LLaMA, or with experts a Mixtral."""
+    if config.lora_rank:
+        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
     if not config.published:
         params, config = families.as_llama(params, config)
     published.write_folder(folder, families.family_of(json.loads(config.published)), config,

@@ -38,7 +38,7 @@ import data
 import model
 import sample
 import shard
-from zigzag import commands, hosts, presets, traffic
+from zigzag import commands, hosts, lora, presets, traffic
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
@@ -50,6 +50,7 @@ from zigzag.loop import (
     Loop,
     Task,
     evaluate,
+    first_state,
     flush_metrics,
     prepare,
     profile,
@@ -163,13 +164,14 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     def gradients(params, batch):
         # Accumulate, in float32. Weights of no layer are gathered once; layers gather their own in
         # each micro-batch.
-        weights = plan.mark(cast(params, plan.dtype))
-        whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
+        weights, frozen = plan.split(plan.mark(cast(params, plan.dtype)))
+        whole, scatter, frozen = jax.vjp(
+            lambda w: plan.split(gather_weights(plan, lora.join(w, frozen))), weights, has_aux=True)
 
         compute = plan.on_device(functools.partial(sums_and_gradient, plan.local_sums))
 
         def add_micro_batch(total, part):
-            sums, grads = compute(whole, part)
+            sums, grads = compute(whole, frozen, part)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
 
@@ -182,27 +184,29 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
                 lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch))
         # Reduce: one sum over devices, of the gradients and of what they are divided by.
         grads, sums = total
-        return (shard.sum_gradients(grads, plan.sum_axes, plan.stored, plan.moments),
+        stored = plan.split(plan.stored)[0]
+        return (shard.sum_gradients(grads, plan.sum_axes, stored, plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
     gradients = plan.on_mesh(gradients, (plan.moments, P()), shard.shard_time)
 
     def step(state, batch):
-        params, config = state["params"], plan.config
-        grads, (total, count, aux) = gradients(params, batch)
+        (params, frozen), config = plan.split(state["params"]), plan.config
+        grads, (total, count, aux) = gradients(state["params"], batch)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
         # Update. One number that is not finite would be in every weight from then on: then nothing
         # changes. Nor where nothing was asked, as weights would decay and moments fade.
         rate, norm = learning_rate(config, state["step"]), optax.tree.norm(grads)
         updates, opt = optimizer.update(grads, state["opt"], params)
-        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        new = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         is_finite = jnp.isfinite(norm)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
-                                   (params, opt), (state["params"], state["opt"]))
+                                   (new, opt), (params, state["opt"]))
         metrics = {"loss": total / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in aux.items()}}
+        params = lora.join(params, frozen)
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     return step, gradients
@@ -232,7 +236,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     ours = isinstance(loss, functools.partial) and loss.func is model.loss
     dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
-    update = optimizer(plan.config, plan.decisions)
+    update = optimizer(plan.config, plan.split(plan.decisions)[0])
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
@@ -267,12 +271,15 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         hosts.assert_same_everywhere(record)
         if not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
-        folder = RunFolder(config.out, record, [*SAME, *facts], Config, program.state,
-                           config.keep, config.verify == "on", config.patience
-                           ) if config.out else None
+        first, facts_of_first = first_state(program)
+        record, facts = record | facts_of_first, facts | facts_of_first
+        folder = RunFolder(config.out, record, [*SAME, *facts], Config,
+                           program.saved(program.state), config.keep, config.verify == "on",
+                           config.patience) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
-                len(examples), config.seed, at * config.batch, config.batch))
+                len(examples), config.seed, at * config.batch, config.batch), first)
+            del first
             report_header(program, say, count_parameters(program), NOT_RECORDED)
             step = prepare(loop)
             if step:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import ambient, mark_varying, platform, zeros_of
+from zigzag.products import Adapted
 
 
 def choose(scores: Array, bias: Array | None, c: Any) -> Array:
@@ -45,6 +46,8 @@ def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
 
     def product(x, w):
+        if isinstance(w, Adapted):
+            return product(x, w.w) + product(product(x, w.a), w.b)
         return checkpoint_name(grouped_product(x, w, counts, usual), "product")
 
     rows = jnp.where(ours, x[order // K], 0)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag import chips
+from zigzag import chips, lora
 from zigzag.batches import batch_arrays, place_batch
 from zigzag.checkpoint import RunFolder
 from zigzag.errors import RunError, human_bytes
@@ -60,7 +60,7 @@ class Loop:
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter
     numbers: Callable               # update -> the numbers of its examples
-    state: Any = None               # params, opt, step
+    state: Any = None               # params, opt, step; first what the run begins with, if made
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
@@ -73,6 +73,16 @@ class Loop:
     outputs: Any = None
 
 
+def first_state(program: Program) -> tuple[Any, dict[str, str]]:
+    """Where weights are frozen, which no checkpoint has: the state that a run begins with, and by
+    what those weights are known."""
+    if not program.config.lora_rank:
+        return None, {}
+    with jax.set_mesh(program.mesh):
+        state = program.start(jax.random.key(program.config.seed))
+        return state, {"base_weights": lora.fingerprint(program.plan.split(state["params"])[1])}
+
+
 def prepare(loop: Loop) -> Callable | None:
     """Restore or make the state, and compile the step; None where the run has all of its steps."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
@@ -80,8 +90,9 @@ def prepare(loop: Loop) -> Callable | None:
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
     if state is None:
-        state = program.start(jax.random.key(config.seed))
+        state = loop.state or program.start(jax.random.key(config.seed))
     else:
+        state = program.restored(state, loop.state)
         loop.skipped, loop.losses = folder.skipped, folder.losses
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
@@ -94,7 +105,7 @@ def prepare(loop: Loop) -> Callable | None:
     step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for each other
     if folder:
-        folder.compile_checksums(program.permute(loop.state, back=True))
+        folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
     memory = step.memory_analysis()
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
@@ -146,7 +157,8 @@ def save(loop: Loop) -> None:
     flush_metrics(loop)
     watchdog.arm("a save")
     begin = time.perf_counter()
-    loop.folder.save(loop.at, loop.program.permute(loop.state, back=True), loop.skipped)
+    program, state = loop.program, loop.program.saved(loop.state)
+    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped)
     loop.saving += time.perf_counter() - begin
     watchdog.arm("a step")
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zigzag import lora
 from zigzag.mesh import batch_spec, by_path, shardings
 from zigzag.plan import JIT, Plan
 from zigzag.rule import state_specs
@@ -33,12 +34,22 @@ class Program:
         return self.plan.mesh
 
     def permute(self, state: Any, back: bool = False) -> Any:
-        """A state, or its params, with layers in the order of the pipeline's stages, or (`back`)
-        in their own, in which they are saved."""
+        """A state, what is saved of it, or the params of either, with layers in the order of the
+        pipeline's stages, or (`back`) in their own, in which they are saved."""
         chunks = 1 if self.plan.mode == JIT else self.config.chunks
-        is_state = jax.tree.structure(state) == jax.tree.structure(self.state)
-        like = self.state if is_state else self.state["params"]
+        states = self.state, self.saved(self.state)
+        like = next(x for s in states for x in (s, s["params"])
+                    if jax.tree.structure(x) == jax.tree.structure(state))
         return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
+
+    def saved(self, state: Any) -> Any:
+        """What a checkpoint has of a state: frozen weights come again from where they came from."""
+        return {**state, "params": self.plan.split(state["params"])[0]}
+
+    def restored(self, saved: Any, first: Any) -> Any:
+        """The state of which this was saved; `first` is a state that the run began with."""
+        return {**saved, "params": lora.join(saved["params"],
+                                             first and self.plan.split(first["params"])[1])}
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -47,10 +58,11 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
 
     def start(key):
         params = plan.init(key)
-        return {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        return {"params": params, "opt": optimizer.init(plan.split(params)[0]),
+                "step": jnp.zeros((), jnp.int32)}
 
-    places = shardings({"params": plan.stored, "step": P(),
-                        "opt": state_specs(optimizer, plan.params, plan.moments)}, mesh)
+    opt = state_specs(optimizer, plan.split(plan.params)[0], plan.moments)
+    places = shardings({"params": plan.stored, "step": P(), "opt": opt}, mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),

@@ -72,6 +72,7 @@ class Decision:
     matmul_dims: tuple = ((), ())
     reductions: tuple[Cost, ...] = ()   # that its group costs, told by one leaf of the group
     used: P | None = None   # what the loss is given, where an override stores the leaf otherwise
+    is_trained: bool = True
 
     @property
     def given(self) -> P:
