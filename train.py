@@ -425,8 +425,11 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     check_model(config, mesh)
     decisions = model.plan_weights(config, mesh, overrides=parse_overrides(config.override),
                                    fsdp_min=config.fsdp_min)
-    print(shard.explain(decisions, model.weight_shapes(config), mesh, bool(config.zero),
-                        config.fsdp_min))
+    shapes = model.weight_shapes(config)
+    if config.lora_rank:
+        decisions = lora.mark_frozen(decisions)
+        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
+    print(shard.explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
 
 
 # Held-out text that is judged: the same windows each time, spread over all of it.

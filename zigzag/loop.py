@@ -231,6 +231,9 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
+    if config.lora_rank:
+        trained = sum(w.size for w in jax.tree.leaves(plan.split(plan.params)[0]))
+        weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
                     f"has)")

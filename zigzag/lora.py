@@ -104,9 +104,9 @@ def join(adapters: Any, others: Any) -> Any:
     return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
 
 
-def frozen_init(init: Callable, dtype: str, key: Any) -> Any:
-    """First weights, of which those that are frozen are in this precision."""
-    adapters, frozen = split(init(key))
+def as_stored(params: Any, dtype: str) -> Any:
+    """Weights with those that are frozen in this precision."""
+    adapters, frozen = split(params)
     if not adapters:
         raise ConfigError("--lora_rank: these weights have no adapters, which model.init makes; "
                           "leave it out to train all of them")

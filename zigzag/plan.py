@@ -207,7 +207,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if config.lora_rank:
-        init = functools.partial(lora.frozen_init, init, config.dtype)
+        init = _with_frozen(init, config.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
     _check_floats(params)
     loss, takes_specs = with_checked_sums(loss)
@@ -238,6 +238,10 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
     return plan
+
+
+def _with_frozen(init, dtype):
+    return lambda key: lora.as_stored(init(key), dtype)
 
 
 def _whole_over_tensor(decision, why):

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import add_to, mark_alike, mark_varying, platform, zeros_of
 
@@ -50,7 +51,9 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
     """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
     w. `dtype` is the result's, if not x's."""
     if isinstance(w, Adapted):
-        return matmul(x, w.w, contract, dtype) + matmul(matmul(x, w.a, contract), w.b, 1, dtype)
+        beside = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
+        # (By its name --remat selective keeps the sum, and not both products.)
+        return checkpoint_name(matmul(x, w.w, contract, dtype) + beside, "product")
 
     def plain(x, w):
         return jnp.tensordot(x, w, contract, preferred_element_type=dtype)

@@ -505,7 +505,8 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     part over data), and what of it is copies."""
     paths, leaves, _ = flatten(params)
     sizes = _axis_sizes(mesh)
-    table, total, moments = [("weight", "shape", "split", "per device", "why")], 0, 0
+    table, total = [("weight", "shape", "split", "per device", "why")], 0
+    gradients = moments = 0     # of what is trained
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
@@ -516,16 +517,17 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
         here = size // math.prod(sizes[a] for a in spec_axes(d.spec))
         total += here
         kept = zero1_specs(leaf, d.spec, mesh, fsdp_min) if zero else d.spec
-        moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept))
+        gradients += here * d.is_trained
+        moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept)) * d.is_trained
         for axis in copies.keys() - spec_axes(d.spec):
             copies[axis][_why_copied(d.reason, axis)].append(here)
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
                       human_bytes(here), d.reason))
     lines = _aligned(table)
-    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(total)} of "
+    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
                  f"gradients and {human_bytes(moments)} of AdamW's two moments: "
-                 f"{human_bytes(2 * total + moments)}")
+                 f"{human_bytes(total + gradients + moments)}")
     for axis, reasons in copies.items():
         if held := sum(map(sum, reasons.values())):
             lines.append(f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same "
