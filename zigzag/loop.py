@@ -74,9 +74,9 @@ class Loop:
 
 
 def first_state(program: Program) -> tuple[Any, dict[str, str]]:
-    """Where weights are frozen, which no checkpoint has: the state that a run begins with, and by
-    what those weights are known."""
-    if not program.config.lora_rank:
+    """Of a run with frozen weights, which no checkpoint has: the state that it begins with, and by
+    what they are known."""
+    if not (program.config.lora_rank and program.config.out):
         return None, {}
     with jax.set_mesh(program.mesh):
         state = program.start(jax.random.key(program.config.seed))

@@ -279,8 +279,11 @@ class _Choice:
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
+        # (What the code can be given nothing of must not take the place of what it can.)
+        ranked = [group for group in self.ranked(refused)
+                  if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
         chosen = {}
-        for group in self.arriving(self.independent(self.ranked(refused)), refused):
+        for group in self.arriving(self.independent(ranked), refused):
             reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
             for leaf, d in self.members[group]:
                 if code_dims[leaf] not in (None, d):
