@@ -36,6 +36,7 @@ from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
 from zigzag.products import matmul, on_columns
 from zigzag.weights import Table
+from zigzag.weights import count as count
 
 Params = dict[str, Any]
 
@@ -598,9 +599,9 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
-    """The weights of a run's newest (or given) step, without its optimizer, straight into their
-    shards on the mesh; without a mesh, on one device. Adapters are merged into the weights that
-    their run began with. A damaged checkpoint is reported, and the one before it is read."""
+    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
+    without a mesh, on one device. Adapters are merged into the weights that the run began with. (A
+    damaged checkpoint is reported, and the one before it is read.)"""
     record = read_run(folder, Config)
     config = Config(**{f.name: record[f.name] for f in dataclasses.fields(Config)})
     wanted = _wanted(config, mesh)

@@ -139,10 +139,10 @@ def merge_run(folder: Any, record: dict[str, Any], adapters: Any, init: Callable
         make = jax.jit(init, out_shardings=places, compiler_options=compiler_options(mesh))
         return make(jax.random.key(seed)), None
 
-    if run := record.get("init_from"):
+    if (published := record["model"]) not in PRESETS:
+        where, read = published, functools.partial(load_hf, published, mesh)
+    elif run := record.get("init_from"):
         where, read = f"the run {run}", functools.partial(load_run, run, mesh)
-    elif (model := record["model"]) not in PRESETS:
-        where, read = model, functools.partial(load_hf, model, mesh)
     else:
         where, read = f"--seed {record['seed']}", functools.partial(made, record["seed"])
     about = (f"--run {folder} has adapters alone (--lora_rank {record['lora_rank']}), of weights "

@@ -33,7 +33,7 @@ from zigzag.tests.common import (
 from zigzag.tests.test_traffic import sent_and_expected
 from zigzag.tests.updates import assert_same_copies, run_updates
 
-RANK = 3
+RANK = 4
 EXPERTS = dict(experts=4, shared_experts=1, kv_heads=2)
 BIASES = dict(biases="qkv,out,mlp", norm="layer", gated=False, activation="gelu", kv_heads=2)
 LATENT = dict(head_dim=12, rotary_dim=4, kv_rank=16, q_rank=16, v_head_dim=8)
@@ -65,8 +65,7 @@ def masked_batch(config):
 # -------------------------------------------------------------------------------------------
 # The model
 
-@pytest.mark.parametrize("changes", [{}, EXPERTS, BIASES, LATENT],
-                         ids=["plain", "experts", "biases", "latent"])
+@pytest.mark.parametrize("changes", [{}, slow(EXPERTS), slow(BIASES), slow(LATENT)])
 def test_a_run_begins_as_the_model_without_adapters(changes):
     """Adapters that are not zero at first, or whose names change others' first values: the model
     that was to be tuned is gone before the first step."""
@@ -145,8 +144,8 @@ def on_one_device():
     return run_updates(adapted(), "", 4)[0]
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", slow("fsdp=2,tensor=2"), slow("pipe=2,tensor=2"),
-                                  slow("seq=2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2"])
 def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
     """Frozen weights that decay, or are clipped, masked or rounded on their way through a step;
     adapters that an optimizer moves otherwise on another mesh."""
@@ -196,14 +195,14 @@ def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
     assert done < 0.85 * usually        # (1F1B goes forward twice)
 
 
-@pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("mesh", [dict(tensor=4), dict(pipe=2, fsdp=2, tensor=2),
                                   dict(expert=2, fsdp=2, tensor=2)], ids=str)
-def test_the_rule_splits_adapters_with_their_weights(mesh, rank):
+def test_the_rule_splits_adapters_with_their_weights(mesh):
     """A low rank that the rule takes for the narrow side of an MLP; a weight that is split
     otherwise because it has adapters."""
     mesh = abstract_mesh(mesh)
-    for changes in ({}, EXPERTS, dict(heads=6, head_dim=32), BIASES, LATENT):
+    for changes, rank in (({}, 4), (EXPERTS, 4), (dict(heads=6, head_dim=32), 16), (BIASES, 16),
+                          (LATENT, 16)):
         config = make(**{**dict(layers=4, d_model=256, d_ff=1024), **changes})
         usual = by_path(model.plan_weights(config, mesh))
         config = dataclasses.replace(config, lora_rank=rank)
@@ -246,12 +245,13 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     assert f"{adapters / 1000:.1f} kB of gradients and {adapters / 500:.1f} kB of AdamW" in table
 
 
+@pytest.mark.slow
 def test_selective_remat_keeps_one_product_not_two():
     """x w and (x a) b both kept of every matrix, where their sum is all that is needed."""
     sizes = dict(d_model=64, d_ff=256, layers=8, seq_len=64, remat="selective")
     took = [compiled(program_of(c, "tensor=2")).memory_analysis().temp_size_in_bytes
             for c in (adapted(**sizes), make(**sizes))]
-    assert took[0] < took[1], took
+    assert took[0] < 0.85 * took[1], took
 
 
 # -------------------------------------------------------------------------------------------
@@ -259,8 +259,8 @@ def test_selective_remat_keeps_one_product_not_two():
 
 def language_run(folder, **changes):
     """A run of the command's own kind, with a tokenizer in its record."""
-    return make(**{**dict(lora_rank=RANK, vocab_size=256, layers=4, steps=4, save_every=2,
-                          out=str(folder)), **changes})
+    return make(**{**dict(lora_rank=RANK, vocab_size=256, steps=4, save_every=2, out=str(folder)),
+                   **changes})
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +286,8 @@ def test_a_checkpoint_has_adapters_alone(trained):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("fsdp=2", {}),
-    slow("pipe=2,data=2", dict(microbatches=2, schedule="interleaved", chunks=2)),
+    slow("fsdp=2", {}),
+    full("pipe=2,data=2", dict(layers=4, microbatches=2, schedule="interleaved", chunks=2)),
     full("data=2,tensor=2", dict(dtype="bfloat16", zero=1, fsdp_min=1))])
 def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
     """Adapters of another order of the layers, or beside weights that were made anew."""
@@ -308,7 +308,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
 
 def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
     """Adapters beside other weights than theirs: a model that is neither, and says nothing."""
-    folder, fit = trained
+    folder, _ = trained
     init = functools.partial(model.init, language_run(folder))
 
     def other(key):
@@ -316,14 +316,14 @@ def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
         return params | {"norm": params["norm"].at[3].add(1e-6)}
 
     for changes, given, word in (({}, dict(init=other), "base_weights"),
-                                 (dict(lora_rank=RANK + 1), {}, "lora_rank 3"),
-                                 (dict(lora_rank=0), {}, "lora_rank 3")):
+                                 (dict(lora_rank=RANK + 1), {}, f"lora_rank {RANK}"),
+                                 (dict(lora_rank=0), {}, f"lora_rank {RANK}")):
         with pytest.raises(ConfigError, match=word):
             learn(language_run(folder, steps=6, **changes), "tensor=2", **given)
     assert json.loads((folder / "config.json").read_text())["steps"] == 4
-    del fit
 
 
+@pytest.mark.slow
 def test_a_run_is_read_merged(trained, capsys):
     """sample.py with the weights that the run began with, or with adapters that count twice."""
     folder, fit = trained
@@ -335,8 +335,9 @@ def test_a_run_is_read_merged(trained, capsys):
             model.weight_shapes(read)).keys()
         assert sample.generate(params, prompts, read, tokens=8, temperature=0) == want
     first, _ = model.load_run(folder, step=2)
+    first, params = jax.device_get((first, params))
     assert np.any(first["layers"]["wq"] != params["layers"]["wq"])
-    assert (first["embed"] == np.asarray(params["embed"])).all()
+    assert (first["embed"] == params["embed"]).all()
     sample.main(["--run", str(folder), "--prompt", "ab", "--tokens", "3"])
     assert capsys.readouterr().out.startswith("ab")
 
@@ -349,19 +350,18 @@ def rewritten(folder, to, **changes):
     return to
 
 
+@pytest.mark.slow
 def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, capsys):
     """Adapters of a run or a published model that has moved, or was trained on since."""
-    folder, fit = trained
+    folder, _ = trained
     base = dict(seed=3, lora_rank=0, steps=2, save_every=1)
     _, usual = learn(language_run(tmp_path / "base", **base))
-    usual = jax.device_get(usual.params)
-    config = language_run(tmp_path / "tuned", init_from=str(tmp_path / "base")) if hasattr(
-        train.Config, "init_from") else language_run(tmp_path / "tuned")
+    usual, config = jax.device_get(usual.params), language_run(tmp_path / "tuned")
 
     def init(key):
         return lora.join(lora.split(model.init(config, key))[0], usual)
 
-    _, tuned = learn(config, init=init)
+    _, tuned = learn(config, init=init, record=dict(tokenizer="bytes"))
     run = rewritten(tmp_path / "tuned", tmp_path / "own", init_from=str(tmp_path / "base"))
     params, _ = model.load_run(run)
     want = lora.merged(jax.device_get(tuned.params))
@@ -374,8 +374,7 @@ def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, caps
                                                     "others now"))):
         run = rewritten(tmp_path / "tuned", tmp_path / f"{i}", **changes)
         error = refused(capsys, "--run", run, main=sample.main)
-        assert word in error and "adapters alone (--lora_rank 3)" in error
-    del fit
+        assert word in error and f"adapters alone (--lora_rank {RANK})" in error
 
 
 # -------------------------------------------------------------------------------------------
@@ -403,6 +402,7 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
 # -------------------------------------------------------------------------------------------
 # Around it
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
     """A loss that wraps the transformer's is compared with one device: gradients of adapters
     beside those of all weights."""
@@ -414,8 +414,8 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
 
     rows, fit = learn(config, "data=2", lines, loss=loss)
     assert rows[-1]["loss"] < rows[0]["loss"] and not any("not checked" in x for x in lines)
-    first = model.init(config, jax.random.key(0))
-    assert (np.asarray(fit.params["embed"]) == first["embed"]).all()
+    first = program_of(config, "data=2").start(jax.random.key(0))["params"]
+    assert (np.asarray(fit.params["embed"]) == np.asarray(first["embed"])).all()
     with pytest.raises(ConfigError, match="--lora_rank: these weights have no adapters"):
         learn(config, init=functools.partial(model.init, plain(config)))
 
