@@ -26,15 +26,15 @@ import jax.numpy as jnp
 from jax import Array
 
 import shard
-from zigzag import folders, presets, weights
-from zigzag.checkpoint import read_newest, run_config
+from zigzag import folders, lora, presets, weights
+from zigzag.checkpoint import run_config
 from zigzag.checks import check_model_config
 from zigzag.errors import ConfigError
 from zigzag.experts import choose
 from zigzag.flags import run_main
 from zigzag.mesh import cast, shardings
 from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
-from zigzag.products import matmul
+from zigzag.products import loss_chunks, matmul, on_columns
 from zigzag.weights import Table
 
 Params = dict[str, Any]
@@ -100,6 +100,7 @@ class Config:
     groups_per_token: int = 1     # so many
     balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    lora_rank: int = 0            # train only adapters of this rank, of each matrix of the layers
     published: str = ""           # config.json of the published model that this came from
 
     def __post_init__(self) -> None:
@@ -107,9 +108,6 @@ class Config:
 
 
 PRESETS = {name: Config(**fields) for name, fields in presets.PRESETS.items()}
-
-# As many logits are in memory at once; of a longer or wider batch, some of the time.
-LOGITS = 2**25
 
 
 def padded(vocab_size: int) -> int:
@@ -186,7 +184,7 @@ def _layer_weights(c, L, experts):
                 if _has_bias(c, product) and name in weights}
     norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
     norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
-    return weights | _norms(c, table, "L D", norms)
+    return lora.with_adapters(weights | _norms(c, table, "L D", norms), c.lora_rank)
 
 
 def _norms(c, table, axes, names):
@@ -276,7 +274,7 @@ def _with_bias(w, name):
 
 def _into_heads(w, c):
     return [_with_bias(w, "wq"), *(
-        jax.tree.map(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
+        on_columns(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
         for name in ("wk", "wv"))]
 
 
@@ -328,9 +326,8 @@ def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu,
-               "gelu": functools.partial(jax.nn.gelu, approximate=False),
-               "gelu_tanh": jax.nn.gelu}
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
+               "gelu": functools.partial(jax.nn.gelu, approximate=False)}
 
 
 def _activate(c, first, *gated):
@@ -424,6 +421,7 @@ def _embed(params, batch, c):
 
 def _block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+    w = lora.adapted(w)
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
     is_post = c.norm_place == "post"
@@ -538,21 +536,14 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     def head(params, x, batch):
         x, table = _head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
-                                loss_chunks(c, *x.shape[:2]), c.logit_softcap
-                                ), jnp.sum(batch["weights"])
+                                loss_chunks(*x.shape[:2], padded(c.vocab_size)),
+                                c.logit_softcap), jnp.sum(batch["weights"])
 
     others = {k: w for k, w in params.items() if k != "layers"}
     result = shard.pipelined_loss(
         embed, block, head, others, params["layers"], batch, specs and specs["layers"], c.remat,
         c.microbatches, c.schedule, c.chunks, c.sum_dtype)
     return result if with_aux else result[:2]
-
-
-def loss_chunks(config: Config, rows: int, time: int) -> int:
-    """In how many chunks of their time the loss of so many rows is computed."""
-    size = rows * time * padded(config.vocab_size)
-    return min(n for n in range(1, time + 1)
-               if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -567,13 +558,11 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
     has of them."""
-    c = config
-
     def zeros(name, width):
-        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
-        return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
+        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"][name])
+        return jnp.zeros((config.layers, rows, slots, w.shape[1], width), w.dtype)
 
-    return {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim)}
+    return {"k": zeros("wk", config.head_dim), "v": zeros("wv", config.v_head_dim)}
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
@@ -602,9 +591,16 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
              ) -> tuple[Params, Config]:
     """The weights of a run's newest (or given) step, straight into their shards on the mesh;
-    without a mesh, on one device. (A damaged checkpoint is reported, and passed over.)"""
-    config = run_config(folder, Config)
-    return read_newest(folder, _wanted(config, mesh), step), config
+    without a mesh, on one device."""
+    config = dataclasses.replace(run_config(folder, Config), lora_rank=0)
+    return read_run_weights(folder, _wanted(config, mesh), step), config
+
+
+def read_run_weights(folder: str | Path, places: Params, step: int | None = None,
+                     flag: str = "--run") -> Params:
+    """The weights of a run, which `flag` names, in these places (shapes with shardings), adapters
+    merged. (A damaged checkpoint is reported, and passed over.)"""
+    return lora.read_run_weights(folder, Config, places, step, flag, _wanted, init, read_hf)
 
 
 def _wanted(config, mesh):
@@ -639,8 +635,10 @@ def read_hf(folder: str | Path, config: Config, places: Params | None = None) ->
 
 
 def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:
-    """The same, back: a folder that transformers reads. A model of our own becomes a LLaMA, or with
-    experts a Mixtral."""
+    """The same, back: a folder that transformers reads, adapters merged. A model of our own becomes
+    a LLaMA, or with experts a Mixtral."""
+    if config.lora_rank:
+        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
     folders.write(folder, params, config, _weights, dtype)
 
 

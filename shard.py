@@ -82,7 +82,7 @@ from zigzag.mesh import (
     varying,
 )
 from zigzag.mesh import make_mesh as make_mesh
-from zigzag.products import chunked_sum, matmul
+from zigzag.products import chunked_sum, matmul, on_columns, on_rows
 from zigzag.remat import POLICIES
 from zigzag.rule import TENSOR_SIZE
 from zigzag.rule import explain as explain
@@ -193,7 +193,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None) 
     elif some:              # its transpose: one all-reduce for all the weights
         x = mark_varying(x, also={"tensor"})
     if some:                # of a whole weight beside split ones, this device's columns
-        weights = jax.tree.map(
+        weights = on_columns(
             lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1), weights)
     return [named(sum(bias, matmul(x, w, 1, dtype)), "columns") for w, *bias in weights]
 
@@ -210,8 +210,7 @@ def _products(pairs):
     for h, w in pairs:
         if h.shape[2] > w.shape[0]:         # one of them is split: the other's own part
             h = own_part(h, 2)
-        elif h.shape[2] < w.shape[0]:
-            w = own_part(w, 0)
+        w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
 
@@ -468,8 +467,8 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     them, of what all tokens visit: they share its reduction."""
     shares = shares.astype(x.dtype)
     if any(map(is_split, (*into, back))):       # of a whole weight beside split ones, our part
-        into = [w if is_split(w) else own_part(w, 2) for w in into]
-        back = back if is_split(back) else own_part(back, 1)
+        into = on_columns(lambda w: w if is_split(w) else own_part(w, 2), into)
+        back = on_rows(lambda w: w if is_split(w) else own_part(w, 1), back)
     if is_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
     elif is_split(back):

@@ -38,9 +38,9 @@ import data
 import model
 import sample
 import shard
-from zigzag import commands, hosts, presets, traffic
+from zigzag import commands, hosts, lora, presets
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder, read_newest, read_run, run_config
+from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
 from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
@@ -52,6 +52,7 @@ from zigzag.loop import (
     Task,
     evaluate,
     flush_metrics,
+    frozen_state,
     prepare,
     profile,
     report_header,
@@ -65,6 +66,7 @@ from zigzag.report import Reporter
 from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
 from zigzag.tokenizers import published_tokenizer
+from zigzag.traffic import expected_traffic
 from zigzag.weights import count
 
 
@@ -109,14 +111,14 @@ class Config(model.Config):
         super().__post_init__()
         check_config(self)
         fifth = max(1, self.steps // 5)
-        fill_in(self, lr=(0.05 if self.init_from else 0.5) / self.d_model,
+        fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model,
                 warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
 
 
 # How a model is computed, and what else may change of one that has its weights already.
 COMPUTED = ("remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks",
             "sum_dtype")
-TRAINED = ("seq_len", "dropout", "dtype", "balance", "router_z", *COMPUTED)
+TRAINED = ("seq_len", "dropout", "dtype", "balance", "router_z", "lora_rank", *COMPUTED)
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
 SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in COMPUTED) + (
@@ -171,13 +173,14 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     def gradients(params, batch):
         # Accumulate, in float32. Weights of no layer are gathered once; layers gather their own in
         # each micro-batch.
-        weights = plan.mark(cast(params, plan.dtype))
-        whole, scatter = jax.vjp(functools.partial(gather_weights, plan), weights)
+        weights, frozen = plan.split(plan.mark(cast(params, plan.dtype)))
+        whole, scatter, frozen = jax.vjp(
+            lambda w: plan.split(gather_weights(plan, lora.join(w, frozen))), weights, has_aux=True)
 
         compute = plan.on_device(functools.partial(sums_and_gradient, plan.local_sums))
 
         def add_micro_batch(total, part):
-            sums, grads = compute(whole, part)
+            sums, grads = compute(whole, frozen, part)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
 
@@ -190,27 +193,29 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
                 lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch))
         # Reduce: one sum over devices, of the gradients and of what they are divided by.
         grads, sums = total
-        return (shard.sum_gradients(grads, plan.sum_axes, plan.stored, plan.moments),
+        stored = plan.split(plan.stored)[0]
+        return (shard.sum_gradients(grads, plan.sum_axes, stored, plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
     gradients = plan.on_mesh(gradients, (plan.moments, P()), shard.shard_time)
 
     def step(state, batch):
-        params, config = state["params"], plan.config
-        grads, (total, count, aux) = gradients(params, batch)
+        (params, frozen), config = plan.split(state["params"]), plan.config
+        grads, (total, count, aux) = gradients(state["params"], batch)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
         # Update. One number that is not finite would be in every weight from then on: then nothing
         # changes. Nor where nothing was asked, as weights would decay and moments fade.
         rate, norm = learning_rate(config, state["step"]), optax.tree.norm(grads)
         updates, opt = optimizer.update(grads, state["opt"], params)
-        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        new = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         is_finite = jnp.isfinite(norm)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
-                                   (params, opt), (state["params"], state["opt"]))
+                                   (new, opt), (params, state["opt"]))
         metrics = {"loss": total / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in aux.items()}}
+        params = lora.join(params, frozen)
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     return step, gradients
@@ -240,7 +245,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     ours = isinstance(loss, functools.partial) and loss.func is model.loss
     dims = model.tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
-    update = optimizer(plan.config, plan.decisions)
+    update = optimizer(plan.config, plan.split(plan.decisions)[0])
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
@@ -276,16 +281,19 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         hosts.assert_same_everywhere(record)
         if not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
-        folder = RunFolder(config.out, record, [*SAME, *facts], Config, program.state,
-                           config.keep, config.verify == "on", config.patience
-                           ) if config.out else None
+        first, facts_of_first = frozen_state(program, weights)
+        record, facts = record | facts_of_first, facts | facts_of_first
+        folder = RunFolder(config.out, record, [*SAME, *facts], Config,
+                           program.saved(program.state), config.keep, config.verify == "on",
+                           config.patience) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
-                len(examples), config.seed, at * config.batch, config.batch))
+                len(examples), config.seed, at * config.batch, config.batch), first)
+            del first
             report_header(program, say, count_parameters(program), HIDDEN)
             step = prepare(loop, weights)
             if step:
-                say.collectives(collectives(step), expected_traffic(program))
+                say.collectives(collectives(step), expected_traffic(program.plan))
             run_loop(loop, step, stop)
     hosts.watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)
@@ -368,12 +376,6 @@ def count_parameters(program: Program) -> tuple[int, int]:
     return (count(program.plan.params),) * 2
 
 
-def expected_traffic(program: Program) -> list:
-    """What an update should send."""
-    return traffic.expected_traffic(
-        program.plan, functools.partial(model.loss_chunks, program.config))
-
-
 def check_transformer(config: Config, mesh: Any) -> None:
     """Refuse a transformer that this mesh cannot train."""
     check_model(config, mesh)
@@ -389,7 +391,7 @@ def flops_of_update(config: Config) -> float:
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    model.weight_shapes, flops_of_update, count_parameters, expected_traffic, model.LOGITS,
+    model.weight_shapes, flops_of_update, count_parameters,
     data.Bytes.vocab_size, HIDDEN)
 
 
@@ -433,7 +435,7 @@ def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
                               f"model; give one of them")
         config = run_config(source, model.Config, "--init_from")
         base = {k: v for k, v in dataclasses.asdict(config).items()
-                if k not in ("dtype", *COMPUTED)}
+                if k not in ("dtype", "lora_rank", *COMPUTED)}
     else:
         base = dataclasses.asdict(hf_config(source, model.Config))
         base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
@@ -455,8 +457,11 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     check_model(config, mesh)
     decisions = model.plan_weights(config, mesh, overrides=parse_overrides(config.override),
                                    fsdp_min=config.fsdp_min)
-    print(shard.explain(decisions, model.weight_shapes(config), mesh, bool(config.zero),
-                        config.fsdp_min))
+    shapes = model.weight_shapes(config)
+    if config.lora_rank:
+        decisions = lora.mark_frozen(decisions)
+        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
+    print(shard.explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
 
 
 # Held-out text that is judged: the same windows each time, spread over all of it.
@@ -521,14 +526,15 @@ def first_weights(config: Config) -> tuple[Callable | None, data.Tokenizer | Non
     if not source:
         return None, None
     if source == config.model:
-        model.read_hf(source, config)       # is everything there?
-        return (functools.partial(model.read_hf, source, config),
+        whole = dataclasses.replace(config, lora_rank=0)
+        model.read_hf(source, whole)        # is everything there?
+        return (functools.partial(model.read_hf, source, whole),
                 published_tokenizer(source, config.vocab_size))
     record = read_run(source, model.Config, "--init_from")
     if "tokenizer" not in record:
         raise ConfigError(f"--init_from {source}: a run of another task, with no tokenizer to read "
                           f"text with")
-    return (functools.partial(read_newest, source, flag="--init_from"),
+    return (functools.partial(model.read_run_weights, source, flag="--init_from"),
             data.tokenizer_of(Path(source), record))
 
 

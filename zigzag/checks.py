@@ -43,7 +43,7 @@ def check_model_config(c: Any) -> None:
                    position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
                    attn_scale=0, attn_softcap=0, logit_softcap=0, q_rank=0, kv_rank=0,
                    v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
-                   groups_per_token=1)
+                   groups_per_token=1, lora_rank=0)
     if not c.head_dim and c.d_model % c.heads:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "

@@ -28,6 +28,7 @@ from zigzag.mesh import (
 from zigzag.plan import resolve_dtype
 from zigzag.program import Program, compiled
 from zigzag.report import BenchReporter, Reporter
+from zigzag.traffic import expected_traffic
 
 
 class Trained(NamedTuple):
@@ -37,8 +38,6 @@ class Trained(NamedTuple):
     shapes: Callable        # config -> shapes of the weights
     flops: Callable         # config -> of an update
     count: Callable         # Program -> all parameters, and those that a token visits
-    expected: Callable      # Program -> what an update should send
-    max_logits: int         # in memory at once
     vocab_size: int         # where no data says it
     hidden: tuple[str, ...]     # fields of the configuration that are not shown
 
@@ -72,7 +71,7 @@ def choose_mesh(config: Any, trained: Trained
     mesh, ready = forecast.auto_mesh(
         one, devices, trained.shapes(one), check=trained.check, flops=trained.flops(one),
         compile_program=lambda config: ready_to_run(config, trained),
-        max_logits=trained.max_logits, say=Reporter(config.steps).line)
+        say=Reporter(config.steps).line)
     return dataclasses.replace(config, mesh=mesh, shards=0), ready
 
 
@@ -103,7 +102,7 @@ def dry_run(config: Any, trained: Trained) -> None:
     say.line(describe_attention(config, program.mesh))
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
-                     expected=trained.expected(program))
+                     expected=expected_traffic(program.plan))
 
 
 def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:

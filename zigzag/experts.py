@@ -7,6 +7,7 @@
 R rows, D model, F feed-forward, E experts of this device.
 """
 
+import functools
 import math
 from typing import Any, Callable, Sequence
 
@@ -16,6 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import ambient, mark_varying, platform, zeros_of
+from zigzag.products import Adapted
 
 
 def choose(scores: Array, bias: Array | None, c: Any) -> Array:
@@ -44,8 +46,12 @@ def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     counts = (flat == jnp.arange(back.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
 
+    multiply = functools.partial(grouped_product, counts=counts, usual=usual)
+
     def product(x, w):
-        return checkpoint_name(grouped_product(x, w, counts, usual), "product")
+        is_adapted = isinstance(w, Adapted)
+        y = multiply(x, w.w) + multiply(product(x, w.a), w.b) if is_adapted else multiply(x, w)
+        return checkpoint_name(y, "product")
 
     rows = jnp.where(ours, x[order // K], 0)
     out = jnp.where(ours, product(between(*[product(rows, w) for w in into]), back), 0)

@@ -17,12 +17,14 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 import jax.numpy as jnp
 
+from zigzag import lora
 from zigzag.attention import SCORES
 from zigzag.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.errors import ConfigError, human_bytes, one_line
 from zigzag.hlo import Collective, arithmetic, collectives
 from zigzag.mesh import abstract_mesh, all_meshes, by_path, platform
 from zigzag.pipeline import ticks
+from zigzag.products import LOGITS
 from zigzag.report import BenchReporter, Reporter
 
 # -------------------------------------------------------------------------------------------
@@ -49,16 +51,18 @@ class Cost(NamedTuple):
     memory: float           # bytes
 
 
-def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, flops: float,
-               max_logits: int) -> Cost:
-    """A rough estimate for the transformer, by README's table: `flops` are an update's, and
-    `max_logits` the most that are in memory at once."""
+def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, flops: float
+               ) -> Cost:
+    """A rough estimate for the transformer, by README's table: `flops` are an update's."""
     c = config
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
-    # Parameters that a device has but for fsdp; its layers, its tokens, and the README's X and K.
-    own = sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
-              for path, w in by_path(params).items()) / t
+    # Parameters that a device has but for fsdp, and those that it trains; its layers, its tokens,
+    # and the README's X and K.
+    own, trained = (
+        sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
+            for path, w in by_path(tree).items()) / t
+        for tree in (params, lora.split(params)[0] if c.lora_rank else params))
     layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
@@ -67,23 +71,22 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
         count, chunks = ticks(p, c.microbatches, c.schedule, c.chunks)
         passes = count / chunks / c.microbatches
     work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * passes
-    sent = (2 * (1 - 1 / (d * e * s)) * 4 * own / f
-            + 3 * (1 - 1 / f) * own * itemsize * c.accumulate * passes
+    sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
+            + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * passes
             + layers * REMAT_COST[c.remat] * (
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))
     of_model, of_ff = REMAT_KEEPS[c.remat]
     kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
-    memory = (STATE_BYTES * own / f + kept * itemsize
-              + 3 * 4 * min(max_logits, tokens * c.vocab_size)  # logits, softmax, gradients
+    memory = ((STATE_BYTES * trained + itemsize * (own - trained)) / f + kept * itemsize
+              + 3 * 4 * min(LOGITS, tokens * c.vocab_size)  # logits, softmax, gradients
               + 4 * own * itemsize / layers     # two layers' gathered weights and gradients
               + 6 * 4 * SCORES / 4)                     # attention's scores, in blocks
     return Cost(work / chip.flops, sent / chip.links, memory)
 
 
 def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callable,
-              compile_program: Callable, flops: float, max_logits: int, say: Callable
-              ) -> tuple[str, Any]:
+              compile_program: Callable, flops: float, say: Callable) -> tuple[str, Any]:
     """The fastest mesh that fits, of all meshes of these devices over which the model divides, and
     why: as the text of --mesh, with what compile_program gave for it. The first few are compiled.
 
@@ -101,8 +104,7 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
         one = dataclasses.replace(config, mesh=mesh, shards=0)
         with contextlib.suppress(ConfigError):
             check(one, abstract_mesh(sizes))
-            costs.append((one, cost_model(one, params, sizes, chip, flops=flops,
-                                          max_logits=max_logits)))
+            costs.append((one, cost_model(one, params, sizes, chip, flops=flops)))
     if not costs:
         raise ConfigError(f"--mesh auto: no mesh of {len(devices)} devices divides this model and "
                           f"--batch {config.batch}")
@@ -153,7 +155,9 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     reporter.line(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
                   f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
                   + fits)
-    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} of {USUAL_COUNT}")
+    frozen = " (4 of a frozen weight)" if config.lora_rank else ""
+    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} of {USUAL_COUNT}"
+                  + frozen)
     reporter.line(f"links    {_gib(sent)} sent by a device")
     if not chip:
         return

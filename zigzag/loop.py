@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag import chips
+from zigzag import chips, lora
 from zigzag.batches import batch_arrays, place_batch
 from zigzag.checkpoint import RunFolder
 from zigzag.errors import RunError, human_bytes
@@ -60,7 +60,7 @@ class Loop:
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter
     numbers: Callable               # update -> the numbers of its examples
-    state: Any = None               # params, opt, step
+    state: Any = None               # params, opt, step; first what the run begins with, if made
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
@@ -73,19 +73,38 @@ class Loop:
     outputs: Any = None
 
 
+def first_state(program: Program, weights: Callable | None = None) -> Any:
+    """The state that a run begins with. weights(places), of shapes with shardings, gives weights in
+    place of init's."""
+    config, params, given = program.config, program.state["params"], None
+    if weights:
+        frozen = program.plan.split(params)[1] if config.lora_rank else params
+        given = weights(jax.tree.map(lambda x: x.update(dtype="float32"), frozen))
+    with jax.set_mesh(program.mesh):
+        return program.start(jax.random.key(config.seed), given)
+
+
+def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
+    """Of a run with frozen weights, which no checkpoint has: the state that it begins with, and by
+    what they are known."""
+    if not (program.config.lora_rank and program.config.out):
+        return None, {}
+    state = first_state(program, weights)
+    with jax.set_mesh(program.mesh):
+        return state, {"base_weights": lora.fingerprint(program.plan.split(state["params"])[1])}
+
+
 def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
-    """Restore or make the state, and compile the step; None where the run has all of its steps.
-    weights(places) gives the first weights of a run that begins, in place of init's."""
+    """Restore or make the state, and compile the step; None where the run has all of its steps."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
-    if state is None and weights:
-        watchdog.arm("reading the first weights")
-        state = program.begin(weights(program.state["params"]))
-    elif state is None:
-        state = program.start(jax.random.key(config.seed))
+    if state is None:
+        watchdog.arm("the first weights")
+        state = loop.state or first_state(program, weights)
     else:
+        state = program.restored(state, loop.state)
         loop.skipped, loop.losses = folder.skipped, folder.losses
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
@@ -98,7 +117,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for each other
     if folder:
-        folder.compile_checksums(program.permute(loop.state, back=True))
+        folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
     memory = step.memory_analysis()
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
@@ -150,7 +169,8 @@ def save(loop: Loop) -> None:
     flush_metrics(loop)
     watchdog.arm("a save")
     begin = time.perf_counter()
-    loop.folder.save(loop.at, loop.program.permute(loop.state, back=True), loop.skipped)
+    program, state = loop.program, loop.program.saved(loop.state)
+    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped)
     loop.saving += time.perf_counter() - begin
     watchdog.arm("a step")
 
@@ -223,6 +243,9 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
+    if config.lora_rank:
+        trained = sum(w.size for w in jax.tree.leaves(plan.split(plan.params)[0]))
+        weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
                     f"has)")

@@ -189,7 +189,7 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
     chunks = 1 if plan.mode == JIT else plan.config.chunks
     staged = permute_layers(params, places, chunks)
     grad, sums = gradients(staged, batch)
-    return (sums, permute_layers(grad, places, chunks, back=True),
+    return (sums, permute_layers(grad, plan.split(places)[0], chunks, back=True),
             evaluate(staged, _held_out(batch)) if evaluate else ())
 
 
@@ -198,7 +198,7 @@ def _in_parts(plan, params, batch):
     def added(params, batch):
         parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
         return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
-            functools.partial(sums_and_gradient, plan.loss, params), parts))
+            functools.partial(sums_and_gradient, plan.loss, *plan.split(params)), parts))
 
     return *untyped(added)(_whole(params), _whole(batch)), ()
 
@@ -211,8 +211,8 @@ def _beside_one_device(plan, compute, is_narrow, batch, key, size):
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
 
     def three(params, batch, key):
-        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, _moved(
-            params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding)), batch),
+        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, *plan.split(_moved(
+            params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))), batch),
             jnp.arange(3))
 
     with jax.default_matmul_precision("highest"):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from zigzag import lora
 from zigzag.checks import check_batch, check_overrides
 from zigzag.errors import ConfigError
 from zigzag.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -55,7 +56,7 @@ class Plan:
     """All that a step must know. Trees are like the weights, if nothing else is said."""
     config: Any             # with its dtype resolved
     mesh: Any
-    init: Callable          # key -> weights
+    init: Callable          # key -> weights, as they are stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
     trusted: bool           # the transformer's own, which the tests hold to one device
     mode: str               # how it runs: see run_mode
@@ -119,10 +120,15 @@ class Plan:
 
     @property
     def moments(self) -> Any:
-        """Specs of the optimizer's state: with --zero 1 split over data too."""
+        """Specs of the optimizer's state, of what is trained: with --zero 1 split over data too."""
+        (params, _), (stored, _) = self.split(self.params), self.split(self.stored)
         if not self.config.zero:
-            return self.stored
-        return zero1_specs(self.params, self.stored, self.mesh, self.config.fsdp_min)
+            return stored
+        return zero1_specs(params, stored, self.mesh, self.config.fsdp_min)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """A tree like the weights in two: of those that are trained, and of the others."""
+        return lora.split(tree) if self.config.lora_rank else (tree, {})
 
     @property
     def parts(self) -> int:
@@ -200,6 +206,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     and says that the loss is."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
+    if config.lora_rank:
+        init = _with_frozen(init, config.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
     _check_floats(params)
     loss, takes_specs = with_checked_sums(loss)
@@ -212,6 +220,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims)
+    if config.lora_rank:
+        decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
     if splits_tensor or not trusted and rows < config.batch:
         decisions = _see_matrices(decisions, loss, weights, batch)
@@ -228,6 +238,10 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
     return plan
+
+
+def _with_frozen(init, dtype):
+    return lambda key: lora.as_stored(init(key), dtype)
 
 
 def _whole_over_tensor(decision, why):
@@ -277,10 +291,10 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
-def sums_and_gradient(loss: Callable, weights: Any, batch: Any) -> tuple[Any, Any]:
-    """What a loss gives, and the gradient of its sum."""
+def sums_and_gradient(loss: Callable, weights: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
+    """What a loss of weights and frozen ones gives, and the gradient of its sum in the former."""
     def with_sums(weights):
-        sums = loss(weights, batch)
+        sums = loss(lora.join(weights, frozen), batch)
         return sums[0], sums
 
     (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(weights)

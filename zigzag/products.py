@@ -5,18 +5,56 @@ would have them on the right, and a CPU would transpose the left operand in memo
 of the product's size, anew for each product.
 """
 
+import dataclasses
 from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import add_to, mark_alike, mark_varying, platform, zeros_of
 
 
-def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight w [F, ..., D, ...] to which a [F, ..., r] times b [r, D, ...] is to be added, r few.
+    The sum is never made: x w + (x a) b costs less, and the gradients of a and b then need no
+    gradient of the weight. (Experts have a dimension of their own before these.)"""
+    w: Array
+    a: Array
+    b: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:     # (an override may have split one of them alone)
+        return min(len(self.w), len(self.a)), *self.w.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.w.ndim
+
+
+def on_columns(fn: Callable, tree: Any) -> Any:
+    """A tree of weights with fn of each array in it that has their columns."""
+    return jax.tree.map(
+        lambda w: Adapted(fn(w.w), w.a, fn(w.b)) if isinstance(w, Adapted) else fn(w), tree,
+        is_leaf=lambda w: isinstance(w, Adapted))
+
+
+def on_rows(fn: Callable, w: Array | Adapted) -> Any:
+    """A weight with fn of each array in it that has its rows."""
+    return Adapted(fn(w.w), fn(w.a), w.b) if isinstance(w, Adapted) else fn(w)
+
+
+def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
     """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
     w. `dtype` is the result's, if not x's."""
+    if isinstance(w, Adapted):
+        beside = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
+        # (By its name --remat selective keeps the sum, and not both products.)
+        return checkpoint_name(matmul(x, w.w, contract, dtype) + beside, "product")
+
     def plain(x, w):
         return jnp.tensordot(x, w, contract, preferred_element_type=dtype)
 
@@ -35,6 +73,17 @@ def matmul(x: Array, w: Array, contract: int = 1, dtype: Any = None) -> Array:
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
     # Marked outside: the sum over devices that a mark is in the backward pass stays autodiff's.
     return product(*mark_varying((x, w), x, w))
+
+
+# As many logits are in memory at once; of a longer or wider batch, those of some of its time.
+LOGITS = 2**25
+
+
+def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
+    """In how many chunks of their time the loss of so many rows is computed."""
+    size = rows * time * vocabulary
+    return min(n for n in range(1, time + 1)
+               if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:

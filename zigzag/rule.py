@@ -72,6 +72,7 @@ class Decision:
     matmul_dims: tuple = ((), ())
     reductions: tuple[Cost, ...] = ()   # that its group costs, told by one leaf of the group
     used_as: P | None = None    # the spec that the loss uses, where it is another than `spec`
+    is_trained: bool = True
 
     @property
     def used(self) -> P:
@@ -278,8 +279,11 @@ class _Choice:
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
+        # (What the code can be given nothing of must not take the place of what it can.)
+        ranked = [group for group in self.ranked(refused)
+                  if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
         chosen = {}
-        for group in self.arriving(self.independent(self.ranked(refused)), refused):
+        for group in self.arriving(self.independent(ranked), refused):
             reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
             for leaf, d in self.members[group]:
                 if code_dims[leaf] not in (None, d):
@@ -504,7 +508,8 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     part over data), and what of it is copies."""
     paths, leaves, _ = flatten(params)
     sizes = _axis_sizes(mesh)
-    table, total, moments = [("weight", "shape", "split", "per device", "why")], 0, 0
+    table, total = [("weight", "shape", "split", "per device", "why")], 0
+    gradients = moments = 0     # of what is trained
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
@@ -515,16 +520,17 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
         here = size // math.prod(sizes[a] for a in spec_axes(d.spec))
         total += here
         kept = zero1_specs(leaf, d.spec, mesh, fsdp_min) if zero else d.spec
-        moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept))
+        gradients += here * d.is_trained
+        moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept)) * d.is_trained
         for axis in copies.keys() - spec_axes(d.spec):
             copies[axis][_why_copied(d.reason, axis)].append(here)
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
                       human_bytes(here), d.reason))
     lines = _aligned(table)
-    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(total)} of "
+    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
                  f"gradients and {human_bytes(moments)} of AdamW's two moments: "
-                 f"{human_bytes(2 * total + moments)}")
+                 f"{human_bytes(total + gradients + moments)}")
     for axis, reasons in copies.items():
         if held := sum(map(sum, reasons.values())):
             lines.append(f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same "

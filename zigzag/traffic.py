@@ -12,7 +12,7 @@ the end, or of a reduce-scatter at the beginning).
 
 import collections
 import math
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,21 @@ from zigzag.collectives import scattering
 from zigzag.hlo import Collective, add_up
 from zigzag.mesh import WITHOUT_TENSOR, full_spec, platform, row_groups, spec_axes
 from zigzag.pipeline import ticks
+from zigzag.products import loss_chunks
 from zigzag.rule import zero1_specs
 
 
-def expected_traffic(plan: Any, loss_chunks: Callable) -> list[Collective]:
+def expected_traffic(plan: Any) -> list[Collective]:
     """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
     weights and, where the loss is the transformer of the configuration, between its blocks, its
-    stages, around its ring, and to its experts. loss_chunks(rows, time) says in how many chunks of
-    time the loss is computed."""
+    stages, around its ring, and to its experts."""
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
             *_overridden(weights, run)]
     if plan.trusted and config.step == "shard_map":
-        rows += [*_tensor(run), *_vocabulary(run, loss_chunks), *_pipe(run),
-                 *_seq(run, "segments" in plan.batch)]
+        rows += [*_tensor(run), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
+                 *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
         if config.experts:
             rows += _experts(run)
     else:       # the reductions that the rule counted
@@ -68,6 +68,7 @@ class _Run:
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
+        self.trains_all = not c.lora_rank
         # A stage of one layer goes back right after it went forward: nothing is computed again.
         self.one_layer = self.is_1f1b and c.layers == S
         remats = c.remat != "none" and not self.one_layer
@@ -102,6 +103,8 @@ def _data(weights, run):
     update. With --zero 1 it is scattered over data, and the new weights are gathered."""
     reduced = collections.Counter()
     for leaf, decision in weights:
+        if not decision.is_trained:
+            continue
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
         G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
@@ -131,7 +134,8 @@ def _fsdp(weights, run, gathers_by_layer):
             passes = run.passes
             gathers = passes * (2 + run.is_1f1b - run.one_layer)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-        yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
+        if decision.is_trained:
+            yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
 
 
 def _overridden(weights, run):
@@ -143,7 +147,7 @@ def _overridden(weights, run):
             if axis and axis != used:
                 whole *= run.sizes[axis]
                 yield "all-gather", axis, 1, whole * run.itemsize
-                if axis != "tensor":        # (whose devices have equal gradients)
+                if axis != "tensor" and decision.is_trained:    # (tensor's have equal gradients)
                     itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
                     yield run.scatter(axis, run.config.accumulate, whole * itemsize)
 
@@ -166,28 +170,41 @@ def _tensor(run):
     yield run.reduce, "tensor", run.layers * reductions, run.X
     if run.splits_time:
         yield "all-gather", "tensor", run.layers * (blocks * run.forwards + out), run.X
+    if run.splits_time and run.trains_all:
         # A norm's scale is whole, and each device has its gradient of a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
-    if run.splits_time or not is_whole:
+    if (run.splits_time or not is_whole) and run.trains_all:
         # The gradients of wq and wo, and of wk and wv, where their heads do not divide.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
 
 
-def _vocabulary(run, loss_chunks):
+def _adapters(weights, run):
+    """Of two adapters that belong together tensor splits one at most: each device has the gradient
+    of the other from its columns, rows or time."""
+    for leaf, decision in weights:
+        if not run.trains_all and decision.is_trained and "tensor" not in spec_axes(decision.used):
+            own = leaf.shape[0] // (run.sizes["pipe"] if "pipe" in decision.used else 1)
+            size = leaf.size // leaf.shape[0] // (
+                run.sizes["expert"] if "expert" in decision.used else 1)
+            yield "all-reduce", "tensor", round(run.passes * own), size * run.itemsize
+
+
+def _vocabulary(run, rows):
     """4 (n-1)/n X beside tensor, for the embedding and the head, and what the logits' parts need
     of each other."""
     D_bytes, S = run.config.d_model * run.itemsize, run.sizes["pipe"]
     tokens = run.X_ends // D_bytes          # of which a stage's head has a part
     chunks = loss_chunks(tokens // run.time, run.time // S // (
-        run.sizes["tensor"] if run.splits_head else 1))
+        run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
     yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
-    yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # and its gradient
+    if run.trains_all:                                                          # its gradient
+        yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
     if run.splits_head:
         yield "all-gather", "tensor", heads, X_head
         yield "reduce-scatter", "tensor", heads, X_head
-        yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
+        yield "all-reduce", "tensor", run.ends * run.trains_all, D_bytes    # the last norm's scale
     else:       # time is gathered before the stages share it
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
@@ -212,10 +229,11 @@ def _experts(run):
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
-    if run.splits_time:
+    if run.splits_time and run.trains_all:
         # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
+    if run.splits_time:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
     # Of all the time, how busy each expert is in a row, and the row's weight (in no layer).
     axes = "seq+tensor" if run.splits_time else "seq"

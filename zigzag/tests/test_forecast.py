@@ -18,6 +18,7 @@ from zigzag.errors import ConfigError
 from zigzag.mesh import AXES, make_mesh, mesh_sizes
 from zigzag.program import compiled
 from zigzag.tests.common import SMALL, command, full, make, program_of, slow
+from zigzag.traffic import expected_traffic
 
 
 def needs(compiler):
@@ -40,7 +41,7 @@ def auto_mesh(config, lines):
     params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     return forecast.auto_mesh(
         config, jax.devices(), params, check=train.check_transformer,
-        compile_program=compile_program, max_logits=model.LOGITS, say=lines.append,
+        compile_program=compile_program, say=lines.append,
         flops=model.flops(config, config.batch * config.seq_len))
 
 
@@ -72,9 +73,8 @@ def test_the_cost_model_is_near_the_expected_traffic(mesh):
     sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
     slow_links = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
     estimate = forecast.cost_model(
-        config, params, sizes, slow_links, flops=model.flops(config, 16 * 64),
-        max_logits=model.LOGITS).links
-    exact = sum(c.bytes for c in train.expected_traffic(program_of(config, mesh)))
+        config, params, sizes, slow_links, flops=model.flops(config, 16 * 64)).links
+    exact = sum(c.bytes for c in expected_traffic(program_of(config, mesh).plan))
     assert 0.5 < estimate / exact < 2
 
 

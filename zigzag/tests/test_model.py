@@ -26,6 +26,7 @@ from zigzag.tests.common import (
     program_of,
     slow,
 )
+from zigzag.weights import count
 
 # -------------------------------------------------------------------------------------------
 # First values
@@ -62,7 +63,7 @@ def test_weights_are_made_in_their_places():
     program = program_of(config, "fsdp=4,tensor=2")
     with jax.set_mesh(program.mesh):
         memory = program.start.lower(jax.random.key(0)).compile().memory_analysis()
-    whole = 12 * model.count(program.state["params"])
+    whole = 12 * count(program.state["params"])
     assert memory.output_size_in_bytes < 0.14 * whole
     # Random bits and their counters, one leaf at a time, of this device's part alone.
     assert memory.temp_size_in_bytes < 0.14 * whole
@@ -71,7 +72,7 @@ def test_weights_are_made_in_their_places():
 def test_parameter_counts_are_the_published_ones():
     """LLaMA-7B has 6,738,415,616 parameters; the head and the table are 32000 x 4096 each."""
     shapes = jax.eval_shape(lambda: model.init(model.PRESETS["llama-7b"], jax.random.key(0)))
-    assert model.count(shapes) == 6_738_415_616
+    assert count(shapes) == 6_738_415_616
 
 
 def test_parameters_are_counted_without_padding_and_experts_by_their_visits():

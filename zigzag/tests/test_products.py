@@ -71,7 +71,7 @@ def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
     ids."""
     config, batch = make(), batch_of(make())
     want, value = gradients_of(config, "", batch)
-    monkeypatch.setattr(model, "LOGITS", 8 * 16 * 128 // 4)
+    monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
     got, again = gradients_of(config, mesh, batch)
     assert again == pytest.approx(value, rel=1e-6)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
@@ -84,5 +84,5 @@ def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
     (16, 2**25, 1), (16, 1000, 16), (15, 8 * 128 * 4, 5), (17, 8 * 128 * 4, 17)])
 def test_chunks_divide_the_time(time, size, chunks, monkeypatch):
     """A last chunk that is shorter, or as many logits as were to be avoided."""
-    monkeypatch.setattr(model, "LOGITS", size)
-    assert model.loss_chunks(make(), 8, time) == chunks
+    monkeypatch.setattr(products, "LOGITS", size)
+    assert products.loss_chunks(8, time, model.padded(make().vocab_size)) == chunks

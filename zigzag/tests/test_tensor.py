@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import shard
+from zigzag import products
 from zigzag.mesh import by_path, shardings, spec_axes, varying
 from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, slow
 
@@ -89,7 +90,7 @@ def test_without_sequence_parallelism(mesh, changes):
 def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     """Targets of another device's time beside the logits of a chunk; or a head that is marked as
     varying for the loop over chunks, and then taken for a split one."""
-    monkeypatch.setattr(model, "LOGITS", 8 * 16 * 128 // 4)
+    monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
     assert_same_on(mesh, **changes)
 
 

@@ -11,12 +11,14 @@ from zigzag.hlo import collectives
 from zigzag.mesh import by_path
 from zigzag.program import compiled
 from zigzag.tests.common import make, mesh_of, program_of, slow
+from zigzag.traffic import expected_traffic
+from zigzag.weights import count
 
 
 def sent_and_expected(program):
     """By kind and axis, what the compiled update sends, and what it should."""
     return ({(c.kind, c.axis): c for c in rows} for rows in (
-        collectives(compiled(program)), train.expected_traffic(program)))
+        collectives(compiled(program)), expected_traffic(program.plan)))
 
 
 def agree(program):
@@ -105,7 +107,7 @@ def test_of_another_model_the_rules_reductions_are_expected():
         return jnp.sum(y ** 2), jnp.sum(b["weights"])
 
     program = train.build(make(), mesh_of("tensor=2"), init, loss, model.batch_shapes(make(), 8))
-    assert {c.kind for c in train.expected_traffic(program)} == {"all-reduce"}
+    assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
@@ -143,7 +145,7 @@ def test_one_gradient_reduction_per_update_however_many_parts():
     for parts in (1, 4):
         program = program_of(make(batch=32, accumulate=parts), "data=8")
         rows[parts] = collectives(compiled(program))
-    size = 4 * model.count(program.plan.params) + 2 * 4       # the loss and the count too
+    size = 4 * count(program.plan.params) + 2 * 4       # the loss and the count too
     assert {r.kind for r in rows[4]} == {"all-reduce"}
     for r in rows.values():
         assert sum(c.bytes for c in r) == pytest.approx(size * 2 * 7 / 8, abs=4)

@@ -33,6 +33,7 @@ from zigzag.tests.common import (
     slow,
     tokens_of,
 )
+from zigzag.traffic import expected_traffic
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
 
@@ -129,7 +130,7 @@ def test_the_optimizers_state_is_split_over_data():
             halves = np.prod(m.sharding.shard_shape(m.shape)) * 2
             assert halves == np.prod(p.sharding.shard_shape(p.shape))
     sent = {(c.kind, c.axis): c.bytes for c in collectives(compiled(program))}
-    expected = {(c.kind, c.axis): c.bytes for c in train.expected_traffic(program)}
+    expected = {(c.kind, c.axis): c.bytes for c in expected_traffic(program.plan)}
     for kind in ("reduce-scatter", "all-gather"):
         assert sent[kind, "data"] == expected[kind, "data"] > 0
     assert sent["all-reduce", "data"] == pytest.approx(expected["all-reduce", "data"], abs=64)
