@@ -256,11 +256,6 @@ def time_of_block(x: Array) -> Array:
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
-def whole_length(tokens: Array) -> int:
-    """How long the rows of tokens [B, T] are, of which seq may have given a device a part."""
-    return tokens.shape[1] * _size("seq")
-
-
 def my_time_slice(tree: Any, x: Array) -> Any:
     """Of arrays [B, T, ...] the part of the time that this device has of the stream x."""
     def part(a):
@@ -388,6 +383,11 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
     """The order in which `devices` hold a causal sequence."""
     parts = np.arange(time).reshape(2 * devices, -1)
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
+
+
+def whole_length(tokens: Array) -> int:
+    """How long the rows of tokens [B, T] are, of which seq may have given a device a part."""
+    return tokens.shape[1] * _size("seq")
 
 
 def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:

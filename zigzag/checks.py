@@ -198,9 +198,6 @@ def check_model(c: Any, mesh: Any) -> None:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
                           f"{c.experts}; the nearest that does is "
                           f"expert={nearest_divisor(c.experts, sizes['expert'])}")
-    if c.positions == "learned" and c.seq_len > (most := c.position_rows - c.position_offset):
-        raise ConfigError(f"--seq_len {c.seq_len}: the table of learned positions has rows for "
-                          f"{most}")
     stages, ring, chunks = sizes["pipe"], sizes["seq"], c.chunks
     with_chunks = f" x --chunks {chunks}" if chunks > 1 else ""
     _check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)

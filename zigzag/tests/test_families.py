@@ -360,8 +360,10 @@ def test_defaults_are_those_of_the_class(kind):
     theirs = {name: p.default for name, p in parameters.items()}
     theirs |= {"tie_word_embeddings": theirs.get("tie_word_embeddings", True)}
     theirs |= {"sliding_window_pattern": 6} if kind == "gemma3_text" else {}
-    for name, value in families.FAMILIES[kind].defaults.items():
-        assert theirs[name] == value, name
+    ours = dict(families.FAMILIES[kind].defaults)
+    if kind.startswith("gemma"):
+        del ours["hidden_act"]      # (theirs is hidden_activation)
+    assert ours == {name: theirs[name] for name in ours}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "chatglm"])

@@ -13,8 +13,9 @@ import data
 import model
 import sample
 import train
-from zigzag import folders
+from zigzag import folders, lora
 from zigzag.errors import ConfigError
+from zigzag.loop import first_state
 from zigzag.mesh import by_path
 from zigzag.tests.common import (
     command,
@@ -106,7 +107,7 @@ def test_first_weights_are_in_memory_once():
     """A state that copies the weights that it is given, or makes random ones beside them."""
     program = program_of(make(), "tensor=2")
     params = program.state["params"]
-    memory = program.begin.lower(params).compile().memory_analysis()
+    memory = program.start.lower(jax.random.key(0), params).compile().memory_analysis()
     size = sum(4 * np.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(params))
     assert memory.alias_size_in_bytes == size and memory.temp_size_in_bytes < 0.1 * size
 
@@ -124,9 +125,8 @@ def test_a_short_row_keeps_the_table_of_positions(tmp_path):
     got, short = model.load_hf(tmp_path / "gpt2", seq_len=8)
     assert short.seq_len == 8
     same(got, params)
-    parsed = train.parse(["--model", str(tmp_path / "gpt2"), "--seq_len", "80"])
-    with pytest.raises(ConfigError, match="--seq_len 80: the table .* has rows for 64"):
-        train.check_transformer(parsed, mesh_of(""))
+    with pytest.raises(ConfigError, match="--seq_len 80: .* learned positions for only 64"):
+        train.parse(["--model", str(tmp_path / "gpt2"), "--seq_len", "80"])
 
 
 # -------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     weights, tokenizer = train.first_weights(config)
     assert tokenizer.kind == "tokenizer.json"
     program = program_of(config, "fsdp=2")
-    state = program.begin(weights(program.state["params"]))
+    state = first_state(program, weights)
     same(state["params"], model.load_run(out)[0])
     assert state["step"] == 0 and not any(np.any(m) for m in jax.tree.leaves(state["opt"]))
     fine_tune(*flags, "--out", tmp_path / "new", mesh="fsdp=2")
@@ -228,6 +228,38 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys):
     assert "in float16, without a tokenizer" in capsys.readouterr().out
     assert "has no tokenizer" in refused(capsys, "--model", tmp_path / "mine", "--out",
                                          tmp_path / "no")
+
+
+@pytest.mark.slow
+def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
+    """Adapters of random weights; a checkpoint with all weights; a run that goes on, is exported or
+    begun from without what it was trained beside."""
+    out, words = tmp_path / "out", ("--model", published, "--data", text, "--lora_rank", 2, *STEPS)
+    config = fine_tune(*words, "--out", out)
+    assert config.lr == pytest.approx(0.5 / 24)
+    said = capsys.readouterr().out
+    assert f"of which {4 * 2 * (2 * (24 + 24) + 2 * (24 + 8) + 3 * (24 + 40)):,} are trained" in said
+    base, _ = model.load_hf(published)
+    params, read = model.load_run(out)
+    assert read.lora_rank == 0
+    np.testing.assert_array_equal(params["embed"], base["embed"])
+    assert np.abs(params["layers"]["wq"] - base["layers"]["wq"]).max() > 1e-4
+    half = shutil.copytree(out, tmp_path / "half")
+    for step in (3, 4):
+        shutil.rmtree(half / "checkpoints" / str(step), ignore_errors=True)
+    fine_tune(*words, "--out", half, mesh="fsdp=2")
+    assert losses_in(half) == pytest.approx(losses_in(out), rel=2e-6)
+    folders.export(model.load_run, model.save_hf, data.tokenizer_of,
+                   ["--run", str(out), "--export", str(tmp_path / "mine")])
+    same(model.load_hf(tmp_path / "mine")[0], params)
+    # A run that begins with this one trains all weights, unless it is told otherwise.
+    flags = ["--init_from", str(out), "--data", str(text), *map(str, STEPS)]
+    for rank in (0, 3):
+        config = train.parse([*flags, "--lora_rank", str(rank)])
+        assert config.lora_rank == rank == train.parse(flags).lora_rank + rank
+        weights, _ = train.first_weights(config)
+        first = first_state(program_of(config, "fsdp=2"), weights)["params"]
+        same(first if rank == 0 else lora.merged(first), params)
 
 
 def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_path):

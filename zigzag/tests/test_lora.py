@@ -259,7 +259,7 @@ def test_selective_remat_keeps_one_product_not_two():
 
 def language_run(folder, **changes):
     """A run of the command's own kind, with a tokenizer in its record."""
-    return make(**{**dict(lora_rank=RANK, vocab_size=256, steps=4, save_every=2, out=str(folder)),
+    return make(**{**dict(lora_rank=RANK, vocab_size=257, steps=4, save_every=2, out=str(folder)),
                    **changes})
 
 
@@ -369,8 +369,8 @@ def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, caps
     for path, w in by_path(params).items():
         np.testing.assert_allclose(w, by_path(want)[path], rtol=1e-6, atol=1e-7)
     assert np.any(params["layers"]["wq"] != usual["layers"]["wq"])
-    cases = dict(init_from=str(tmp_path / "gone")), dict(model=str(tmp_path / "gone")), dict(
-        seed=4), dict(init_from=str(folder))
+    cases = dict(init_from=str(tmp_path / "gone")), dict.fromkeys(
+        ("model", "init_from"), str(tmp_path / "gone")), dict(seed=4), dict(init_from=str(folder))
     for i, (changes, word) in enumerate(zip(cases, ("not there", "not there", "others now",
                                                     "others now"))):
         run = rewritten(tmp_path / "tuned", tmp_path / f"{i}", **changes)
