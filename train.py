@@ -439,6 +439,7 @@ def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
     else:
         base = dataclasses.asdict(hf_config(source, model.Config))
         base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
+    base["remat"] = "full"      # (trained models tend to be as large as a memory allows)
     for name, value in given.items():
         if name in base.keys() - {*TRAINED} and value != base[name]:
             raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
