@@ -238,7 +238,8 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     config = fine_tune(*words, "--out", out)
     assert config.lr == pytest.approx(0.5 / 24)
     said = capsys.readouterr().out
-    assert f"of which {4 * 2 * (2 * (24 + 24) + 2 * (24 + 8) + 3 * (24 + 40)):,} are trained" in said
+    adapters = 4 * 2 * (2 * (24 + 24) + 2 * (24 + 8) + 3 * (24 + 40))
+    assert f"of which {adapters:,} are trained" in said
     base, _ = model.load_hf(published)
     params, read = model.load_run(out)
     assert read.lora_rank == 0

@@ -69,10 +69,25 @@ def test_weights_are_made_in_their_places():
     assert memory.temp_size_in_bytes < 0.14 * whole
 
 
-def test_parameter_counts_are_the_published_ones():
-    """LLaMA-7B has 6,738,415,616 parameters; the head and the table are 32000 x 4096 each."""
-    shapes = jax.eval_shape(lambda: model.init(model.PRESETS["llama-7b"], jax.random.key(0)))
-    assert count(shapes) == 6_738_415_616
+# As transformers' models of the published shapes have, counted without memory for them. (DeepSeek's
+# with the 256 numbers in each of 58 layers by which its experts are balanced.)
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200, "opt-125m": 125_239_296, "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080, "opt-2.7b": 2_651_596_800, "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280, "opt-30b": 29_974_540_288, "opt-66b": 65_719_701_504,
+    "gptj-6b": 6_050_882_784, "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616, "llama-65b": 65_285_660_672, "llama-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "deepseek-v3": 671_026_419_200}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    """A preset of another width, or without its biases or the rows of its positions."""
+    assert model.parameters(model.PRESETS[name])[0] == PUBLISHED[name]
 
 
 def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
