@@ -66,7 +66,7 @@ class Config:
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
-    position_rows: int = 0        # rows of the table of learned positions; 0: seq_len
+    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # its row of the first position
     window: int = 0               # as many keys a query sees, itself included; 0: all before it
     local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
@@ -122,7 +122,7 @@ def padded(vocab_size: int) -> int:
 def _weights(c):
     """Every weight, once: its axes, the deviation of its first values (none: ones), and the axis
     that tensor may split in the code below."""
-    D, W = c.d_model, c.embed_dim
+    D, W = c.d_model, c.embed_dim or c.d_model
     table = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows)
     stacks = {"layers": _layer_weights(c, c.layers - c.dense_layers, c.experts)}
     if c.dense_layers:
@@ -142,12 +142,11 @@ def _weights(c):
 
 def _layer_weights(c, L, experts):
     """The weights of L layers that are alike."""
-    D, F, G = c.d_model, c.d_ff, c.expert_d_ff
-    if experts:
-        F = c.shared_experts * G
+    D, G = c.d_model, c.expert_d_ff or c.d_ff
+    F = c.shared_experts * G if experts else c.d_ff
     # Of latent attention (R): queries, keys and values are made of short vectors, and a part of
     # each key, the one that is turned (U), is the same for all heads.
-    Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim
+    Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
     table = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
                   U=U, Y=c.head_dim - U)
     # What is added to the residual stream 2 L times starts smaller by the root of that, so that
@@ -558,11 +557,13 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
     has of them."""
-    def zeros(name, width):
-        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], config.heads), params["layers"][name])
-        return jnp.zeros((config.layers, rows, slots, w.shape[1], width), w.dtype)
+    c = config
 
-    return {"k": zeros("wk", config.head_dim), "v": zeros("wv", config.v_head_dim)}
+    def zeros(name, width):
+        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
+        return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
+
+    return {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,

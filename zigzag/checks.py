@@ -48,15 +48,14 @@ def check_model_config(c: Any) -> None:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
                           f"nearest that does is --heads {near}, or give --head_dim")
-    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads, embed_dim=c.d_model,
+    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
-    fill_in(c, v_head_dim=c.head_dim, expert_d_ff=c.d_ff,
-            position_rows=c.seq_len + c.position_offset)
-    if c.positions == "rotary":
-        fill_in(c, rotary_dim=c.head_dim)
+    if c.positions == "learned":
+        fill_in(c, position_rows=c.seq_len + c.position_offset)
     if c.heads % c.kv_heads:
         raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
-    if c.positions == "rotary" and (c.rotary_dim % 2 or c.rotary_dim > min(c.head_dim, 2**16)):
+    turned = c.rotary_dim or c.head_dim
+    if c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)):
         raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
                           f"positions need an even part of a head, of at most {2**16}")
     if not 0 <= c.dropout < 1:
@@ -105,13 +104,14 @@ def _check_parts(c):
     if c.parallel_norms not in (1, 2):
         raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
     if c.kv_rank and (c.parallel or c.qk_norm or c.positions != "rotary"
-                      or c.rotary_dim == c.head_dim or "qkv" in c.biases or c.kv_heads != c.heads):
+                      or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
+                      or c.kv_heads != c.heads):
         raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
                           f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
                           f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
     if c.q_rank and not c.kv_rank:
         raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
-    if c.v_head_dim != c.head_dim and not c.kv_rank:
+    if c.v_head_dim not in (0, c.head_dim) and not c.kv_rank:
         raise ConfigError(f"--v_head_dim {c.v_head_dim}: another width than --head_dim is for "
                           f"latent attention (--kv_rank)")
 

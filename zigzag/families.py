@@ -92,9 +92,9 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
              and name != "published" and (value or name != "head_dim")]
     plain = dict(norm="rms", norm_place="pre", positions="rotary", gated=True, biases="",
                  parallel=False, qk_norm=False, embed_norm=False, window=0 if not c.experts else
-                 c.window, local_layers="", embed_dim=c.d_model, attn_scale=0.0, attn_softcap=0.0,
+                 c.window, local_layers="", embed_dim=0, attn_scale=0.0, attn_softcap=0.0,
                  logit_softcap=0.0, kv_rank=0, shared_experts=0, dense_layers=0, router="softmax",
-                 router_norm=True, router_scale=1.0, expert_groups=1, expert_d_ff=c.d_ff)
+                 router_norm=True, router_scale=1.0, expert_groups=1, expert_d_ff=0)
     other += [name for name, value in plain.items() if getattr(c, name) != value]
     if other:
         raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "

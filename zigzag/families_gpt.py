@@ -155,7 +155,7 @@ def _opt(r):
 
 def _opt_arrays(c):
     ends = {"embed_tokens.weight": "V W -> embed", "embed_positions.weight": "P D -> positions"}
-    if c.embed_dim != c.d_model:
+    if c.embed_dim not in (0, c.d_model):
         ends |= {"project_in.weight": "D W -> project_in",
                  "project_out.weight": "W D -> project_out"}
     if c.norm_place == "pre":

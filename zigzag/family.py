@@ -68,5 +68,5 @@ def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
 
 
 def neighbours_apart(c):
-    change = Change(neighbours(c.rotary_dim, c.head_dim))
+    change = Change(neighbours(c.rotary_dim or c.head_dim, c.head_dim))
     return dict.fromkeys(("wq", "wk", "wq_bias", "wk_bias"), change)

@@ -42,7 +42,7 @@ def check_rotary(c: Any) -> None:
     try:
         with np.errstate(all="ignore"):
             for length in (1, 2**30):
-                rates, factor = rotary_rates(c.rotary_dim, c.rope_theta, c.rope_scaling, length)
+                rates, factor = _rates(c, length)
                 if not (np.isfinite(rates) & (rates > 0)).all() or not 0 < factor < math.inf:
                     raise ValueError("it makes numbers that are not finite or not above 0")
     except ConfigError:
@@ -138,12 +138,16 @@ def layer_window(c: Any, i: Array) -> Any:
     return jnp.where(_is_local(c, i), c.window, 2**30)
 
 
+def _rates(c, length):
+    return rotary_rates(c.rotary_dim or c.head_dim, c.rope_theta, c.rope_scaling, length)
+
+
 def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
     """The rates of a layer's rotary positions, and the factor of sine and cosine."""
-    rates, factor = rotary_rates(c.rotary_dim, c.rope_theta, c.rope_scaling, c.seq_len)
+    rates, factor = _rates(c, c.seq_len)
     if not c.local_theta:
         return rates, factor
-    local, _ = rotary_rates(c.rotary_dim, c.local_theta)
+    local, _ = rotary_rates(c.rotary_dim or c.head_dim, c.local_theta)
     is_local = _is_local(c, i)
     return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
 

@@ -159,6 +159,7 @@ def rope(r: Fields) -> Fields:
         scaling["original_max_position_embeddings"] = trained or longest
     width = r.get("head_dim") or r["hidden_size"] // r["num_attention_heads"]
     share = r.get("partial_rotary_factor") or 1.0
-    return dict(rope_theta=float(r.get("rope_theta") or 10000.0), rotary_dim=int(width * share),
+    return dict(rope_theta=float(r.get("rope_theta") or 10000.0),
+                rotary_dim=0 if share == 1 else int(width * share),
                 rope_scaling="" if kind == "default" else json.dumps(
                     {**scaling, "rope_type": kind}, sort_keys=True))

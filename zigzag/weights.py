@@ -80,5 +80,5 @@ def flops(table: Any, c: Any, tokens: int) -> float:
         return each * math.prod(w.shape) * _visited(path, c)
 
     products = sum(jax.tree.leaves(jax.tree.map_with_path(of_product, table)))
-    heads = c.heads * (c.head_dim + c.v_head_dim)
+    heads = c.heads * (c.head_dim + (c.v_head_dim or c.head_dim))
     return tokens * (products + 6.0 * c.layers * c.seq_len * heads)

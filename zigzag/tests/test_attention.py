@@ -1,6 +1,7 @@
 """Attention: in blocks, by kernels, around a ring; and heads that a compiler cannot divide."""
 
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 
@@ -47,6 +48,10 @@ def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), both(), want)
 
 
+PLAIN = functools.partial(model._softmax_attention, make(), None)
+MASK = functools.partial(model._attention_mask, make(), 0)
+
+
 def test_blocks_save_arithmetic_and_memory(monkeypatch):
     """Blocks that compute all scores and mask them, or that are all in memory at once."""
     def measured(time, causal=True):
@@ -55,8 +60,7 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
         info = {"place": info, "document": info}
 
         def loss(q, k, v, a, b):
-            return jnp.sum(shard.attend(model._softmax_attention, q, k, v, model._attention_mask,
-                                        a, b, causal))
+            return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b, causal))
 
         done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, info, info).compile()
         return hlo.arithmetic(done), done.memory_analysis().temp_size_in_bytes
@@ -311,7 +315,7 @@ def test_attention_to_a_part_of_the_time_is_refused():
     q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
     k, info = jnp.zeros((1, 8, 2, 8)), {"place": info, "document": info}
     with pytest.raises(ValueError, match="queries of 1 tokens beside info of 8"):
-        shard.attend(model._softmax_attention, q, k, k, model._attention_mask, info, info)
+        shard.attend(PLAIN, q, k, k, MASK, info, info)
 
 
 @pytest.mark.parametrize("time", [4, 6, 16])

@@ -126,6 +126,7 @@ def branches(p, b):
 # Losses that call shard.py
 
 OWN = make(layers=4, eval_every=10)     # (trained in parts here: 16 rows, --accumulate 2)
+MASK = functools.partial(model._attention_mask, OWN, 0)
 
 
 def own_block(causal, mask, head, schedule="gpipe"):
@@ -134,17 +135,17 @@ def own_block(causal, mask, head, schedule="gpipe"):
         return shard.embed_lookup(p["embed"], batch["tokens"]) * OWN.d_model**0.5
 
     def block(w, x, i, batch):
-        q, k, v = shard.columns(model._norm(x, w["attn_norm"]), w["wq"], w["wk"], w["wv"])
-        a = shard.attend(model._softmax_attention, q, k, v, mask, batch["query"], batch["key"],
-                         causal)
+        q, k, v = shard.columns(model._norm(w, "attn_norm", x, OWN), w["wq"], w["wk"], w["wv"])
+        a = shard.attend(functools.partial(model._softmax_attention, OWN, None), q, k, v, mask,
+                         batch["query"], batch["key"], causal)
         x = x + shard.row((a, w["wo"]))
-        up, = shard.columns(model._norm(x, w["mlp_norm"]), w["w_up"])
+        up, = shard.columns(model._norm(w, "mlp_norm", x, OWN), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None
 
     def loss(p, b, specs=None):
         others = {k: w for k, w in p.items() if k != "layers"}
         return shard.pipelined_loss(embed, block, head, others, p["layers"],
-                                    model._with_info(b), specs and specs["layers"],
+                                    model._with_info(b, OWN), specs and specs["layers"],
                                     "none", 2, schedule)
 
     return loss
@@ -155,17 +156,17 @@ def everywhere(query, key):
 
 
 def each_token(p, x, batch):
-    return shard.token_loss(model._norm(x, p["norm"]), p["head"], batch["targets"],
+    return shard.token_loss(model._norm(p, "norm", x, OWN), p["head"], batch["targets"],
                             batch["weights"], OWN.vocab_size), jnp.sum(batch["weights"])
 
 
 def pooled(p, x, batch):
-    logp = jax.nn.log_softmax(model._norm(x, p["norm"]).mean(1) @ p["head"][:, :8])
+    logp = jax.nn.log_softmax(model._norm(p, "norm", x, OWN).mean(1) @ p["head"][:, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
 def pooled_by_weights(p, x, batch):
-    x = shard.whole_time(model._norm(x, p["norm"])).mean(1)
+    x = shard.whole_time(model._norm(p, "norm", x, OWN)).mean(1)
     logp = jax.nn.log_softmax(x @ p["head"][:, :8])
     rows = jnp.take_along_axis(logp, batch["label"][:, None], 1)[:, 0]
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
@@ -174,11 +175,12 @@ def pooled_by_weights(p, x, batch):
 def first_token(whole):
     """A loss of the first token alone, picked from all of the time or from a device's part."""
     def head(p, x, batch):
-        x = model._norm((shard.whole_time(x) if whole else x)[:, :1], p["norm"])
+        x = (shard.whole_time(x) if whole else x)[:, :1]
+        x = model._norm(p, "norm", x, OWN)
         return shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
                                 OWN.vocab_size), jnp.sum(batch["weights"][:, :1])
 
-    return own_block(True, model._attention_mask, head)
+    return own_block(True, MASK, head)
 
 
 def a_step_of_the_transformers(p, b, specs=None):
@@ -232,9 +234,9 @@ THEIRS = {
     "two stacks": (two_stacks, {**VECTORS, "init": stacks}, {}),
     "attention both ways": (own_block(False, everywhere, each_token), TOKENS, {}),
     "attention both ways, 1F1B": (own_block(False, everywhere, each_token, "1f1b"), TOKENS, {}),
-    "a pooled loss": (own_block(True, model._attention_mask, pooled), TOKENS,
+    "a pooled loss": (own_block(True, MASK, pooled), TOKENS,
                       {"pipe": POOLS, "seq": "as a pooled one does", "tensor": POOLS}),
-    "a pooled loss by weights": (own_block(True, model._attention_mask, pooled_by_weights), TOKENS,
+    "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights), TOKENS,
                                  {}),
     "the first of all tokens": (first_token(True), TOKENS, {"pipe": POOLS}),
     "the first of a part": (first_token(False), TOKENS,

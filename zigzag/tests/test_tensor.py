@@ -25,19 +25,10 @@ def test_a_whole_weight_beside_split_ones(name):
     assert_same_on("tensor=2", override=(f"{name}=-",))
 
 
-@pytest.mark.parametrize("override", [(), ("b_up=-",), ("w_up=-",), ("[bw]_up=-",)])
-def test_a_bias_beside_its_weight(override, monkeypatch):
+@pytest.mark.parametrize("override", [(), ("w_up_bias=-",), ("w_up=-",), ("w_up.*=-",)])
+def test_a_bias_beside_its_weight(override):
     """A bias as wide as all columns beside a device's part of them, or the other way round."""
-    weights = model._weights
-
-    def with_bias(c):
-        tree = weights(c)
-        tree["layers"]["b_up"] = model.Weight((c.layers, 1, c.d_ff), 0.5, 2)
-        return tree
-
-    monkeypatch.setattr(model, "_weights", with_bias)
-    monkeypatch.setattr(model, "_into_dense", lambda w: [w["w_gate"], (w["w_up"], w["b_up"])])
-    assert_same_on("tensor=2", override=override, d_ff=48)
+    assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")
 
 
 def test_the_weights_of_a_block_whole_and_the_rest_split():
@@ -183,7 +174,7 @@ def test_a_loss_of_the_last_position_alone(mesh):
     config, params = make(), model.init(make(), jax.random.key(0))
 
     def last(params, batch):
-        batch = model._with_info(batch)
+        batch = model._with_info(batch, config)
         x, _ = model._trunk(params, config, batch)
         return jnp.sum(shard.whole_time(x)[:, -1] ** 3)
 
