@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import train
-from zigzag import families, published
+from zigzag import families, families_gpt, published
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
 from zigzag.tests.common import mesh_of, sums_and_gradients
+from zigzag.tests.readme import README
+from zigzag.tests.test_rule import no_worse_than_by_hand
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of numbers that differ from all defaults and divide by little
@@ -342,6 +345,43 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
     assert total / count == pytest.approx(loss, rel=2e-6)
     assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
+
+
+@pytest.mark.slow
+def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
+    """Its example, which no code of ours runs: what transformers computes, in under 25 lines."""
+    code = re.search(r"This adds StarCoder2.*?```python\n(.*?)```", README.read_text(), re.S)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) < 25
+    there = {**vars(families_gpt), "GPT": {}}
+    exec(code, there)
+    monkeypatch.setattr(families, "FAMILIES", there["GPT"])
+    monkeypatch.setitem(CASES, "starcoder2", ("Starcoder2", {
+        **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "norm_epsilon": 1e-3,
+        "sliding_window": 7}))
+    params, config = model.load_hf(reference("starcoder2").folder)
+    assert_close(logits_of(params, config, reference("starcoder2").batch["tokens"]),
+                 reference("starcoder2").logits, 1e-5)
+
+
+# Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
+COLUMNS, ROWS_OF = P(None, None, "tensor"), P(None, "tensor")
+BY_HAND = [(r"\.w([qkv]|_gate|_up)(_bias)?$|\.e_down$", COLUMNS),
+           (r"\.e_(gate|up)$", P(None, None, None, "tensor")),
+           (r"\.(wo|w_down)$|^head", ROWS_OF), ("^embed$", P("tensor"))]
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("name", cases((), ("opt 350m", "gemma3", "deepseek_v3")))
+def test_no_family_sends_more_than_by_hand(name, shards):
+    """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
+    params, config, _, _ = loaded(name)
+    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
+
+    def mean(params, batch):
+        total, count = model.loss(params, batch, config)
+        return total / count
+
+    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
 
 
 # -------------------------------------------------------------------------------------------
