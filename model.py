@@ -62,7 +62,7 @@ class Config:
     activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, relu
     gated: bool = True            # the activation multiplies a second product
     biases: str = ""              # which products have a bias: of qkv, out, mlp, head, with commas
-    positions: str = "rotary"     # or learned, alibi, alibi16 (rounded to bfloat16), none
+    positions: str = "rotary"     # or learned, sinusoidal, alibi, alibi16 (in bfloat16), none
     rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
@@ -227,12 +227,12 @@ def flops(config: Config, tokens: int) -> float:
 # -------------------------------------------------------------------------------------------
 # The parts of a block
 
-def _norm(w, name, x, c, kind=""):
+def _norm(w, name, x, c, kind="", eps=0.0):
     """RMSNorm or LayerNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.norm_eps)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
     x = x32.astype(x.dtype) * w[name]   # of a time-split x autodiff sums the scale's gradient here
     return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
 
@@ -280,10 +280,10 @@ def _into_heads(w, c):
 def _latent_heads(w, h, c):
     """Queries, keys and values [B, T, H, N] of latent attention. (Its own norms have always had an
     epsilon of 1e-6, whatever that of the others.)"""
-    c = dataclasses.replace(c, norm_eps=1e-6)
-    q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms") if c.q_rank else h
+    q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
-    k, v = shard.columns(_norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms"), w["wk"], w["wv"])
+    latent = _norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
+    k, v = shard.columns(latent, w["wk"], w["wv"])
     turned = shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]          # of all heads
     turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
     return q, jnp.concatenate([turned, k], -1), v
@@ -376,7 +376,7 @@ def _experts(w, h, c, i, batch, beside):
         return out, None
     weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
-    given = jnp.einsum("bte,bt->be", probs, weights)
+    given = jnp.einsum("bte,bt->be", probs / probs.sum(-1, keepdims=True), weights)
     total = shard.sum_over_time(weights.sum(-1, keepdims=True))                 # [B, 1]
     balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
     z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
@@ -410,7 +410,7 @@ def _embed(params, batch, c):
     if "project_in" in params:
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "sinusoidal"):
-        table = params.get("positions", sinusoids(c.seq_len, c.d_model))
+        table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + table[places].astype(x.dtype)
     if c.embed_norm:

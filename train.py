@@ -40,7 +40,7 @@ import sample
 import shard
 from zigzag import commands, hosts, lora, presets
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config
+from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config, run_steps
 from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
 from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
@@ -403,13 +403,12 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 def parse(argv: Sequence[str] | None = None) -> Config:
     """train.py's command line as a Config."""
     given, _ = parse_flags(Config, argv)
-    # (A shell writes folder/ for folder.)
-    given |= {name: given[name].rstrip("/") for name in ("model", "init_from") if name in given}
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")
-    name = given.get("model", "tiny")
+    name = given.get("model", "tiny")       # gpt2/ is a folder, and gpt2 is not
     if given.get("init_from") or name not in model.PRESETS and Path(name).is_dir():
+        given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
         return Config(**{**fields_with_weights(given), **given})
     if name not in model.PRESETS:
         raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
@@ -435,7 +434,7 @@ def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
                               f"model; give one of them")
         config = run_config(source, model.Config, "--init_from")
         base = {k: v for k, v in dataclasses.asdict(config).items()
-                if k not in ("dtype", "lora_rank", *COMPUTED)}
+                if k not in ("dtype", "lora_rank", *COMPUTED)} | {"model": ""}
     else:
         base = dataclasses.asdict(hf_config(source, model.Config))
         base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
@@ -521,29 +520,34 @@ def bench(config: Config, mesh: Any) -> None:
             lambda config, at: training_batch(config, mesh, task, None, at))
 
 
-def first_weights(config: Config) -> tuple[Callable | None, data.Tokenizer | None]:
-    """How fit reads the weights that the model has already, if it has, and its tokenizer."""
-    source = config.init_from
+def first_weights(config: Config
+                  ) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
+    """How fit reads the weights that the model has already, if it has, its tokenizer, and what a
+    run notes of them."""
+    source, own = config.init_from, Path(config.out)
     if not source:
-        return None, None
+        return None, None, {}
     if source == config.model:
         whole = dataclasses.replace(config, lora_rank=0)
         model.read_hf(source, whole)        # is everything there?
         return (functools.partial(model.read_hf, source, whole),
-                published_tokenizer(source, config.vocab_size))
+                published_tokenizer(source, config.vocab_size), {})
     record = read_run(source, model.Config, "--init_from")
     if "tokenizer" not in record:
         raise ConfigError(f"--init_from {source}: a run of another task, with no tokenizer to read "
                           f"text with")
-    return (functools.partial(model.read_run_weights, source, flag="--init_from"),
-            data.tokenizer_of(Path(source), record))
+    # The other run may have gone on since this one began.
+    begun = read_run(own, Config, "--out") if (own / "config.json").exists() else {}
+    step = begun.get("base_step") or run_steps(source, "--init_from")[0]
+    return (functools.partial(model.read_run_weights, source, step=step, flag="--init_from"),
+            data.tokenizer_of(Path(source), record), {"base_step": step})
 
 
 def train_language(config: Config, mesh: Any) -> None:
     """Train the transformer on --data, in --out."""
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
-    weights, tokenizer = first_weights(config)
+    weights, tokenizer, noted = first_weights(config)
     # Before its data is looked at, or anything written.
     check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, Config,
                      ("tokenizer",))
@@ -557,7 +561,7 @@ def train_language(config: Config, mesh: Any) -> None:
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
                               f"tokenizer of {config.init_from}; give the text itself")
         record = {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
-                  "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}
+                  "tokenizer_sha256": corpus.record.get("tokenizer_sha256", ""), **noted}
         check_run_folder(config.out, record, Config)
     if is_process_0:
         hosts.process_allgather("the data is there")

@@ -3,7 +3,7 @@
     chat_template.jinja, or chat_template in tokenizer_config.json (one, or several with names)
 
 A template is a program that somebody else wrote. It runs in jinja2's sandbox, with the functions
-that transformers gives it.
+that transformers gives it. (The sandbox does not limit time or memory.)
 """
 
 import datetime
@@ -38,10 +38,10 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
 def _template_of(folder, config, name):
     path, found = folder / "chat_template.jinja", config.get("chat_template")
     if isinstance(found, list):
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
     else:
         found = {"default": found} if found else {}
-    if path.exists():
+    if path.is_file():
         found["default"] = path.read_text(encoding="utf-8", errors="replace")
     if not isinstance(found.get(name), str):
         raise ConfigError(f"{folder}: no chat template {name!r}" + (

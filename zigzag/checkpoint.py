@@ -320,15 +320,22 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
+def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
+    """Of which steps a run has checkpoints, the newest first."""
+    names = [p.name for p in (Path(folder).resolve() / "checkpoints").glob("*")]
+    if steps := sorted(map(int, filter(str.isdecimal, names)), reverse=True):
+        return steps
+    raise ConfigError(f"{flag} {folder}: no checkpoint yet")
+
+
 def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"
                 ) -> Any:
     """The weights of a run's newest (or given) step, in the places that the shapes `params` have.
     A damaged checkpoint is reported, and the one before it is read. (`flag` named the run.)"""
-    checkpoints = Path(folder).resolve() / "checkpoints"
-    steps = sorted((int(p.name) for p in checkpoints.glob("*") if p.name.isdecimal()), reverse=True)
-    if not steps or (step is not None and step not in steps):
-        raise ConfigError(f"{flag} {folder}: no checkpoint " + (f"of step {step}; there are "
-                          f"{', '.join(map(str, steps))}" if steps else "yet"))
+    checkpoints, steps = Path(folder).resolve() / "checkpoints", run_steps(folder, flag)
+    if step is not None and step not in steps:
+        raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
+                          f"{', '.join(map(str, steps))}")
     for at in steps if step is None else [step]:
         try:
             return read_checkpoint(checkpoints / str(at), {"params": params},

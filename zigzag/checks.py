@@ -109,6 +109,10 @@ def _check_parts(c):
         raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
                           f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
                           f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
+    if c.local_theta and not c.window:
+        raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
+    if c.window > 2**30:
+        raise ConfigError(f"--window {c.window}: expected at most {2**30}")
     if c.q_rank and not c.kv_rank:
         raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
     if c.v_head_dim not in (0, c.head_dim) and not c.kv_rank:

@@ -65,7 +65,9 @@ def fields_of(record: Fields) -> Fields:
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
-    return {"embed_scale": 1.0, **fields, "published": json.dumps(record, sort_keys=True)}
+    # (It is tuned without the losses that only routers of new models need.)
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0, **fields,
+            "published": json.dumps(record, sort_keys=True)}
 
 
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
@@ -84,17 +86,19 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     # Its embedding is saved multiplied, and its head by itself.
     scale = c.embed_scale or c.d_model**0.5
     params = {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
-    mine = dataclasses.replace(c, tied=False, embed_scale=1.0, published=json.dumps(record))
+    mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,
+                               published=json.dumps(record))
     there = fields_of(record)
     if c.rope_scaling and parse_scaling(c.rope_scaling) == parse_scaling(there["rope_scaling"]):
         there["rope_scaling"] = c.rope_scaling
     other = [name for name, value in there.items() if value != getattr(mine, name)
              and name != "published" and (value or name != "head_dim")]
     plain = dict(norm="rms", norm_place="pre", positions="rotary", gated=True, biases="",
-                 parallel=False, qk_norm=False, embed_norm=False, window=0 if not c.experts else
-                 c.window, local_layers="", embed_dim=0, attn_scale=0.0, attn_softcap=0.0,
-                 logit_softcap=0.0, kv_rank=0, shared_experts=0, dense_layers=0, router="softmax",
-                 router_norm=True, router_scale=1.0, expert_groups=1, expert_d_ff=0)
+                 parallel=False, qk_norm=False, embed_norm=False, local_layers="",
+                 window=c.window if c.experts else 0, local_theta=0.0, embed_dim=0, attn_scale=0.0,
+                 attn_softcap=0.0, logit_softcap=0.0, kv_rank=0, shared_experts=0, dense_layers=0,
+                 router="softmax", router_norm=True, router_scale=1.0, expert_groups=1,
+                 expert_d_ff=0)
     other += [name for name, value in plain.items() if getattr(c, name) != value]
     if other:
         raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "
@@ -212,8 +216,9 @@ def _every(r, number):
 
 
 def _gemma3(r):
-    return {**_gemma(r), **_every(r, r["sliding_window_pattern"]), "qk_norm": True,
-            "local_theta": float(r["rope_local_base_freq"])}
+    local = _every(r, r["sliding_window_pattern"])
+    return {**_gemma(r), **local, "qk_norm": True,
+            "local_theta": float(r["rope_local_base_freq"]) if local else 0.0}
 
 
 GEMMA_NORMS = {"input_layernorm.weight": "D -> attn_norm",

@@ -107,8 +107,8 @@ def as_stored(params: Any, dtype: str) -> Any:
     """Weights with those that are frozen in this precision."""
     adapters, frozen = split(params)
     if not adapters:
-        raise ConfigError("--lora_rank: these weights have no adapters, which model.init makes; "
-                          "leave it out to train all of them")
+        raise ConfigError("--lora_rank is for the transformer of model.py: these weights have no "
+                          "adapters; leave it out to train all of them")
     return join(adapters, cast(frozen, dtype))
 
 
@@ -149,7 +149,7 @@ def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag
         where, read = source, lambda: read_hf(source, without, wanted)
     else:
         where, read = f"the run {source}", lambda: read_run_weights(
-            source, cls, wanted, None, flag, places_of, init, read_hf)
+            source, cls, wanted, record.get("base_step"), flag, places_of, init, read_hf)
     about = (f"{flag} {folder} has adapters alone (--lora_rank {config.lora_rank}), of weights "
              f"that came from {where}")
     try:

@@ -222,9 +222,13 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """Float leaves in this precision; as they are where none is named."""
-    return tree if not dtype else jax.tree.map(
-        lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, tree)
+    """Float leaves in this precision; as they are where none is named. What a leaf called
+    router_bias decides, the choice of experts, is computed in float32."""
+    def one(path, w):
+        is_exact = path and getattr(path[-1], "key", "") == "router_bias"
+        return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
+
+    return jax.tree.map_with_path(one, tree) if dtype else tree
 
 
 def add_to(total: Any, more: Any) -> Any:

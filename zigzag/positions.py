@@ -74,6 +74,8 @@ def _llama3(dim, theta, known, length):
     rates = _plain(dim, theta)
     turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
     low, high = known["low_freq_factor"], known["high_freq_factor"]
+    if low == high:
+        raise ValueError("low_freq_factor and high_freq_factor are equal")
     keep = np.clip((turns - low) / (high - low), 0, 1)
     return rates * (keep + (1 - keep) / known["factor"])
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from zigzag.errors import ConfigError, one_line, optional_package
 from zigzag.files import read_json, write_json
+from zigzag.hosts import process_allgather
 from zigzag.mesh import by_path, flatten
 
 # So many bytes of arrays go into one file.
@@ -203,7 +204,7 @@ class Folder:
             raise ConfigError(f"{index}: no weight_map in it")
         for name, file in weight_map.items():
             if (not isinstance(file, str) or not file or file != Path(file).name
-                    or file.startswith(".")):
+                    or file.startswith(".") or len(file.encode()) > 255 or not file.isprintable()):
                 raise ConfigError(f"{index}: {_listed([name])} is said to be in {file!r:.80}, "
                                   f"which is not a file of this folder")
             if not (self.path / file).is_file():
@@ -411,7 +412,8 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
     Every process must call this; process 0 writes."""
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if process_allgather(is_taken)[0]:      # (before process 0 writes there)
         raise ConfigError(f"{path} is not empty; give a new folder")
     if dtype not in DTYPES:
         raise ConfigError(f"{dtype!r} is no precision to save in; expected one of "

@@ -101,6 +101,28 @@ def one_by_one_through_all(w, h, c, tokens):
     return out + mlp(w["w_gate"], w["w_up"], w["w_down"]), added
 
 
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
+    """Scores that do not add up to 1 would make a loss of half the number of experts, and a
+    gradient many times that of the tokens."""
+    c = make(experts=8, experts_per_token=8, router=router, balance=1.0, router_z=0.0)
+    w = jax.tree.map(lambda x: x[0], model.init(c, jax.random.key(0))["layers"])
+    w["router"] = jnp.zeros_like(w["router"])
+    weights = jnp.ones((2, 4))
+    _, (added, _) = model._experts(w, jnp.ones((2, 4, 32)), c, 0, {
+        "seeds": 1, "weights": weights}, [])
+    assert added == pytest.approx(weights.sum())
+
+
+def test_what_chooses_experts_is_not_rounded():
+    """DeepSeek's biases are near each other, beside an offset that bfloat16 rounds them to."""
+    c = make(experts=4, router="sigmoid", dtype="bfloat16")
+    params = mesh_tools.cast(model.init(c, jax.random.key(0)), c.dtype)
+    kinds = {path: w.dtype for path, w in mesh_tools.by_path(params).items()}
+    assert kinds.pop("layers.router_bias") == jnp.float32
+    assert set(kinds.values()) == {jnp.dtype("bfloat16")}
+
+
 def test_experts_equal_a_loop_over_all_of_them():
     """A share of the wrong expert, or a loss of the router that counts what is not asked: for each
     row, with a row of which nothing is; with gradients."""

@@ -78,6 +78,8 @@ CASES = {
     "gemma3": ("Gemma3Text", new(6, 3, **GEMMA, layers=4, sliding_window_pattern=2,
                                  rope_local_base_freq=100.0, final_logit_softcapping=20.0,
                                  **scaled("linear"))),
+    "gemma3 full": ("Gemma3Text", new(**GEMMA, layer_types=["full_attention"] * 2,
+                                      rope_local_base_freq=100.0)),
     "phi3": ("Phi3", new(pad_token_id=0, sliding_window=9, partial_rotary_factor=0.5)),
     "phi3 long": ("Phi3", new(
         pad_token_id=0, original_max_position_embeddings=16, rope_scaling=dict(

@@ -199,7 +199,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     flags = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1)
     config = train.parse([str(w) for w in (*flags, "--out", tmp_path / "new")])
     assert config.seq_len == 16 and config.lr == pytest.approx(0.05 / 24)
-    weights, tokenizer = train.first_weights(config)
+    weights, tokenizer, _ = train.first_weights(config)
     assert tokenizer.kind == "tokenizer.json"
     program = program_of(config, "fsdp=2")
     state = first_state(program, weights)
@@ -258,9 +258,38 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     for rank in (0, 3):
         config = train.parse([*flags, "--lora_rank", str(rank)])
         assert config.lora_rank == rank == train.parse(flags).lora_rank + rank
-        weights, _ = train.first_weights(config)
+        weights, *_ = train.first_weights(config)
         first = first_state(program_of(config, "fsdp=2"), weights)["params"]
         same(first if rank == 0 else lora.merged(first), params)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
+    """Beside its newest weights, which are others by then. Its folder is called as a preset is."""
+    monkeypatch.chdir(tmp_path)
+    shape = ("--layers", 1, "--d_model", 16, "--heads", 2, "--seq_len", 16, "--batch", 8,
+             "--save_every", 1, "--eval_every", 9, "--data", text)
+    fine_tune(*shape, "--steps", 1, "--out", "tiny")
+    adapted = ("--init_from", "tiny", "--lora_rank", 2, *shape[6:], "--lr", 0.01, "--out", "b")
+    fine_tune(*adapted, "--steps", 1)
+    fine_tune(*shape, "--steps", 3, "--out", "tiny")
+    before, _ = model.load_run("b")
+    fine_tune(*adapted, "--steps", 2)
+    after, _ = model.load_run("b")
+    same({"embed": before["embed"]}, {"embed": after["embed"]})
+    assert np.any(before["layers"]["wq"] != after["layers"]["wq"])
+    shutil.rmtree("tiny/checkpoints/1")
+    assert "no checkpoint of step 1; there are 3, 2" in refused(
+        capsys, "--run", "b", main=sample.main)
+
+
+def test_a_folder_may_be_called_as_a_preset_is(tmp_path, monkeypatch, published):
+    """New weights in place of those in the folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(published, "gpt2")
+    config = train.parse(["--model", "gpt2/"])
+    assert (config.layers, config.init_from, config.model) == (4, "gpt2", "gpt2")
+    assert train.parse(["--model", "gpt2"]).layers == 12
 
 
 def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_path):

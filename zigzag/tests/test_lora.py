@@ -417,7 +417,7 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"] and not any("not checked" in x for x in lines)
     first = program_of(config, "data=2").start(jax.random.key(0))["params"]
     assert (np.asarray(fit.params["embed"]) == np.asarray(first["embed"])).all()
-    with pytest.raises(ConfigError, match="--lora_rank: these weights have no adapters"):
+    with pytest.raises(ConfigError, match="these weights have no adapters"):
         learn(config, init=functools.partial(model.init, plain(config)))
 
 

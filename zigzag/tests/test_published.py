@@ -316,8 +316,9 @@ HOSTILE = {
                                    "not as the index says: it has model.norm.weight too"),
     "a map to a number": (with_index(lambda m: m.update({NORM: 3})), "not a file of this folder"),
 }
-for _path in ("../x/model.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", ""):
-    HOSTILE[f"a path {_path!r}"] = with_index(
+for _path in ("../x/model.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "",
+              "a" * 300, "a\x1b[31m.safetensors"):
+    HOSTILE[f"a path {_path!r:.40}"] = with_index(
         lambda m, path=_path: m.update({NORM: path})), "not a file of this folder"
 
 CONFIGS = [
@@ -347,6 +348,9 @@ CONFIGS = [
     (dict(rope_scaling={"rope_type": "spiral"}), "'spiral' is not known"),
     (dict(rope_scaling={"rope_type": [1]}), "rope_scaling"),
     (dict(rope_scaling="no"), "wrong kind"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
+                        "high_freq_factor": 1.0}), "are equal"),
+    (dict(model_type="mistral", sliding_window=2**40), "--window 1099511627776: expected at most"),
     (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling"),
     (dict(rope_scaling={"rope_type": "linear", "factor": 0}), "rope_scaling"),
     (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "rope_scaling"),
