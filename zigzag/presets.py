@@ -26,10 +26,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
                  tied=True),
     "1.2b": dict(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048),
-    # The UvA notebooks' model: norms of queries and keys, an MLP without a gate.
-    "uva3d": dict(layers=12, d_model=1024, heads=16, d_ff=4096, vocab_size=2048, seq_len=512,
-                  qk_norm=True, positions="learned", activation="gelu_tanh", gated=False,
-                  biases="mlp", embed_scale=1.0),
+    # The model of the UvA notebook on 3D parallelism, which learns random tokens. (It has 1,152
+    # parameters more: scales of queries' and keys' norms, once for each device and shard.)
+    "uva3d": dict(layers=6, d_model=256, heads=8, d_ff=1024, vocab_size=100, seq_len=8,
+                  parallel=True, qk_norm=True, positions="learned", activation="gelu_tanh",
+                  gated=False, biases="out,mlp,head", embed_scale=1.0, dropout=0.1,
+                  dtype="bfloat16", remat="full", microbatches=8),
     "gpt2": _shape(GPT2, 12, 768, 12), "gpt2-medium": _shape(GPT2, 24, 1024, 16),
     "gpt2-large": _shape(GPT2, 36, 1280, 20), "gpt2-xl": _shape(GPT2, 48, 1600, 25),
     "opt-125m": _shape(OPT, 12, 768, 12),
