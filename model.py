@@ -13,7 +13,7 @@ a mesh these are plain products.
 
 B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
 F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
-P rows of positions.
+P rows of positions. Latent attention: Q, R short vectors, U the turned part of a head, Y the rest.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Config:
     rotary_dim: int = 0           # as much of a head is turned; 0: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # its row of the first position
-    window: int = 0               # as many keys a query sees, itself included; 0: all before it
+    window: int = 0               # how many keys a query sees, itself included; 0: all before it
     local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
     local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
@@ -96,11 +96,11 @@ class Config:
     router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
     router_norm: bool = True      # a token's shares add up to 1
     router_scale: float = 1.0     # and are multiplied by this
-    expert_groups: int = 1        # groups of experts; a token first chooses among these
-    groups_per_token: int = 1     # so many
+    expert_groups: int = 1        # groups of experts, among which a token chooses first
+    groups_per_token: int = 1     # how many groups it chooses
     balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
-    lora_rank: int = 0            # train only adapters of this rank, of each matrix of the layers
+    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
     published: str = ""           # config.json of the published model that this came from
 
     def __post_init__(self) -> None:
@@ -256,8 +256,8 @@ def _softmax_attention(c, slopes, q, k, v, mask):
 
 
 def _attention_mask(c, i, query, key):
-    """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (A
-    kernel knows only the first half: another mask here means kernel=False in _heads.)"""
+    """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (The
+    device's kernel knows only the first half: name any other mask in `is_plain` of _heads.)"""
     seen = key["place"][:, None, :] <= query["place"][:, :, None]
     if c.window:
         seen &= key["place"][:, None, :] > query["place"][:, :, None] - layer_window(c, i)
@@ -454,7 +454,7 @@ def _parallel_block(w, x, i, c, batch, cache):
 
 
 def _head(params, x, c):
-    """The last norm's output [B, T, E] and the loss head [E, V], with its bias if it has one."""
+    """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
     if "norm" in params:
         x = _norm(params, "norm", x, c)
     if "project_out" in params:

@@ -168,11 +168,11 @@ def gather_weights(plan: Plan, weights: Any) -> Any:
 
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
-    """The training step (state, batch) -> state, metrics. Second, its first half, for whoever
-    compares gradients: (params, batch) -> gradients, sums."""
+    """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
+    (params, batch) -> gradients, sums, for tests that compare gradients."""
     def gradients(params, batch):
-        # Accumulate, in float32. Weights of no layer are gathered once; layers gather their own in
-        # each micro-batch.
+        # Accumulate, in float32. Weights of no layer are gathered once (`scatter`, the transpose,
+        # takes their gradients back); layers gather their own in each micro-batch.
         weights, frozen = plan.split(plan.mark(cast(params, plan.dtype)))
         whole, scatter, frozen = jax.vjp(
             lambda w: plan.split(gather_weights(plan, lora.join(w, frozen))), weights, has_aux=True)
@@ -406,7 +406,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")
-    name = given.get("model", "tiny")       # gpt2/ is a folder, and gpt2 is not
+    name = given.get("model", "tiny")       # a preset's name means the preset, gpt2/ a folder
     if given.get("init_from") or name not in model.PRESETS and Path(name).is_dir():
         given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
         return Config(**{**fields_with_weights(given), **given})

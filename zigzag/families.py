@@ -194,8 +194,8 @@ FAMILIES["phi3"] = Family(
 
 
 def _gemma(r):
-    """Gemma 2 and 3: norms around both halves, which multiply by one more than they store; the
-    embedding is multiplied by the root of its width."""
+    """Gemma 2 and 3: norms around both halves (`_one_more` changes what they store); the embedding
+    is multiplied by the root of its width, which an embed_scale of 0 means."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
     return {**_modern({**r, "hidden_act": r["hidden_activation"]}), "norm_place": "sandwich",
@@ -232,6 +232,7 @@ def _gemma_arrays(c):
 
 
 def _one_more(c):
+    """Their norms multiply by one more than the array has. Ours store that sum."""
     return {name: Change(offset=1.0) for name in (
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 

@@ -45,7 +45,7 @@ def layer_norm(name, ours):
 
 
 def columns(name, axes, ours, bias=True):
-    """torch's Linear of columns: its array lies [out, in]."""
+    """A Linear of torch, [out, in], whose outputs shard.columns may split."""
     axes = f"({axes})" if " " in axes else axes
     biases = " ".join(f"{w}_bias" for w in ours.split())
     return {f"{name}.weight": f"{axes} D -> {ours}"} | (
@@ -53,7 +53,7 @@ def columns(name, axes, ours, bias=True):
 
 
 def rows(name, axes, ours, bias=True):
-    """torch's Linear of rows."""
+    """A Linear of torch, [out, in], whose inputs shard.row may split."""
     axes = f"({axes})" if " " in axes else axes
     return {f"{name}.weight": f"D {axes} -> {ours}"} | (
         {f"{name}.bias": f"D -> {ours}_bias"} if bias else {})

@@ -11,9 +11,11 @@ A family says of each published array how it lies, and of which of our weights i
     "lm_head.weight":          "V W = embed"                        one that another array has too
 
 The letters are those of model.py's table of weights; g is the number of query heads of a key head.
-The last is not written, and may be missing; if it is there, it must have the same numbers.
-From that follow the shape that is expected, what a device reads of an array (the ranges of its
-shard along the outer letter of each axis), and what is written.
+Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
+what the brackets have K times: in the third example, for each key head, its query heads, its key
+and its value. The last array is not written, and may be missing; if it is there, it must have the
+same numbers. From that follow the shape that is expected, what a device reads of an array (its
+shard's range of the first letter of each axis), and what is written.
 """
 
 import dataclasses
@@ -41,13 +43,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of a published array, for one of our weights: outer letters, then its block of what
-    follows them, which has inner letters."""
-    outer: tuple[str, ...]
-    inner: tuple[str, ...]
-    begin: int              # of its block
-    block: int              # how long that is
-    whole: int              # and all blocks together
+    """An axis of a published array, for one of our weights."""
+    outer: tuple[str, ...]  # the letters before [, which number the repeats
+    inner: tuple[str, ...]  # the letters of this weight in them; all, where nothing is repeated
+    begin: int              # where in a repeat this weight begins
+    block: int              # how many numbers of it there are
+    whole: int              # how long a repeat is
 
     @property
     def letters(self) -> tuple[str, ...]:
