@@ -286,7 +286,7 @@ def test_a_checkpoint_has_adapters_alone(trained):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    slow("fsdp=2", {}),
+    full("fsdp=2", {}),
     full("pipe=2,data=2", dict(layers=4, microbatches=2, schedule="interleaved", chunks=2)),
     full("data=2,tensor=2", dict(dtype="bfloat16", zero=1, fsdp_min=1))])
 def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
@@ -324,7 +324,7 @@ def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
     assert json.loads((folder / "config.json").read_text())["steps"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_read_merged(trained, capsys):
     """sample.py with the weights that the run began with, or with adapters that count twice."""
     folder, fit = trained
@@ -403,7 +403,7 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
 # -------------------------------------------------------------------------------------------
 # Around it
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
     """A loss that wraps the transformer's is compared with one device: gradients of adapters
     beside those of all weights."""
