@@ -18,216 +18,42 @@ P rows of positions. Latent attention: Q, R short vectors, U the turned part of 
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 import shard
-from zigzag import folders, lora, presets, weights
-from zigzag.checkpoint import run_config
-from zigzag.checks import check_model_config
+from zigzag import folders, lora, stems
+from zigzag.checks import check_model
+from zigzag.config import PRESETS as PRESETS
+from zigzag.config import Config, padded
 from zigzag.errors import ConfigError
 from zigzag.experts import choose
+from zigzag.families import FAMILIES
 from zigzag.flags import run_main
-from zigzag.mesh import cast, shardings
-from zigzag.positions import alibi_bias, alibi_slopes, layer_rates, layer_window, rotate, sinusoids
+from zigzag.mesh import cast
+from zigzag.network import Network, Params
+from zigzag.positions import (
+    alibi_bias,
+    alibi_slopes,
+    layer_rates,
+    layer_window,
+    relative_bias,
+    relative_ids,
+    rotate,
+    sinusoids,
+)
 from zigzag.products import loss_chunks, matmul, on_columns
-from zigzag.weights import Table
-
-Params = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
-    layers: int = 4               # blocks
-    d_model: int = 128            # width of the residual stream
-    heads: int = 8                # query heads
-    kv_heads: int = 0             # key/value heads; 0: as many as heads
-    head_dim: int = 0             # width of a head; 0: d_model / heads
-    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
-    seq_len: int = 128            # tokens in a training example
-    tied: bool = False            # one table for embedding tokens and for the loss head
-    parallel: bool = False        # attention and MLP beside each other, after one norm
-    parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
-    norm: str = "rms"             # or layer: minus the mean, and with a bias
-    norm_eps: float = 1e-6        # what a norm adds to the variance
-    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), sandwich (both)
-    embed_norm: bool = False      # a norm after the embedding
-    qk_norm: bool = False         # RMSNorm of every query and key head
-    activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, relu
-    gated: bool = True            # the activation multiplies a second product
-    biases: str = ""              # which products have a bias: of qkv, out, mlp, head, with commas
-    positions: str = "rotary"     # or learned, sinusoidal, alibi, alibi16 (in bfloat16), none
-    rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
-    rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
-    rotary_dim: int = 0           # as much of a head is turned; 0: all
-    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
-    position_offset: int = 0      # its row of the first position
-    window: int = 0               # how many keys a query sees, itself included; 0: all before it
-    local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
-    local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
-    embed_dim: int = 0            # width of the embedding and the head; 0: d_model
-    embed_scale: float = 0.0      # what the embedding is multiplied by; 0: the root of d_model
-    attn_scale: float = 0.0       # what scores are multiplied by; 0: head_dim ** -0.5
-    attn_softcap: float = 0.0     # keeps scores between it and its negative, by tanh; 0: no bounds
-    logit_softcap: float = 0.0    # the same for the logits
-    q_rank: int = 0               # latent attention: queries from so wide a vector; 0: from d_model
-    kv_rank: int = 0              # and keys and values; 0: no latent attention
-    v_head_dim: int = 0           # width of a head's values; 0: head_dim
-    dropout: float = 0.0          # share of each block's output dropped in training
-    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
-    remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
-    kernel: bool = True           # attention by the device's own kernel, where it has one
-    sequence_parallel: bool = True  # between blocks, tensor splits the time of the residual stream
-    microbatches: int = 1         # parts in which the rows of a device go through the pipeline
-    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
-    chunks: int = 1               # pieces of consecutive layers that each stage of it has
-    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
-    experts: int = 0              # experts in each MLP; 0: a dense MLP
-    experts_per_token: int = 2    # of which each token visits
-    shared_experts: int = 0       # and how many more it visits always
-    expert_d_ff: int = 0          # width of an expert; 0: d_ff
-    dense_layers: int = 0         # the first layers, which have a dense MLP in place of experts
-    router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
-    router_norm: bool = True      # a token's shares add up to 1
-    router_scale: float = 1.0     # and are multiplied by this
-    expert_groups: int = 1        # groups of experts, among which a token chooses first
-    groups_per_token: int = 1     # how many groups it chooses
-    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
-    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
-    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
-    published: str = ""           # config.json of the published model that this came from
-
-    def __post_init__(self) -> None:
-        check_model_config(self)
-
-
-PRESETS = {name: Config(**fields) for name, fields in presets.PRESETS.items()}
-
-
-def padded(vocab_size: int) -> int:
-    """Rows of the vocabulary's tables: up to a multiple of 128, a TPU's lane width, whatever
-    the mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
-    return -(-vocab_size // 128) * 128
-
-
-# -------------------------------------------------------------------------------------------
-# Weights
-
-def _weights(c):
-    """Every weight, once: its axes, the deviation of its first values (none: ones), and the axis
-    that tensor may split in the code below."""
-    D, W = c.d_model, c.embed_dim or c.d_model
-    table = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows)
-    stacks = {"layers": _layer_weights(c, c.layers - c.dense_layers, c.experts)}
-    if c.dense_layers:
-        stacks["dense_layers"] = _layer_weights(c, c.dense_layers, 0)
-    weights = {"embed": table("V W", W**-0.5, "V"), **stacks}
-    if not c.tied:
-        weights["head"] = table("W V", W**-0.5, "V")
-    if _has_bias(c, "head"):
-        weights["head_bias"] = table("1 V", 0.0, "V")
-    if c.positions == "learned":
-        weights["positions"] = table("P D", 0.02)
-    if W != D:
-        weights |= {"project_in": table("W D", W**-0.5), "project_out": table("D W", D**-0.5)}
-    norms = ["embed_norm"] * c.embed_norm + ["norm"] * (c.norm_place != "post")
-    return weights | _norms(c, table, "D", norms)
-
-
-def _layer_weights(c, L, experts):
-    """The weights of L layers that are alike."""
-    D, G = c.d_model, c.expert_d_ff or c.d_ff
-    F = c.shared_experts * G if experts else c.d_ff
-    # Of latent attention (R): queries, keys and values are made of short vectors, and a part of
-    # each key, the one that is turned (U), is the same for all heads.
-    Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
-    table = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
-                  U=U, Y=c.head_dim - U)
-    # What is added to the residual stream 2 L times starts smaller by the root of that, so that
-    # the stream's size does not grow with the depth.
-    into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {"wq": table("L D H N", into, "H"), "wk": table("L D K N", into, "K"),
-               "wv": table("L D K M", into, "K"),
-               "wo": table("L H M D", (H * M) ** -0.5 * back, "H")}
-    if R:
-        weights |= {"kv_down": table("L D R", into), "kv_norm": table("L R"),
-                    "k_rotary": table("L D U", into), "wk": table("L R H Y", R**-0.5, "H"),
-                    "wv": table("L R H M", R**-0.5, "H")}
-    if R and Q:
-        weights |= {"q_down": table("L D Q", into), "q_down_norm": table("L Q"),
-                    "wq": table("L Q H N", Q**-0.5, "H")}
-    if c.qk_norm:
-        weights |= {"q_norm": table("L N"), "k_norm": table("L N")}
-    if F:           # the MLP that all tokens visit
-        weights |= {"w_gate": table("L D F", into, "F")} if c.gated else {}
-        weights |= {"w_up": table("L D F", into, "F"),
-                    "w_down": table("L F D", F**-0.5 * back, "F")}
-    if experts:
-        weights |= {"router": table("L D E", into), "e_gate": table("L E D G", into, "G"),
-                    "e_up": table("L E D G", into, "G"),
-                    "e_down": table("L E G D", G**-0.5 * back, "G")}
-    if experts and c.router == "sigmoid":
-        weights["router_bias"] = table("L E", 0.0)
-    biases = {"wq": ("qkv", "L 1 H N", "H"), "wk": ("qkv", "L 1 K N", "K"),
-              "wv": ("qkv", "L 1 K M", "K"), "wo": ("out", "L D", ""),
-              "w_gate": ("mlp", "L 1 F", "F"), "w_up": ("mlp", "L 1 F", "F"),
-              "w_down": ("mlp", "L D", "")}
-    weights |= {f"{name}_bias": table(axes, 0.0, tensor)
-                for name, (product, axes, tensor) in biases.items()
-                if _has_bias(c, product) and name in weights}
-    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
-    norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
-    return lora.with_adapters(weights | _norms(c, table, "L D", norms), c.lora_rank)
-
-
-def _norms(c, table, axes, names):
-    weights = {name: table(axes) for name in names}
-    if c.norm == "layer":
-        weights |= {f"{name}_bias": table(axes, 0.0) for name in names}
-    return weights
-
-
-def _has_bias(c, product):
-    return product in c.biases.split(",")
-
-
-def init(config: Config, key: Array) -> Params:
-    """New float32 weights, which follow from the key and each weight's path, not from the mesh."""
-    if not config.vocab_size:
-        raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
-    return weights.first_values(_weights(config), key)
-
-
-def weight_shapes(config: Config) -> Params:
-    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
-
-
-def tensor_dims(config: Config) -> Params:
-    """Of each weight the dimension that tensor may split, or -1."""
-    return jax.tree.map(lambda w: w.tensor, _weights(config))
-
-
-def parameters(config: Config) -> tuple[int, int]:
-    """How many parameters a model has, and how many of them one token visits."""
-    return weights.parameters(_weights(config), config,
-                              padded(config.vocab_size) - config.vocab_size)
-
-
-def flops(config: Config, tokens: int) -> float:
-    """Arithmetic of training on that many tokens."""
-    return weights.flops(_weights(config), config, tokens)
-
+from zigzag.tables import encoder_config, table
 
 # -------------------------------------------------------------------------------------------
 # The parts of a block
 
-def _norm(w, name, x, c, kind="", eps=0.0):
+def norm(w, name, x, c, kind="", eps=0.0):
     """RMSNorm or LayerNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
     if (kind or c.norm) == "layer":
@@ -237,19 +63,19 @@ def _norm(w, name, x, c, kind="", eps=0.0):
     return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
 
 
-def _softmax_attention(c, slopes, q, k, v, mask):
+def softmax_attention(c, bias, q, k, v, mask):
     """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
-    of the sum that the weights were divided by [B, H, T]. With ALiBi (slopes [H]) the mask is a
-    pair, second the positions of keys [B, 1, 1, S]."""
+    of the sum that the weights were divided by [B, H, T]. Where scores have a bias (a function) the
+    mask is a pair, second what the bias follows from."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
         k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
     if c.attn_softcap:
         scores = c.attn_softcap * jnp.tanh(scores / c.attn_softcap)
-    if slopes is not None:
-        mask, position = mask
-        scores += alibi_bias(c, slopes, position)
+    if bias is not None:
+        mask, known = mask
+        scores += bias(known)
     scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
     return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
@@ -258,31 +84,52 @@ def _softmax_attention(c, slopes, q, k, v, mask):
 def _attention_mask(c, i, query, key):
     """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (The
     device's kernel knows only the first half: name any other mask in `is_plain` of _heads.)"""
-    seen = key["place"][:, None, :] <= query["place"][:, :, None]
+    seen = key["document"][:, None, :] == query["document"][:, :, None]
+    if c.causal:
+        seen &= key["place"][:, None, :] <= query["place"][:, :, None]
     if c.window:
         seen &= key["place"][:, None, :] > query["place"][:, :, None] - layer_window(c, i)
-    seen = (seen & (key["document"][:, None, :] == query["document"][:, :, None]))[:, None]
+    seen = seen[:, None]
+    if c.relative:
+        return seen, relative_ids(c, query["place"], key["place"])
     return (seen, key["position"][:, None, None, :]) if "position" in key else seen
 
 
-def _with_bias(w, name):
+def _score_bias(w, q, c):
+    """What is added to the scores of these queries, as a function: by learned numbers for each
+    distance (`relative`), or by slopes of the heads (ALiBi)."""
+    if c.relative:
+        table = w["relative"]
+        if q.shape[2] < table.shape[1]:
+            table = shard.own_part(table, 1)
+        return functools.partial(relative_bias, c, table)
+    if c.positions.startswith("alibi"):
+        slopes = jnp.asarray(alibi_slopes(c.heads))
+        slopes = shard.own_part(slopes, 0) if q.shape[2] < c.heads else slopes
+        return functools.partial(alibi_bias, c, slopes)
+    return None
+
+
+def with_bias(w, name):
     """A weight, or a pair of it and its bias, as `columns` takes it."""
     bias = w.get(f"{name}_bias")
     return w[name] if bias is None else (w[name], bias)
 
 
 def _into_heads(w, c):
-    return [_with_bias(w, "wq"), *(
-        on_columns(lambda a: shard.repeat_kv(a, c.heads), _with_bias(w, name))
-        for name in ("wk", "wv"))]
+    return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
+
+
+def _into_keys(w, c, *names):
+    return [on_columns(lambda a: shard.repeat_kv(a, c.heads), with_bias(w, n)) for n in names]
 
 
 def _latent_heads(w, h, c):
     """Queries, keys and values [B, T, H, N] of latent attention. (Its own norms have always had an
     epsilon of 1e-6, whatever that of the others.)"""
-    q = _norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
+    q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
-    latent = _norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
+    latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
     k, v = shard.columns(latent, w["wk"], w["wv"])
     turned = shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]          # of all heads
     turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
@@ -294,24 +141,26 @@ def _heads(w, qkv, c, i, batch, cache=None):
     with these keys and values in it."""
     q, k, v = qkv
     if c.qk_norm:
-        q, k = _norm(w, "q_norm", q, c, "rms"), _norm(w, "k_norm", k, c, "rms")
+        q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
     if c.positions == "rotary":
         q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
-    if c.attn_scale:        # beside what attention multiplies by itself
-        q = q * (c.attn_scale * c.head_dim**0.5)
+    q = _scaled(q, c)
     if cache is not None:
-        cache = {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
+        cache = cache | {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
                  for name, a in (("k", k), ("v", v))}
         k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    slopes = None
-    if c.positions.startswith("alibi"):
-        slopes = jnp.asarray(alibi_slopes(c.heads))
-        slopes = shard.own_part(slopes, 0) if q.shape[2] < c.heads else slopes
-    is_plain = not (c.window or c.attn_softcap or c.kv_rank or slopes is not None
-                    or cache is not None or {"segments", "places"} & batch.keys())
-    return shard.attend(functools.partial(_softmax_attention, c, slopes), q, k, v,
+    bias = _score_bias(w, q, c)
+    is_plain = c.causal and not (
+        c.window or c.attn_softcap or c.kv_rank or bias is not None or cache is not None
+        or {"segments", "places", "mask"} & batch.keys())
+    return shard.attend(functools.partial(softmax_attention, c, bias), q, k, v,
                         functools.partial(_attention_mask, c, i), batch["query"], batch["key"],
-                        causal=cache is None, kernel=c.kernel and is_plain), cache
+                        causal=c.causal and cache is None, kernel=c.kernel and is_plain), cache
+
+
+def _scaled(q, c):
+    """Queries, where scores are multiplied by something else than attention does by itself."""
+    return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
 
 
 def _attention(w, h, c, i, batch, cache):
@@ -321,15 +170,42 @@ def _attention(w, h, c, i, batch, cache):
     return _plus_bias(w, shard.row((heads, w["wo"]), split_time=c.sequence_parallel), "wo"), cache
 
 
+def _cross_attention(w, h, c, batch, cache):
+    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
+    has already."""
+    q, = shard.columns(h, with_bias(w, "cross_wq"))
+    if cache is None:
+        k, v = _cross_keys(w, batch["encoded"], c)
+    key = batch["source_info"] if cache is None else {"document": cache["cross_document"]}
+    k, v = (k, v) if cache is None else (cache["cross_k"], cache["cross_v"])
+    out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
+                       _source_mask, batch["query"], key)
+    out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
+    return _plus_bias(w, out, "cross_wo")
+
+
+def _cross_keys(w, encoded, c):
+    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
+
+
+def _source_mask(query, key):
+    return (key["document"] >= 0)[:, None, None, :]
+
+
 def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
+def _quick_gelu(x):
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
-               "gelu": functools.partial(jax.nn.gelu, approximate=False)}
+               "gelu": functools.partial(jax.nn.gelu, approximate=False),
+               "quick_gelu": _quick_gelu}
 
 
-def _activate(c, first, *gated):
+def activate(c, first, *gated):
     """What is between the two products of an MLP."""
     first = ACTIVATIONS[c.activation](first)
     return first * gated[0] if gated else first
@@ -337,7 +213,7 @@ def _activate(c, first, *gated):
 
 def _into_dense(w):
     """The weights into the MLP that all tokens visit, if there is one."""
-    return [_with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
+    return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
 def _feed_forward(w, h, c, i, batch):
@@ -350,7 +226,7 @@ def _out_of_block(w, h, c, i, batch, out, dense):
     """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
     products make), and of what experts make of h; and what those add to the loss."""
     if dense:
-        out = [*out, (_activate(c, *dense), w["w_down"])]
+        out = [*out, (activate(c, *dense), w["w_down"])]
     if "router" in w:
         return _experts(w, h, c, i, batch, out)
     return shard.row(*out, split_time=c.sequence_parallel), None
@@ -370,7 +246,7 @@ def _experts(w, h, c, i, batch, beside):
     if c.router_norm:
         top = top / top.sum(-1, keepdims=True)
     out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
-                        functools.partial(_activate, c), w["e_down"], *beside,
+                        functools.partial(activate, c), w["e_down"], *beside,
                         split_time=c.sequence_parallel)
     if "seeds" not in batch:
         return out, None
@@ -405,48 +281,69 @@ def _drop(y, c, site, batch):
 
 def _embed(params, batch, c):
     """The stream [B, T, D] that the layers begin with."""
-    x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
-    x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
-    if "project_in" in params:
+    if c.own_stem == "tokens":
+        x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
+        x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
+    else:
+        x = stems.STEMS[c.own_stem](params, batch["source"], c)
+        x = shard.residual_stream(shard.own_time(_padded(x)), c.sequence_parallel)
+    # An embedding that has a norm has all of its parts at its own width.
+    if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
-    if c.positions in ("learned", "sinusoidal"):
+    if c.positions in ("learned", "fixed", "sinusoidal"):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
+        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + table[places].astype(x.dtype)
+    if c.token_types:
+        x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
     if c.embed_norm:
-        x = _norm(params, "embed_norm", x, c)
+        x = norm(params, "embed_norm", x, c)
+        if "project_in" in params:
+            x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
     return x
 
 
-def _block(w, x, i, c, batch, cache=None):
+def _padded(x):
+    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
+    more = -x.shape[1] % shard.time_parts()
+    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+
+
+def block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     w = lora.adapted(w)
     if c.parallel:
         return _parallel_block(w, x, i, c, batch, cache)
     is_post = c.norm_place == "post"
-    y, cache = _attention(w, x if is_post else _norm(w, "attn_norm", x, c), c, i, batch, cache)
+    y, cache = _attention(w, x if is_post else norm(w, "attn_norm", x, c), c, i, batch, cache)
     x = _add(w, "attn", x, y, c, 2 * i, batch)
-    y, aux = _feed_forward(w, x if is_post else _norm(w, "mlp_norm", x, c), c, i, batch)
+    if "cross_wq" in w:
+        y = _cross_attention(w, x if is_post else norm(w, "cross_norm", x, c), c, batch, cache)
+        x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
+    y, aux = _feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
     return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
 
 
 def _add(w, half, x, y, c, site, batch):
     """The stream, and what attention or MLP add to it."""
     if c.norm_place == "sandwich":
-        y = _norm(w, f"{half}_out_norm", y, c)
+        y = norm(w, f"{half}_out_norm", y, c)
+    if f"{half}_out_scale" in w:
+        y = y * w[f"{half}_out_scale"]
     x = x + _drop(y, c, site, batch)
-    return _norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
+    return norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
 
 
 def _parallel_block(w, x, i, c, batch, cache):
     """Attention and MLP beside each other: after one norm, one collective into both; one out of
     both."""
-    h = _norm(w, "attn_norm", x, c)
+    h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
         q, k, v, *dense = shard.columns(h, *_into_heads(w, c), *_into_dense(w))
     else:
         q, k, v = shard.columns(h, *_into_heads(w, c))
-        h = _norm(w, "mlp_norm", x, c)
+        h = norm(w, "mlp_norm", x, c)
         dense = shard.columns(h, *_into_dense(w))
     heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
     y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
@@ -456,23 +353,103 @@ def _parallel_block(w, x, i, c, batch, cache):
 def _head(params, x, c):
     """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
     if "norm" in params:
-        x = _norm(params, "norm", x, c)
+        x = norm(params, "norm", x, c)
+    if c.head == "masked":
+        x = activate(c, _plus_bias(params, matmul(x, params["transform"]), "transform"))
+        x = norm(params, "transform_norm", x, c)
     if "project_out" in params:
         x = matmul(x, params["project_out"])
+    if c.head_scale:
+        x = x * c.head_scale
     head = {"head": params["embed"].T if c.tied else params["head"]}
-    return x, _with_bias({**params, **head}, "head")
+    return x, with_bias({**params, **head}, "head")
+
+
+def _class_logits(params, x, c):
+    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
+    picture's patches."""
+    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.pool_dense:
+        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
+    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
 
 
 def _with_info(batch, c):
     """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
-    queries and of keys, the place in the row and the document, which decide who sees whom."""
-    shape = batch["tokens"].shape
+    queries and of keys, the place in the row and the document, which decide who sees whom. (Where a
+    mask says that no token is, is a document of its own.)"""
+    if c.own_stem != "tokens" and "places" not in batch:
+        return _source(batch, c)
+    shape = batch.get("places", batch.get("tokens")).shape
     place = batch.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape))
-    batch = {"positions": place, **batch}
-    info = {"place": place, "document": batch.get("segments", jnp.zeros_like(place))}
+    document = batch.get("segments", jnp.zeros_like(place))
+    if "mask" in batch:
+        document = jnp.where(batch["mask"] > 0, document, -1)
+    position = place
+    if c.pad_id >= 0:
+        position = shard.count_before(batch["tokens"] != c.pad_id, place) - 1
+    more = {"positions": position}
+    if c.token_types:
+        more["token_types"] = jnp.zeros_like(place)
+    batch, info = {**more, **batch}, {"place": place, "document": document}
     if c.positions.startswith("alibi"):
         info["position"] = batch["positions"]
     return {**batch, "query": info, "key": info}
+
+
+# -------------------------------------------------------------------------------------------
+# An encoder's source. (A reader of the plain decoder goes on at "The network".)
+
+def _source(batch, c):
+    """The batch of an encoder: of its source this device's part of the time."""
+    is_text, shape = c.own_stem == "tokens", batch["source"].shape
+    length = shape[1] if is_text else stems.length(c)
+    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
+    if is_text:
+        known["tokens"] = batch["source"]
+    known = jax.tree.map(_padded, known)
+    shape = known["mask"].shape
+    known["places"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    known = batch | shard.own_time(known)
+    if "seeds" in batch:        # for other numbers than the decoder's
+        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
+    return _with_info(known, c)
+
+
+def _encode(params, batch, c, specs=None):
+    """What the encoder makes of a batch's source, and where it is none."""
+    e = encoder_config(c)
+    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
+    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
+    known = _source(given, e)
+    x = _embed(params, known, e)
+    known = {name: known[name] for name in ("query", "key", "positions", "seeds") if name in known}
+
+    def layer(w, x, i, batch):
+        return block(w, x, i, e, batch)[:2]
+
+    x = shard.pipelined_layers(layer, *_layers(params, specs and specs["encoder"]), x, known,
+                               c.remat, c.microbatches, c.chunks, c.sum_dtype)
+    x = norm(params, "norm", x, e) if "norm" in params else x
+    return {"encoded": shard.time_of_block(x),
+            "source_info": {"document": known["key"]["document"]}}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def _layers(params, specs=None):
+    """The weights of the layers, each with what all of them share, and their specs."""
+    layers, specs = params["layers"], specs and specs["layers"]
+    if "relative" in params:
+        shared = params["relative"]
+        count = jax.tree.leaves(layers)[0].shape[:1]
+        layers = {**layers, "relative": jnp.broadcast_to(shared, count + shared.shape)}
+        specs = specs and {**specs, "relative": P("pipe")}
+    return layers, specs
 
 
 def _stack(params, name, x, c, batch, cache=None, specs=None):
@@ -482,12 +459,27 @@ def _stack(params, name, x, c, batch, cache=None, specs=None):
 
     def layer(w, x, each):
         i, layer_cache = each
-        x, _, layer_cache = _block(w, x, i, c, batch, layer_cache)
+        if c.layer_groups:
+            return _repeat(w, x, i, c, batch)[0], None
+        x, _, layer_cache = block(w, x, i, c, batch, layer_cache)
         return x, layer_cache
 
     own = jax.tree.map(lambda a: a[first:first + count], cache)
-    return shard.layers(layer, params[name], x, (jnp.arange(first, first + count), own),
-                        specs and specs[name])
+    weights, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
+        _layers(params, specs))
+    count = c.layer_groups or count
+    return shard.layers(layer, weights, x, (jnp.arange(first, first + count), own), specs)
+
+
+def _repeat(w, x, group, c, batch):
+    """A group of layers with the same weights."""
+    times = c.layers // c.layer_groups
+
+    def layer(x, i):
+        return block(w, x, i, c, batch)[0], None
+
+    layer = layer if c.remat == "none" else jax.checkpoint(layer)
+    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
 def _trunk(params, c, batch, cache=None, specs=None):
@@ -499,18 +491,45 @@ def _trunk(params, c, batch, cache=None, specs=None):
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-def forward(params: Params, tokens: Array, config: Config, source: Array | None = None,
-            positions: Array | None = None, segments: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]."""
-    if source is not None:
-        raise ConfigError("this model has no encoder to give a source to")
-    given = {"tokens": tokens, "positions": positions, "segments": segments}
-    config = dataclasses.replace(config, seq_len=shard.whole_length(tokens))
-    batch = _with_info({k: v for k, v in given.items() if v is not None}, config)
-    params = cast(params, config.dtype)
-    x, _ = _trunk(params, config, batch)
-    logits = shard.vocab_logits(*_head(params, x, config), config.vocab_size, config.logit_softcap)
-    return logits[..., :config.vocab_size]
+def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
+            positions: Array | None = None, segments: Array | None = None,
+            mask: Array | None = None, source_mask: Array | None = None,
+            token_types: Array | None = None) -> Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. An encoder has
+    those of the tokens themselves, or of classes [B, labels], or, without a head, vectors
+    [B, T, D]. `source` is what an encoder-decoder translates, or what a stem reads; a mask is 0
+    where a row has no token."""
+    c = config
+    if c.own_stem != "tokens" and source is None:
+        tokens, source = None, tokens
+    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
+        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+                          "this model has an encoder: give it a source")
+    given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
+                 source_mask=source_mask, token_types=token_types)
+    batch = {name: a for name, a in given.items() if a is not None}
+    c, params, batch = _prepared(params, batch, c)
+    x, _ = _trunk(params, c, batch)
+    if c.head == "classes":
+        return _class_logits(params, x, c)
+    if c.head == "none":
+        x = shard.whole_time(norm(params, "norm", x, c) if "norm" in params else x,
+                             in_parts=c.own_stem != "tokens")
+        return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
+    logits = shard.vocab_logits(*_head(params, x, c), c.vocab_size, c.logit_softcap)
+    return logits[..., :c.vocab_size]
+
+
+def _prepared(params, batch, c, specs=None):
+    """The configuration for rows as long as a batch's (some scaled positions depend on that),
+    weights in its precision, and the batch with what is known of it; of a source, what the encoder
+    makes of it."""
+    if "tokens" in batch:
+        c = dataclasses.replace(c, seq_len=shard.whole_length(batch["tokens"]))
+    params, batch = cast(params, c.dtype), _with_info(batch, c)
+    if c.encoder_layers:
+        batch |= _encode(params, batch, c, specs)
+    return c, params, {k: a for k, a in batch.items() if k != "source" or not c.encoder_layers}
 
 
 def loss(params: Params, batch: dict[str, Array], config: Config,
@@ -518,10 +537,11 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
-    what makes them equally busy; `with_aux` then gives other sums of theirs, third."""
-    # (Some scaled positions depend on how long the rows are.)
-    c = dataclasses.replace(config, seq_len=shard.whole_length(batch["tokens"]))
-    params, batch = cast(params, c.dtype), _with_info(batch, c)
+    what makes them equally busy; `with_aux` then gives other sums of theirs, third. Of a model with
+    classes it is the cross-entropy of `labels` [B], and the number of rows."""
+    if config.head == "none":
+        raise ConfigError("this model gives vectors, and has no head to train: give fit a loss")
+    c, params, batch = _prepared(params, batch, config, specs)
 
     def embed(params, batch):
         x = _embed(params, batch, c)
@@ -529,41 +549,68 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
             x, _ = _stack(params, "dense_layers", x, c, batch, specs=specs)
         return x
 
-    def block(w, x, i, batch):
-        return _block(w, x, c.dense_layers + i, c, batch)[:2]
+    def layer(w, x, i, batch):
+        if c.layer_groups:
+            return _repeat(w, x, i, c, batch)
+        return block(w, x, c.dense_layers + i, c, batch)[:2]
 
     def head(params, x, batch):
+        if c.head == "classes":
+            logits = jax.nn.log_softmax(_class_logits(params, x, c))
+            chosen = jax.nn.one_hot(batch["labels"], c.labels)
+            return -jnp.sum(logits * chosen), jnp.float32(len(logits))
         x, table = _head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                 loss_chunks(*x.shape[:2], padded(c.vocab_size)),
                                 c.logit_softcap), jnp.sum(batch["weights"])
 
-    others = {k: w for k, w in params.items() if k != "layers"}
+    others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
+    weights, specs_of_layers = _layers(params, specs)
     result = shard.pipelined_loss(
-        embed, block, head, others, params["layers"], batch, specs and specs["layers"], c.remat,
-        c.microbatches, c.schedule, c.chunks, c.sum_dtype)
+        embed, layer, head, others, weights, batch, specs_of_layers, c.remat, c.microbatches,
+        c.schedule, c.chunks, c.sum_dtype)
     return result if with_aux else result[:2]
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    ids, weights = (jax.ShapeDtypeStruct((rows, config.seq_len), dtype)
-                    for dtype in (jnp.int32, jnp.float32))
-    return {"tokens": ids, "targets": ids, "weights": weights}
+    """Shapes of a batch for the loss."""
+    c = config
+    ids, weights, source = (jax.ShapeDtypeStruct((rows, T), dtype) for T, dtype in (
+        (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))
+    batch = {"tokens": ids, "targets": ids, "weights": weights}
+    if c.head == "classes":
+        batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    if c.own_stem != "tokens":
+        batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
+        if not c.encoder_layers:
+            del batch["tokens"], batch["mask"]
+    elif c.encoder_layers:
+        batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
+    return batch
 
 
 # -------------------------------------------------------------------------------------------
 # Decoding with a cache
 
-def new_cache(params: Params, config: Config, rows: int, slots: int) -> Params:
+def new_cache(params: Params, config: Config, rows: int, slots: int, specs: Params | None = None,
+              source: dict[str, Array] | None = None) -> Params:
     """Room for the keys and values of `slots` tokens in each row, of the heads that this device
-    has of them."""
+    has of them. With a source (and its source_mask), what the layers need of it."""
     c = config
 
     def zeros(name, width):
         w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
         return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
 
-    return {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
+    cache = {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
+    if source:
+        known = _encode(params, source, c, specs)
+        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, known["encoded"], c)),
+                                 params["layers"], jnp.zeros(()), None, specs and specs["layers"])
+        document = known["source_info"]["document"]
+        cache |= {"cross_k": k, "cross_v": v, "cross_document": jnp.broadcast_to(
+            document, (c.layers, *document.shape))}
+    return cache
 
 
 def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
@@ -587,63 +634,14 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 
 
 # -------------------------------------------------------------------------------------------
-# Where weights come from
+# What follows from all this: zigzag/network.py
 
-def load_run(folder: str | Path, mesh: Any = None, step: int | None = None
-             ) -> tuple[Params, Config]:
-    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
-    without a mesh, on one device."""
-    config = dataclasses.replace(run_config(folder, Config), lora_rank=0)
-    return read_run_weights(folder, _wanted(config, mesh), step), config
-
-
-def read_run_weights(folder: str | Path, places: Params, step: int | None = None,
-                     flag: str = "--run") -> Params:
-    """The weights of a run, which `flag` names, in these places (shapes with shardings), adapters
-    merged. (A damaged checkpoint is reported, and passed over.)"""
-    return lora.read_run_weights(folder, Config, places, step, flag, _wanted, init, read_hf)
-
-
-def _wanted(config, mesh):
-    """Shapes of the weights, with their places on the mesh; without a mesh, on one device."""
-    mesh = mesh or shard.make_mesh(devices=jax.devices()[:1])
-    return jax.tree.map(lambda shape, place: shape.update(sharding=place), weight_shapes(config),
-                        shardings(weight_specs(config, mesh), mesh))
-
-
-def plan_weights(config: Config, mesh: Any, **options: Any) -> Params:
-    """Where each weight lies on a mesh, and why."""
-    return shard.plan_sharding(
-        lambda p, b: loss(p, b, config), weight_shapes(config), batch_shapes(config, 1), mesh=mesh,
-        tensor_dims=tensor_dims(config), **options)
-
-
-def weight_specs(config: Config, mesh: Any) -> Params:
-    return jax.tree.map(lambda d: d.spec, plan_weights(config, mesh))
-
-
-def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Config]:
-    """The weights of a published model (a Hugging Face folder), straight into their shards on the
-    mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
-    config = folders.hf_config(folder, Config, **fields)
-    read_hf(folder, config)     # is everything there, before shapes that large are made?
-    return read_hf(folder, config, _wanted(config, mesh)), config
-
-
-def read_hf(folder: str | Path, config: Config, places: Params | None = None) -> Params | None:
-    """The weights in these places (shapes with shardings). With none, only a look at the folder."""
-    return folders.read(folder, config, _weights(config), places)
-
-
-def save_hf(folder: str | Path, params: Params, config: Config, dtype: str = "float32") -> None:
-    """The same, back: a folder that transformers reads, adapters merged. A model of our own becomes
-    a LLaMA, or with experts a Mixtral."""
-    if config.lora_rank:
-        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
-    folders.write(folder, params, config, _weights, dtype)
+TRANSFORMER = Network(Config, table, loss, batch_shapes, FAMILIES, check_model)
+init, weight_shapes, load_hf, save_hf = (
+    TRANSFORMER.init, TRANSFORMER.weight_shapes, TRANSFORMER.load_hf, TRANSFORMER.save_hf)
 
 
 if __name__ == "__main__":
     import data
 
-    run_main(functools.partial(folders.export, load_run, save_hf, data.tokenizer_of))
+    run_main(functools.partial(folders.export, TRANSFORMER.load_run, save_hf, data.tokenizer_of))

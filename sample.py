@@ -25,12 +25,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 import data
+import families
 import model
 import shard
 from zigzag.checkpoint import read_run
 from zigzag.errors import ConfigError, check_at_least
 from zigzag.flags import from_flags, run_main
-from zigzag.folders import hf_config
 from zigzag.mesh import (
     batch_spec,
     cast,
@@ -113,7 +113,7 @@ def _mesh_of_weights(params):
 @functools.cache
 def _decoding_specs(config, mesh):
     """How decoding splits the weights: as training does, but each device has all layers."""
-    return without_axis(model.weight_specs(config, mesh), "pipe")
+    return without_axis(families.network_of(config).weight_specs(config, mesh), "pipe")
 
 
 def _on_mesh(decode, params, config, *rows):
@@ -128,8 +128,7 @@ def _on_mesh(decode, params, config, *rows):
 
     def local(params, *rows):
         rows = mark_alike(rows, rows, params)
-        params = {name: w if name == "layers" else shard.gather(w, specs[name])
-                  for name, w in params.items()}
+        params = _gather_all_but_layers(params, specs)
 
         def same(x):        # equal copies, as the one value that they are
             axes = tuple(sorted(varying(x) - spec_axes(split)))
@@ -139,6 +138,12 @@ def _on_mesh(decode, params, config, *rows):
 
     return jax.shard_map(local, in_specs=(specs, *[split] * len(rows)), out_specs=split)(
         params, *rows)
+
+
+def _gather_all_but_layers(params, specs):
+    """Whole weights over fsdp, but for those of layers, which are gathered one after the other."""
+    return {name: w if name.endswith("layers") else _gather_all_but_layers(w, specs[name])
+            if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
 
 
 def _prefill(params, specs, padded, start, config, tokens):
@@ -246,15 +251,15 @@ class Config:
 def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
-        c = hf_config(config.model, model.Config)
+        network, c = families.network_of_folder(config.model), families.hf_config(config.model)
         tokenizer, mesh = published_tokenizer(config.model, c.vocab_size), _mesh(config)
         dtype = resolve_dtype(c, mesh).dtype
-        return *model.load_hf(config.model, mesh, dtype=dtype), tokenizer
+        return *network.load_hf(config.model, mesh, dtype=dtype), tokenizer
     record = read_run(config.run, model.Config)
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
-    return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+    return *model.TRANSFORMER.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
 
 
 def _mesh(config):

@@ -71,13 +71,15 @@ from zigzag.collectives import reduce_scatter, with_reduce_scatter
 from zigzag.errors import ConfigError
 from zigzag.flags import run_main
 from zigzag.hlo import collectives as collectives  # (names as they are: part of this file)
-from zigzag.jaxprs import named
+from zigzag.jaxprs import named, names_in
 from zigzag.mesh import (
     ambient,
     beside_auto_tensor,
     is_single_cpu,
+    keep_on_first,
     mark_alike,
     mark_varying,
+    pmean_over,
     spec_axes,
     varying,
 )
@@ -182,13 +184,14 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # split does too. They say whether, not along which dimension: only `columns`, `row` and
 # `embed_lookup` may make a stream vary over tensor, and only `whole_time` may pick positions of it.
 
-def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None) -> list[Array]:
+def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
+            gathered: bool = False) -> list[Array]:
     """Into a block: the stream x [B, T, D] times weights [D, F, ...]. Time is whole in the results,
     F split where the weights' is. `dtype` is the products', if not x's. In place of a weight there
-    may be a pair of it and of a bias [1, F, ...]."""
+    may be a pair of it and of a bias [1, F, ...]. `gathered`: x is what time_of_block gave."""
     weights = [w if isinstance(w, tuple) else (w,) for w in weights]
     n, some = _size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
-    if is_split(x):
+    if is_split(x) and not gathered:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)
     elif some:              # its transpose: one all-reduce for all the weights
         x = mark_varying(x, also={"tensor"})
@@ -239,15 +242,15 @@ def residual_stream(x: Array, split_time: bool = True) -> Array:
     return _into_stream([], [x], split_time)
 
 
-def whole_time(x: Array) -> Array:
+def whole_time(x: Array, in_parts: bool = False) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
-    pool positions. Its transpose keeps this device's time."""
+    pool positions. Its transpose keeps this device's time. `in_parts`: it began as own_time's."""
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if "seq" in varying(x):
         x = lax.all_gather(x, "seq", axis=1, tiled=True, to="invarying")
-        x = x[:, np.argsort(zigzag_order(x.shape[1], _size("seq")))]
-    return x
+        x = x if in_parts else x[:, np.argsort(zigzag_order(x.shape[1], _size("seq")))]
+    return named(x, "whole_time", always=True)
 
 
 def time_of_block(x: Array) -> Array:
@@ -397,6 +400,8 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
     n = mesh.shape["seq"]
     if n == 1:
         return batch, {k: P(None) for k in batch}
+    if "source" in batch and "tokens" not in batch:     # the loss takes own_time of it
+        return batch, {k: P(None) for k in batch}
     if np.ndim(batch.get("tokens")) != 2:
         raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
                           f"time could be split")
@@ -440,6 +445,31 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
     return named(out, "attend")
+
+
+def time_parts() -> int:
+    """In how many parts the mesh may split the time of a stream."""
+    return _size("seq") * _size("tensor") * _size("pipe")
+
+
+def own_time(tree: Any) -> Any:
+    """Of arrays [B, T, ...] that every device of seq has whole (a source, a picture: not what
+    shard_time splits) this device's part of the time."""
+    def part(a):
+        size = a.shape[1] // _size("seq")
+        return lax.dynamic_slice_in_dim(a, lax.axis_index("seq") * size, size, 1)
+
+    return jax.tree.map(part, tree) if _size("seq") > 1 else tree
+
+
+def count_before(flags: Array, place: Array) -> Array:
+    """For each token how many of the row up to it, itself included, have a flag [B, T]; 0 for those
+    that have none. `place` is where in the row they are."""
+    whole = flags.astype(jnp.int32)
+    if "seq" in varying(flags):
+        whole = lax.all_gather(whole, "seq", axis=1, tiled=True)
+        whole = whole[:, np.argsort(zigzag_order(whole.shape[1], _size("seq")))]
+    return jnp.where(flags, jnp.take_along_axis(jnp.cumsum(whole, 1), place, 1), 0)
 
 
 def sum_over_time(x: Array) -> Array:
@@ -565,24 +595,21 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     [B, ...]. aux is None, or a pair: what the layer adds to the sum, and a dict of other sums,
     without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
     given a part of the time of x and of the batch, so that all stages share it: its sum and count
-    are of that part."""
-    stages = _size("pipe")
-    total = jax.tree.leaves(weights)[0].shape[0] * stages
-
-    def stack(weights, x, indices, batch):
-        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
-                        sum_dtype)
-        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
-
-    def shared_head(params, x, batch):
-        x = _share_time(x)
-        return head(params, x, _time_of_stage(batch, x))
-
-    if stages == 1:
+    are of that part. But a head that calls whole_time has all of it, in every stage."""
+    stack, total = _stack(block, weights, specs, remat, sum_dtype)
+    if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
         return named(s, "pipelined_loss"), *others
-    _check_stages(stages, total, chunks, specs)
+
+    def shared_head(params, x, batch):
+        whole = beside_auto_tensor(lambda x: lax.psum(x, "pipe"), P())(x)
+        if "whole_time" in names_in(head, params, whole, batch):
+            return keep_on_first(pmean_over(head(params, whole, batch), "pipe"), {"pipe"})
+        x = _share_time(x)
+        return head(params, x, _time_of_stage(batch, x))
+
+    stages = _check_stages(total, chunks, specs)
     if schedule == "1f1b" and total == stages:
         remat = "none"      # a stage goes back right after it went forward: nothing to save
     loss = pipeline.Loss(embed, stack, shared_head, _send, batch, jnp.arange(total), stages,
@@ -592,13 +619,39 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
 
 
-def _check_stages(stages, layers, chunks, specs):
+def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,
+                     remat: str = "none", microbatches: int = 1, chunks: int = 1,
+                     sum_dtype: str = "") -> Array:
+    """x [B, T, D] through a stack of layers, block(w, x, i, batch) as in pipelined_loss, with no
+    aux: an encoder, whose result every stage has. Its stages are those of the loss after it."""
+    stack, total = _stack(block, weights, specs, remat, sum_dtype)
+    if _size("pipe") == 1:
+        return stack(weights, x, jnp.arange(total), batch)[0]
+    loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total),
+                         _check_stages(total, chunks, specs), math.gcd(microbatches, len(x)))
+    return lax.psum(pipeline.forward(loss, x, weights, chunks, remat)[0], "pipe")
+
+
+def _stack(block, weights, specs, remat, sum_dtype):
+    """Layers of a stage, as zigzag/pipeline.py calls them, and how many there are in all stages."""
+    def stack(weights, x, indices, batch):
+        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
+                        sum_dtype)
+        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
+
+    return stack, jax.tree.leaves(weights)[0].shape[0] * _size("pipe")
+
+
+def _check_stages(layers, chunks, specs):
+    """How many stages there are; they must have equally many layers."""
+    stages = _size("pipe")
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
         raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs the specs of its "
                           f"layers, and {stages} must divide their number")
     if layers % (stages * chunks):
         raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
                           f"divide into {stages * chunks}")
+    return stages
 
 
 def _send(tree, step):
@@ -621,9 +674,12 @@ def _share_time(x):
 
 
 def _time_of_stage(tree, x):
-    """Of arrays [B, T, ...] the time that the devices of this stage have of a shared x."""
+    """Of arrays [B, T, ...] the time that the devices of this stage have of a shared x. (Others are
+    of another sequence, or of whole rows.)"""
+    T = x.shape[1] * _size("pipe") * (_size("tensor") if is_split(x) else 1)
+
     def part(a):
-        if a.ndim < 2:
+        if a.ndim < 2 or a.shape[1] != T:
             return a
         pieces = _time_chunks(a, _size("pipe"), _size("tensor") if is_split(x) else 1)
         return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)

@@ -35,16 +35,16 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import data
+import families
 import model
 import sample
 import shard
 from zigzag import commands, hosts, lora, presets
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config, run_steps
-from zigzag.checks import check_batch, check_config, check_corpus, check_model, check_overrides
+from zigzag.checks import check_batch, check_config, check_corpus, check_overrides
 from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
-from zigzag.folders import hf_config
 from zigzag.hlo import collectives
 from zigzag.loop import (
     Fit,
@@ -241,9 +241,9 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # Only this partial of model.loss is trusted; what wraps it is somebody else's, and checked.
-    ours = isinstance(loss, functools.partial) and loss.func is model.loss
-    dims = model.tensor_dims(loss.keywords["config"]) if ours else None
+    # Only this partial of our own loss is trusted; what wraps it is somebody else's, and checked.
+    ours = isinstance(loss, functools.partial) and loss.func is families.network_of(config).loss
+    dims = families.network_of(config).tensor_dims(loss.keywords["config"]) if ours else None
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
     update = optimizer(plan.config, plan.split(plan.decisions)[0])
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
@@ -362,36 +362,42 @@ def check_program(program: Program, build_program: Callable, task: Task, say: Ca
 # The transformer, and the command line
 
 def language(config: Config) -> tuple[Callable, Callable, Any]:
-    """Language modelling for `build`: init, loss, and the shape of a batch."""
-    batch = {**model.batch_shapes(config, config.batch),
+    """The configuration's own model for `build`: init, loss, and the shape of a batch."""
+    network = families.network_of(config)
+    batch = {**network.batch_shapes(config, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    return (functools.partial(model.init, config),
-            functools.partial(model.loss, config=config, with_aux=True), batch)
+    return (functools.partial(network.init, config),
+            functools.partial(network.loss, config=config, with_aux=True), batch)
 
 
 def count_parameters(program: Program) -> tuple[int, int]:
     """All parameters, and those that a token visits."""
     if program.plan.trusted:
-        return model.parameters(program.config)
+        return families.network_of(program.config).parameters(program.config)
     return (count(program.plan.params),) * 2
 
 
 def check_transformer(config: Config, mesh: Any) -> None:
     """Refuse a transformer that this mesh cannot train."""
-    check_model(config, mesh)
+    network = families.network_of(config)
+    network.check(config, mesh)
     check_batch(config, mesh)
     # (A vocabulary that is still to follow from the data divides by everything.)
     some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
-    check_overrides(config.override, model.weight_shapes(some), mesh)
+    check_overrides(config.override, network.weight_shapes(some), mesh)
 
 
 def flops_of_update(config: Config) -> float:
-    return model.flops(config, config.batch * config.seq_len)
+    return families.network_of(config).flops(config, config.batch * config.seq_len)
+
+
+def weight_shapes(config: Config) -> Any:
+    return families.network_of(config).weight_shapes(config)
 
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    model.weight_shapes, flops_of_update, count_parameters,
+    weight_shapes, flops_of_update, count_parameters,
     data.Bytes.vocab_size, HIDDEN)
 
 
@@ -436,7 +442,7 @@ def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
         base = {k: v for k, v in dataclasses.asdict(config).items()
                 if k not in ("dtype", "lora_rank", *COMPUTED)} | {"model": ""}
     else:
-        base = dataclasses.asdict(hf_config(source, model.Config))
+        base = dataclasses.asdict(families.hf_config(source))
         base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
     base["remat"] = "full"      # (trained models tend to be as large as a memory allows)
     for name, value in given.items():
@@ -454,10 +460,11 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
         return commands.dry_run(config, TRANSFORMER)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = dataclasses.replace(config, vocab_size=config.vocab_size or data.Bytes.vocab_size)
-    check_model(config, mesh)
-    decisions = model.plan_weights(config, mesh, overrides=parse_overrides(config.override),
+    network = families.network_of(config)
+    network.check(config, mesh)
+    decisions = network.plan_weights(config, mesh, overrides=parse_overrides(config.override),
                                    fsdp_min=config.fsdp_min)
-    shapes = model.weight_shapes(config)
+    shapes = network.weight_shapes(config)
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
@@ -524,13 +531,13 @@ def first_weights(config: Config
                   ) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
     """How fit reads the weights that the model has already, if it has, its tokenizer, and what a
     run notes of them."""
-    source, own = config.init_from, Path(config.out)
+    source, own, network = config.init_from, Path(config.out), families.network_of(config)
     if not source:
         return None, None, {}
     if source == config.model:
         whole = dataclasses.replace(config, lora_rank=0)
-        model.read_hf(source, whole)        # is everything there?
-        return (functools.partial(model.read_hf, source, whole),
+        network.read_hf(source, whole)        # is everything there?
+        return (functools.partial(network.read_hf, source, whole),
                 published_tokenizer(source, config.vocab_size), {})
     record = read_run(source, model.Config, "--init_from")
     if "tokenizer" not in record:
@@ -539,7 +546,7 @@ def first_weights(config: Config
     # The other run may have gone on since this one began.
     begun = read_run(own, Config, "--out") if (own / "config.json").exists() else {}
     step = begun.get("base_step") or run_steps(source, "--init_from")[0]
-    return (functools.partial(model.read_run_weights, source, step=step, flag="--init_from"),
+    return (functools.partial(network.read_run_weights, source, step=step, flag="--init_from"),
             data.tokenizer_of(Path(source), record), {"base_step": step})
 
 

@@ -17,107 +17,13 @@ from zigzag.errors import (
     ConfigError,
     check_at_least,
     did_you_mean,
-    fill_in,
     nearest_divisor,
     nearest_multiple,
 )
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
-from zigzag.positions import check_rotary
 from zigzag.rule import apply_overrides, parse_overrides
 
-MODEL_ONE_OF = {
-    "dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
-    "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32"),
-    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "sandwich"),
-    "activation": ("silu", "gelu", "gelu_tanh", "relu"), "router": ("softmax", "sigmoid"),
-    "positions": ("rotary", "learned", "sinusoidal", "alibi", "alibi16", "none")}
-BIASES = ("qkv", "out", "mlp", "head")
 ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon")}
-
-
-def check_model_config(c: Any) -> None:
-    """Fill in what follows from the rest of a model.Config, and refuse what no model can be."""
-    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
-                   seq_len=1, experts=0, experts_per_token=1, shared_experts=0, balance=0,
-                   router_z=0, microbatches=1, chunks=1, norm_eps=0, rotary_dim=0, position_rows=0,
-                   position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
-                   attn_scale=0, attn_softcap=0, logit_softcap=0, q_rank=0, kv_rank=0,
-                   v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
-                   groups_per_token=1, lora_rank=0)
-    if not c.head_dim and c.d_model % c.heads:
-        near = nearest_divisor(c.d_model, c.heads)
-        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
-                          f"nearest that does is --heads {near}, or give --head_dim")
-    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
-            d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
-    if c.positions == "learned":
-        fill_in(c, position_rows=c.seq_len + c.position_offset)
-    if c.heads % c.kv_heads:
-        raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
-    turned = c.rotary_dim or c.head_dim
-    if c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)):
-        raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
-                          f"positions need an even part of a head, of at most {2**16}")
-    if not 0 <= c.dropout < 1:
-        raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
-    if not c.rope_theta > 1:
-        raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
-    if c.positions == "rotary":
-        check_rotary(c)
-    for name, known in MODEL_ONE_OF.items():
-        if (value := getattr(c, name)) not in known:
-            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
-                              + did_you_mean(value, known))
-    if c.positions == "learned" and c.seq_len + c.position_offset > c.position_rows:
-        raise ConfigError(f"--seq_len {c.seq_len}: there are learned positions for only "
-                          f"{c.position_rows - c.position_offset} tokens (--position_rows)")
-    if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
-        raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
-    if set(c.local_layers) - set("lg"):
-        raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
-                          f"(with the window) or g (without)")
-    _check_parts(c)
-
-
-def _check_parts(c):
-    """Refuse parts of a model that do not go together."""
-    if c.experts and c.experts_per_token > c.experts:
-        raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
-                          f"{c.experts}")
-    for name in ("shared_experts", "dense_layers"):
-        if getattr(c, name) and not c.experts:
-            raise ConfigError(f"--{name} {getattr(c, name)}: give --experts too; a dense MLP is as "
-                              f"wide as --d_ff says")
-    if c.dense_layers >= c.layers:
-        raise ConfigError(f"--dense_layers {c.dense_layers}: must be below --layers {c.layers}")
-    if c.experts % c.expert_groups or c.groups_per_token > c.expert_groups:
-        raise ConfigError(f"--expert_groups {c.expert_groups}: must divide --experts {c.experts}, "
-                          f"and be at least --groups_per_token {c.groups_per_token}")
-    if c.expert_groups > 1 and c.experts < 2 * c.expert_groups:
-        raise ConfigError(f"--expert_groups {c.expert_groups}: a group is chosen by its best two "
-                          f"experts; there are only --experts {c.experts}")
-    if c.experts and not c.gated:
-        raise ConfigError("--gated false: experts are gated")
-    if c.parallel and c.norm_place != "pre":
-        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel block has "
-                          f"its norms before it")
-    if c.parallel_norms not in (1, 2):
-        raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
-    if c.kv_rank and (c.parallel or c.qk_norm or c.positions != "rotary"
-                      or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
-                      or c.kv_heads != c.heads):
-        raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
-                          f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
-                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
-    if c.local_theta and not c.window:
-        raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
-    if c.window > 2**30:
-        raise ConfigError(f"--window {c.window}: expected at most {2**30}")
-    if c.q_rank and not c.kv_rank:
-        raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
-    if c.v_head_dim not in (0, c.head_dim) and not c.kv_rank:
-        raise ConfigError(f"--v_head_dim {c.v_head_dim}: another width than --head_dim is for "
-                          f"latent attention (--kv_rank)")
 
 
 def check_config(c: Any) -> None:
@@ -205,7 +111,18 @@ def check_model(c: Any, mesh: Any) -> None:
     stages, ring, chunks = sizes["pipe"], sizes["seq"], c.chunks
     with_chunks = f" x --chunks {chunks}" if chunks > 1 else ""
     _check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)
-    if stages > 1:
+    _check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
+                  stages * chunks)
+    if stages > 1 and c.layer_groups:
+        raise ConfigError(f"mesh axis pipe={stages}: stages have layers of their own, and "
+                          f"--layer_groups {c.layer_groups} have several layers with the same "
+                          f"weights; give its devices to data, fsdp or tensor")
+    if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
+        raise ConfigError("--schedule 1f1b: an encoder-decoder goes through the stages twice, "
+                          "first all of its encoder; give gpipe or interleaved")
+    if c.own_stem != "tokens":      # (its time is padded)
+        return
+    if stages > 1 and c.head != "classes":
         _check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
                       " (what follows the layers is shared out by time)")
     if ring > 1:

@@ -43,18 +43,18 @@ from zigzag.published_config import (
 FAMILIES: dict[str, Family] = {**GPT}
 
 
-def family_of(record: Fields) -> Family:
+def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
     """The family of a published config.json."""
     kind = record["model_type"]
-    if kind not in FAMILIES:
-        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(FAMILIES)}"
-                          + did_you_mean(kind[:80], FAMILIES))
-    return FAMILIES[kind]
+    if kind not in families:
+        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(families)}"
+                          + did_you_mean(kind[:80], families))
+    return families[kind]
 
 
-def fields_of(record: Fields) -> Fields:
+def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
     """A published config.json as fields of model.Config."""
-    family, kind = family_of(record), record["model_type"]
+    family, kind = family_of(record, families), record["model_type"]
     try:
         record = as_older(record, family.aliases)
         fields = family.fields(complete(record, family.defaults))

@@ -17,22 +17,24 @@ from zigzag.published_config import as_config
 from zigzag.tokenizers import copy_files
 
 
-def hf_config(path: str | Path, config: type, **fields: Any) -> Any:
+def hf_config(path: str | Path, config: type, families: Any, **fields: Any) -> Any:
     """The dataclass `config` of a folder's config.json, but for these fields."""
-    return as_config(config, Path(path) / "config.json", fields_of(read_config(path)) | fields)
+    return as_config(config, Path(path) / "config.json",
+                     fields_of(read_config(path), families) | fields)
 
 
-def read(path: str | Path, config: Any, table: Any, places: Any = None) -> Any:
+def read(path: str | Path, config: Any, families: Any, table: Any, places: Any = None) -> Any:
     """The weights in these places (shapes with shardings). With none, only a look at the folder."""
     folder = Folder(path)
-    return read_weights(folder, family_of(folder.config), config, table, places)
+    return read_weights(folder, family_of(folder.config, families), config, table, places)
 
 
-def write(path: str | Path, params: Any, config: Any, table_of: Callable, dtype: str) -> None:
+def write(path: str | Path, params: Any, config: Any, families: Any, table_of: Callable,
+          dtype: str) -> None:
     if not config.published:
         params, config = as_llama(params, config)
-    write_folder(path, family_of(json.loads(config.published)), config, table_of(config), params,
-                 dtype)
+    write_folder(path, family_of(json.loads(config.published), families), config,
+                 table_of(config), params, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

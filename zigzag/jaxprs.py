@@ -84,10 +84,13 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 # -------------------------------------------------------------------------------------------
 # Names: by these a training step sees which of our functions a loss calls.
 
-def named(x: jax.Array, name: str) -> jax.Array:
+def named(x: jax.Array, name: str, always: bool = False) -> jax.Array:
     """x with a name that `names_in` sees, and with the name DIFFERENTIATED where a gradient is
-    taken through it. Inside a shard_map nothing: a loss is looked at before it is put into one."""
-    return x if ambient()[1] else _name(x, name)
+    taken through it. Inside a shard_map nothing, as a loss is looked at before it is put into one;
+    but for what is `always` looked at."""
+    if ambient()[1]:
+        return checkpoint_name(x, OURS + name) if always else x
+    return _name(x, name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -286,6 +286,12 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(first, tree)
 
 
+def pmean_over(tree: Any, axis: str) -> Any:
+    """Each leaf that all devices of an axis computed alike, although its type says that it may
+    vary, as the one value that it is; each device has then a share of its gradient."""
+    return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying(x) else x, tree)
+
+
 def pmean_all(tree: Any) -> Any:
     """Each leaf that is equal on all devices although its type says that it varies, as the one
     value that it is."""

@@ -138,9 +138,16 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
 
     One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
     comes after the layers is shared by all stages, each with its part of the time."""
+    out, aux = forward(loss, loss.embed(params, loss.batch), weights, chunks, remat)
+    sums = mark_alike(tuple(loss.head(params, out, loss.batch)), out)
+    return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
+
+
+def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tuple[Array, Any]:
+    """x [B, T, D] through all layers: what the last stage has of it then (the others have zeros),
+    and what the layers of this stage add to the loss, in each tick."""
     M, S, V = loss.microbatches, loss.stages, chunks
     me = lax.axis_index("pipe")
-    x = loss.embed(params, loss.batch)
     xs, batch = split_rows(x, M), split_rows(loss.batch, M)
     # In float32, in which autodiff then adds up their gradients in the loop.
     wide = split_rows(cast(weights, "float32"), V)
@@ -167,9 +174,7 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
     start = mark_alike(jnp.zeros_like(xs[0]), xs, batch, weights, me)
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
     _, (out, aux) = lax.scan(tick, start, jnp.arange(finished[-1] + 1))
-    out = jnp.where(me == S - 1, out[finished], 0).reshape(x.shape)
-    sums = mark_alike(tuple(loss.head(params, out, loss.batch)), out)
-    return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
+    return jnp.where(me == S - 1, out[finished], 0).reshape(x.shape), aux
 
 
 # -------------------------------------------------------------------------------------------

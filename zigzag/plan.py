@@ -30,6 +30,7 @@ from zigzag.mesh import (
     full_spec,
     keep_on_first,
     mark_varying,
+    pmean_over,
     row_groups,
     spec_axes,
     untyped,
@@ -67,6 +68,7 @@ class Plan:
     decisions: Any          # where each weight lives, and why
     dtype: str              # what the loss is computed in
     accumulate: int         # into how many micro-batches a batch is cut
+    pools: bool             # whether the loss picks or pools positions, by shard.whole_time
 
     @property
     def sizes(self) -> Any:
@@ -143,6 +145,8 @@ class Plan:
     def local_sums(self, weights: Any, batch: Any) -> tuple:
         """What the loss gives on this device: its part of the sum, the count, and other sums."""
         total, count, aux = self.loss(weights, batch, self.used)
+        if self.pools and "seq" not in varying(count):      # each device has pooled all of the time
+            total, aux = pmean_over((total, aux), "seq")
         if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
             raise ConfigError(
                 f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
@@ -233,7 +237,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, trusted, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate)
+                config.dtype, config.accumulate, "whole_time" in names)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)

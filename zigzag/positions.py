@@ -9,6 +9,7 @@ import json
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -189,6 +190,52 @@ def alibi_bias(c: Any, slopes: Array, place: Array) -> Array:
     # Falcon rounded it, and divided it with the scores.
     rounded = slopes.astype(jnp.bfloat16)[:, None, None] * place.astype(jnp.bfloat16)
     return rounded.astype(jnp.float32) * c.head_dim**-0.5
+
+
+def relative_rows(c: Any) -> int:
+    """How many numbers a head has for distances."""
+    if c.relative == "grid":
+        return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
+    return c.relative_buckets
+
+
+def relative_ids(c: Any, query: Array, key: Array) -> Array:
+    """Which of them is for a query and a key at these places [B, T] and [B, S]: [1, T, S]. (In all
+    rows the same.)"""
+    query, key = query[:1, :, None], key[:1, None, :]
+    return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
+
+
+def _bucket_ids(c, query, key):
+    """T5's: small distances each by itself, larger ones by their logarithm. Where tokens see both
+    ways, half of the buckets is for later keys."""
+    far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
+    exact, steps = half // 2, np.arange(c.relative_distance)
+    ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
+    scaled = ratio / np.float32(math.log(c.relative_distance / exact)) * np.float32(half - exact)
+    bucket = np.where(steps < exact, steps, np.minimum(exact + scaled.astype(int), half - 1))
+    bucket = np.append(bucket, half - 1)
+    begins = np.searchsorted(bucket, np.arange(1, half))    # each bucket's smallest distance
+    distance = jnp.maximum(-far, 0) if c.causal else jnp.abs(far)
+    ids = sum((distance >= begin).astype(jnp.int32) for begin in begins.tolist())
+    return ids if c.causal else ids + jnp.where(far > 0, half, 0)
+
+
+def _grid_ids(c, query, key):
+    """BEiT's: by how many patches two are apart in both directions; and three more of the class
+    token (place 0): from it, to it, and with itself."""
+    side = c.image_size // c.patch_size
+    (i, j), (k, m) = (divmod(place - 1, side) for place in (query, key))
+    ids, last = (i - k + side - 1) * (2 * side - 1) + j - m + side - 1, relative_rows(c) - 1
+    ids = jnp.where(key == 0, last - 1, ids)
+    return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
+
+
+def relative_bias(c: Any, table: Array, ids: Array) -> Array:
+    """What a table [J, H] adds to the scores [1, H, T, S] of those ids. (A product: the gradient of
+    a lookup would be a sum over all scores, one after the other.)"""
+    chosen = jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype)
+    return jnp.einsum("btsj,jh->bhts", chosen, table, preferred_element_type=jnp.float32)
 
 
 def sinusoids(rows: int, width: int) -> np.ndarray:

@@ -17,6 +17,7 @@ class Weight:
     shape: tuple[int, ...]
     scale: float | None     # standard deviation of its first values; None: ones
     tensor: int             # the dimension that tensor may split in model.py; -1: none
+    values: Any = None      # a function that makes its first values, in place of random ones
 
 
 class Table:
@@ -36,6 +37,8 @@ def first_values(table: Any, key: Array) -> Any:
     values of a weight follow from the key, its path and the place in it, not from the mesh or from
     the other weights."""
     def one(path, w):
+        if w.values:
+            return jnp.asarray(w.values(*w.shape))
         if not w.scale:
             return jnp.full(w.shape, 1 if w.scale is None else 0, jnp.float32)
         own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))

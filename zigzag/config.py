@@ -1,0 +1,255 @@
+"""What a transformer is: its options, what follows from which, and what no model can be.
+
+A field is an option of model.py and a flag of train.py; the comment beside it is the flag's help.
+"""
+
+import dataclasses
+from typing import Any
+
+from zigzag import presets, stems
+from zigzag.errors import (
+    ConfigError,
+    check_at_least,
+    did_you_mean,
+    fill_in,
+    nearest_divisor,
+)
+from zigzag.positions import check_rotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
+    layers: int = 4               # blocks
+    d_model: int = 128            # width of the residual stream
+    heads: int = 8                # query heads
+    kv_heads: int = 0             # key/value heads; 0: as many as heads
+    head_dim: int = 0             # width of a head; 0: d_model / heads
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
+    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
+    seq_len: int = 128            # tokens in a training example
+    tied: bool = False            # one table for embedding tokens and for the loss head
+    parallel: bool = False        # attention and MLP beside each other, after one norm
+    parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
+    causal: bool = True           # a token sees only those before it; false, in an encoder: all
+    encoder_layers: int = 0       # of an encoder, to whose output the layers attend; 0: no encoder
+    encoder_heads: int = 0        # its heads; 0: as many as --heads
+    encoder_d_ff: int = 0         # and the width of its MLP; 0: --d_ff
+    source_len: int = 0           # tokens of its source in a training example; 0: --seq_len
+    stem: str = "tokens"          # what an encoder reads: tokens, patches (of a picture), frames
+    image_size: int = 224         # pixels of a picture's side
+    patch_size: int = 16          # and of a patch's
+    channels: int = 3             # numbers of a pixel, or of a frame of sound
+    token_types: int = 0          # kinds of tokens, each with a vector of its own; 0: no kinds
+    head: str = "tokens"          # what is asked: tokens, masked (tokens, by BERT's head), classes
+                                  # (of a whole row), none
+    labels: int = 0               # how many classes
+    pool: str = "first"           # of a row for its class: the first token, or the mean of patches
+    pool_dense: bool = False      # and then a dense layer, with tanh
+    head_scale: float = 0.0       # what the head's input is multiplied by; 0: nothing
+    layer_groups: int = 0         # how many layers are different: each is repeated; 0: all
+    layer_scale: bool = False     # a learned factor of what each half of a layer adds
+    norm: str = "rms"             # or layer: minus the mean, and with a bias
+    norm_eps: float = 1e-6        # what a norm adds to the variance
+    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), sandwich (both)
+    embed_norm: bool = False      # a norm after the embedding
+    qk_norm: bool = False         # RMSNorm of every query and key head
+    activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, quick_gelu, relu
+    gated: bool = True            # the activation multiplies a second product
+    biases: str = ""              # which products have a bias: of embed, qkv (or qv), out, mlp,
+                                  # head, with commas
+    positions: str = "rotary"     # or learned, fixed (a table, not trained), sinusoidal, alibi,
+                                  # alibi16 (in bfloat16), none
+    relative: str = ""            # learned scores by distance: buckets (T5), grid (of patches)
+    relative_buckets: int = 32    # how many buckets
+    relative_distance: int = 128  # and from where all distances are in the last
+    relative_shared: bool = True  # one table for all layers
+    pad_id: int = -1              # positions count only tokens other than this; -1: all
+    rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
+    rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
+    rotary_dim: int = 0           # as much of a head is turned; 0: all
+    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
+    position_offset: int = 0      # its row of the first position
+    window: int = 0               # how many keys a query sees, itself included; 0: all before it
+    local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
+    local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
+    embed_dim: int = 0            # width of the embedding and the head; 0: d_model
+    embed_scale: float = 0.0      # what the embedding is multiplied by; 0: the root of d_model
+    attn_scale: float = 0.0       # what scores are multiplied by; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0     # keeps scores between it and its negative, by tanh; 0: no bounds
+    logit_softcap: float = 0.0    # the same for the logits
+    q_rank: int = 0               # latent attention: queries from so wide a vector; 0: from d_model
+    kv_rank: int = 0              # and keys and values; 0: no latent attention
+    v_head_dim: int = 0           # width of a head's values; 0: head_dim
+    dropout: float = 0.0          # share of each block's output dropped in training
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
+    remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
+    kernel: bool = True           # attention by the device's own kernel, where it has one
+    sequence_parallel: bool = True  # between blocks, tensor splits the time of the residual stream
+    microbatches: int = 1         # parts in which the rows of a device go through the pipeline
+    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
+    chunks: int = 1               # pieces of consecutive layers that each stage of it has
+    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
+    experts: int = 0              # experts in each MLP; 0: a dense MLP
+    experts_per_token: int = 2    # of which each token visits
+    shared_experts: int = 0       # and how many more it visits always
+    expert_d_ff: int = 0          # width of an expert; 0: d_ff
+    dense_layers: int = 0         # the first layers, which have a dense MLP in place of experts
+    router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
+    router_norm: bool = True      # a token's shares add up to 1
+    router_scale: float = 1.0     # and are multiplied by this
+    expert_groups: int = 1        # groups of experts, among which a token chooses first
+    groups_per_token: int = 1     # how many groups it chooses
+    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
+    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
+    published: str = ""           # config.json of the published model that this came from
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def own_stem(self) -> str:
+        """The stem of the layers themselves: those after an encoder have tokens."""
+        return "tokens" if self.encoder_layers else self.stem
+
+
+def padded(vocab_size: int) -> int:
+    """Rows of the vocabulary's tables: up to a multiple of 128, a TPU's lane width, whatever
+    the mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
+    return -(-vocab_size // 128) * 128
+
+
+# -------------------------------------------------------------------------------------------
+# What follows, and what is refused
+
+ONE_OF = {
+    "dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
+    "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32"),
+    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "sandwich"),
+    "activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
+    "router": ("softmax", "sigmoid"),
+    "positions": ("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"),
+    "relative": ("", "buckets", "grid"), "stem": ("tokens", "patches", "frames"),
+    "head": ("tokens", "masked", "classes", "none"), "pool": ("first", "mean")}
+BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
+
+
+def check(c: Any) -> None:
+    """Fill in what follows from the rest of a model.Config, and refuse what no model can be."""
+    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
+                   seq_len=1, experts=0, experts_per_token=1, shared_experts=0, balance=0,
+                   router_z=0, microbatches=1, chunks=1, norm_eps=0, rotary_dim=0, position_rows=0,
+                   position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
+                   attn_scale=0, attn_softcap=0, logit_softcap=0, encoder_layers=0, encoder_heads=0,
+                   encoder_d_ff=0, source_len=0, image_size=1, patch_size=1, channels=1,
+                   token_types=0, labels=0, head_scale=0, layer_groups=0, relative_buckets=2,
+                   relative_distance=2, pad_id=-1, q_rank=0, kv_rank=0,
+                   v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
+                   groups_per_token=1, lora_rank=0)
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
+            d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
+    if c.encoder_layers:
+        fill_in(c, encoder_heads=c.heads, encoder_d_ff=c.d_ff, source_len=c.seq_len)
+    if c.own_stem != "tokens":      # its time follows
+        object.__setattr__(c, "seq_len", stems.length(c))
+    if c.positions in ("learned", "fixed"):
+        fill_in(c, position_rows=c.seq_len + c.position_offset)
+    if c.heads % c.kv_heads:
+        raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
+    turned = c.rotary_dim or c.head_dim
+    if c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)):
+        raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
+                          f"positions need an even part of a head, of at most {2**16}")
+    if not 0 <= c.dropout < 1:
+        raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
+    if not c.rope_theta > 1:
+        raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
+    if c.positions == "rotary":
+        check_rotary(c)
+    for name, known in ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
+                              + did_you_mean(value, known))
+    if c.positions == "learned" and c.seq_len + c.position_offset > c.position_rows:
+        raise ConfigError(f"--seq_len {c.seq_len}: there are learned positions for only "
+                          f"{c.position_rows - c.position_offset} tokens (--position_rows)")
+    if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
+        raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
+    if set(c.local_layers) - set("lg"):
+        raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
+                          f"(with the window) or g (without)")
+    _check_parts(c)
+
+
+def _check_parts(c):
+    """Refuse parts of a model that do not go together."""
+    if c.experts and c.experts_per_token > c.experts:
+        raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
+                          f"{c.experts}")
+    for name in ("shared_experts", "dense_layers"):
+        if getattr(c, name) and not c.experts:
+            raise ConfigError(f"--{name} {getattr(c, name)}: give --experts too; a dense MLP is as "
+                              f"wide as --d_ff says")
+    if c.dense_layers >= c.layers:
+        raise ConfigError(f"--dense_layers {c.dense_layers}: must be below --layers {c.layers}")
+    if c.experts % c.expert_groups or c.groups_per_token > c.expert_groups:
+        raise ConfigError(f"--expert_groups {c.expert_groups}: must divide --experts {c.experts}, "
+                          f"and be at least --groups_per_token {c.groups_per_token}")
+    if c.expert_groups > 1 and c.experts < 2 * c.expert_groups:
+        raise ConfigError(f"--expert_groups {c.expert_groups}: a group is chosen by its best two "
+                          f"experts; there are only --experts {c.experts}")
+    _check_encoder(c)
+    if c.experts and not c.gated:
+        raise ConfigError("--gated false: experts are gated")
+    if c.parallel and c.norm_place != "pre":
+        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel block has "
+                          f"its norms before it")
+    if c.parallel_norms not in (1, 2):
+        raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
+    if c.kv_rank and (c.parallel or c.qk_norm or c.positions != "rotary"
+                      or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
+                      or c.kv_heads != c.heads):
+        raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
+                          f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
+                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
+    if c.local_theta and not c.window:
+        raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
+    if c.window > 2**30:
+        raise ConfigError(f"--window {c.window}: expected at most {2**30}")
+    if c.q_rank and not c.kv_rank:
+        raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
+    if c.v_head_dim not in (0, c.head_dim) and not c.kv_rank:
+        raise ConfigError(f"--v_head_dim {c.v_head_dim}: another width than --head_dim is for "
+                          f"latent attention (--kv_rank)")
+
+
+def _check_encoder(c):
+    """Refuse what no encoder, or encoder-decoder, can be."""
+    if c.head == "classes" and not c.labels:
+        raise ConfigError("--head classes: give --labels, the number of classes")
+    if c.head == "classes" and c.encoder_layers:
+        raise ConfigError("--head classes: is for one stack of layers, without --encoder_layers")
+    if c.encoder_layers and (c.experts or c.parallel or c.kv_rank or c.layer_groups
+                             or not c.causal):
+        raise ConfigError(f"--encoder_layers {c.encoder_layers}: goes with causal layers of one "
+                          f"half after the other, without experts, latent attention or groups")
+    if c.layer_groups and (c.layers % c.layer_groups or c.causal or c.dense_layers):
+        raise ConfigError(f"--layer_groups {c.layer_groups}: must divide --layers {c.layers}, of "
+                          f"an encoder (--causal false)")
+    if c.own_stem == "frames":
+        raise ConfigError("--stem frames: give --encoder_layers; text follows from sound")
+    if c.own_stem == "patches" and (c.causal or c.head not in ("classes", "none")):
+        raise ConfigError("--stem patches: pictures have --causal false, and --head classes or "
+                          "none")
+    if c.relative == "grid" and c.own_stem != "patches":
+        raise ConfigError("--relative grid: is for --stem patches")
+    if not c.causal and (c.window or c.positions.startswith("alibi")):
+        raise ConfigError("--causal false: an encoder has no --window, and no ALiBi")
+
+
+PRESETS = {name: Config(**fields) for name, fields in presets.PRESETS.items()}

@@ -1,0 +1,71 @@
+"""What an encoder reads that is no text, as vectors [B, T, D] for its first layer, and how many
+there are. Stems are small, and every device computes them whole.
+
+    patches   a picture [B, C, height, width] is cut into squares; each is one product, and before
+              them all stands the class token, a learned vector
+    frames    sound [B, C, time], C numbers a frame: two convolutions over three frames each, of
+              which the second takes every other
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def length(c: Any) -> int:
+    """How many vectors a stem makes."""
+    if c.stem == "patches":
+        return (c.image_size // c.patch_size) ** 2 + 1
+    return c.source_len
+
+
+def source_shape(c: Any, rows: int) -> tuple[int, ...]:
+    """The shape of what a stem reads."""
+    if c.stem == "patches":
+        return rows, c.channels, c.image_size, c.image_size
+    return rows, c.channels, 2 * c.source_len
+
+
+def weights(c: Any, table: Any) -> dict[str, Any]:
+    """Of a stem, with the letters of model.py's table."""
+    if c.stem == "patches":
+        bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
+        return {"patch": table("C y x D", (c.channels * c.patch_size**2) ** -0.5), **bias,
+                "class_token": table("D", 0.02)}
+    return {"conv1": table("k C D", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
+            "conv2": table("k d D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
+
+
+def patches(params: Any, pictures: Array, c: Any) -> Array:
+    """[B, C, height, width] -> [B, 1 + patches, D]."""
+    B, size, side = len(pictures), c.patch_size, c.image_size // c.patch_size
+    w = params["patch"]
+    x = pictures[:, :, :side * size, :side * size].astype(w.dtype)
+    x = x.reshape(B, c.channels, side, size, side, size)
+    x = jnp.einsum("bchywz,cyzd->bhwd", x, w).reshape(B, side * side, -1)
+    x = x + params["patch_bias"] if "patch_bias" in params else x
+    first = jnp.broadcast_to(params["class_token"], (B, 1, c.d_model))
+    return jnp.concatenate([first.astype(x.dtype), x], 1)
+
+
+def frames(params: Any, sound: Array, c: Any) -> Array:
+    """[B, C, 2 T] -> [B, T, D]."""
+    x = sound.swapaxes(1, 2).astype(params["conv1"].dtype)
+    for name, stride in (("conv1", 1), ("conv2", 2)):
+        x = jax.lax.conv_general_dilated(x, params[name], (stride,), [(1, 1)],
+                                         dimension_numbers=("NWC", "WIO", "NWC"))
+        x = jax.nn.gelu(x + params[f"{name}_bias"], approximate=False)
+    return x
+
+
+STEMS = {"patches": patches, "frames": frames}
+
+
+def sound_positions(rows: int, width: int) -> np.ndarray:
+    """Whisper's table of positions: sines of each, and beside them cosines."""
+    rates = 10000.0 ** (-np.arange(width // 2) / max(width // 2 - 1, 1))
+    angle = np.arange(rows)[:, None] * rates
+    return np.concatenate([np.sin(angle), np.cos(angle)], 1).astype(np.float32)

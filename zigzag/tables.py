@@ -1,0 +1,143 @@
+"""Every weight of the transformer, once: its axes, the deviation of its first values, and the axis
+that tensor may split in model.py's code. The letters are model.py's; more of them:
+
+J rows of learned scores by distance, Z kinds of tokens, A classes, C channels (of a picture or of a
+frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
+"""
+
+import dataclasses
+from typing import Any
+
+from zigzag import lora, stems
+from zigzag.config import padded
+from zigzag.positions import relative_rows
+from zigzag.weights import Table
+
+
+def table(c: Any) -> dict[str, Any]:
+    """Every weight, once: its axes, the deviation of its first values (none: ones), and the axis
+    that tensor may split in the code below."""
+    D, W = c.d_model, c.embed_dim or c.d_model
+    make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
+                 J=relative_rows(c), H=c.heads, Z=c.token_types, C=c.channels, y=c.patch_size,
+                 x=c.patch_size)
+    weights = {"layers": _layer_weights(c, c.layer_groups or c.layers - c.dense_layers, c.experts)}
+    if c.dense_layers:
+        weights["dense_layers"] = _layer_weights(c, c.dense_layers, 0)
+    if c.encoder_layers:
+        weights["encoder"] = table(encoder_config(c))
+        weights["encoder"].pop("embed", None)       # (it is the decoder's)
+    if c.relative and c.relative_shared:
+        weights["relative"] = make("J H", 0.1, "H")
+    return weights | _embed_weights(c, make) | _head_weights(c, make)
+
+
+def _embed_weights(c, make):
+    W, inner = c.embed_dim or c.d_model, "W" if c.embed_norm else "D"
+    weights = {"embed": make("V W", W**-0.5, "V")} if c.own_stem == "tokens" else (
+        stems.weights(c, make))
+    if c.positions in ("learned", "fixed"):
+        weights["positions"] = make(f"P {inner}", 0.02)
+    if c.positions == "fixed":
+        weights["positions"] = dataclasses.replace(weights["positions"],
+                                                   values=stems.sound_positions)
+    if c.token_types:
+        weights["token_types"] = make(f"Z {inner}", 0.02)
+    if W != c.d_model:
+        weights["project_in"] = make("W D", W**-0.5)
+        if _has_bias(c, "embed"):
+            weights["project_in_bias"] = make("D", 0.0)
+    return weights | _norms(c, make, inner, ["embed_norm"] * c.embed_norm)
+
+
+def _head_weights(c, make):
+    D, W = c.d_model, c.embed_dim or c.d_model
+    weights = _norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
+    if c.head == "classes":
+        weights |= {"classifier": make("D A", D**-0.5), "classifier_bias": make("A", 0.0)}
+    if c.pool_dense:
+        weights |= {"pool": make("d D", D**-0.5), "pool_bias": make("D", 0.0)}
+    if c.head == "masked":
+        weights |= {"transform": make("D W" if W != D else "d W", D**-0.5),
+                    "transform_bias": make("W", 0.0), **_norms(c, make, "W", ["transform_norm"])}
+    elif W != D and c.head == "tokens":
+        weights["project_out"] = make("D W", D**-0.5)
+    if c.head in ("tokens", "masked"):
+        weights |= {} if c.tied else {"head": make("W V", W**-0.5, "V")}
+        weights |= {"head_bias": make("1 V", 0.0, "V")} if _has_bias(c, "head") else {}
+    return weights
+
+
+def _layer_weights(c, L, experts):
+    """The weights of L layers that are alike."""
+    D, G = c.d_model, c.expert_d_ff or c.d_ff
+    F = c.shared_experts * G if experts else c.d_ff
+    # Of latent attention (R): queries, keys and values are made of short vectors, and a part of
+    # each key, the one that is turned (U), is the same for all heads.
+    Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
+    make = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
+                 U=U, Y=c.head_dim - U, J=relative_rows(c))
+    # What is added to the residual stream 2 L times starts smaller by the root of that, so that
+    # the stream's size does not grow with the depth.
+    into, back = D**-0.5, (2 * c.layers) ** -0.5
+    weights = {"wq": make("L D H N", into, "H"), "wk": make("L D K N", into, "K"),
+               "wv": make("L D K M", into, "K"),
+               "wo": make("L H M D", (H * M) ** -0.5 * back, "H")}
+    if c.encoder_layers:        # of the attention to its output
+        weights |= {f"cross_{name}": w for name, w in weights.items()}
+    if c.relative and not c.relative_shared:
+        weights["relative"] = make("L J H", 0.1, "H")
+    if R:
+        weights |= {"kv_down": make("L D R", into), "kv_norm": make("L R"),
+                    "k_rotary": make("L D U", into), "wk": make("L R H Y", R**-0.5, "H"),
+                    "wv": make("L R H M", R**-0.5, "H")}
+    if R and Q:
+        weights |= {"q_down": make("L D Q", into), "q_down_norm": make("L Q"),
+                    "wq": make("L Q H N", Q**-0.5, "H")}
+    if c.qk_norm:
+        weights |= {"q_norm": make("L N"), "k_norm": make("L N")}
+    if F:           # the MLP that all tokens visit
+        weights |= {"w_gate": make("L D F", into, "F")} if c.gated else {}
+        weights |= {"w_up": make("L D F", into, "F"),
+                    "w_down": make("L F D", F**-0.5 * back, "F")}
+    if experts:
+        weights |= {"router": make("L D E", into), "e_gate": make("L E D G", into, "G"),
+                    "e_up": make("L E D G", into, "G"),
+                    "e_down": make("L E G D", G**-0.5 * back, "G")}
+    if experts and c.router == "sigmoid":
+        weights["router_bias"] = make("L E", 0.0)
+    biases = {"wq": ("qkv qv", "L 1 H N", "H"), "wk": ("qkv", "L 1 K N", "K"),
+              "wv": ("qkv qv", "L 1 K M", "K"), "wo": ("out", "L D", ""),
+              "w_gate": ("mlp", "L 1 F", "F"), "w_up": ("mlp", "L 1 F", "F"),
+              "w_down": ("mlp", "L D", "")}
+    weights |= {f"{name}_bias": make(axes, 0.0, tensor) for name in weights
+                for products, axes, tensor in [biases.get(name.removeprefix("cross_"), ("",) * 3)]
+                if any(_has_bias(c, product) for product in products.split())}
+    if c.layer_scale:
+        weights |= {name: make("L D") for name in ("attn_out_scale", "mlp_out_scale")}
+    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
+    norms += ["cross_norm"] * (c.encoder_layers > 0)
+    norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
+    return lora.with_adapters(weights | _norms(c, make, "L D", norms), c.lora_rank)
+
+
+def _norms(c, make, axes, names):
+    weights = {name: make(axes) for name in names}
+    if c.norm == "layer":
+        weights |= {f"{name}_bias": make(axes, 0.0) for name in names}
+    return weights
+
+
+def _has_bias(c, product):
+    return product in c.biases.split(",")
+
+
+def encoder_config(c: Any) -> Any:
+    """The configuration of the encoder of an encoder-decoder."""
+    rows = c.source_len + c.position_offset if c.stem == "tokens" else stems.length(c)
+    return dataclasses.replace(
+        c, layers=c.encoder_layers, encoder_layers=0, causal=False, head="none", tied=True,
+        heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,
+        head_dim=c.head_dim if c.encoder_heads == c.heads else 0,
+        positions="fixed" if c.stem == "frames" else c.positions,
+        position_rows=rows if c.positions == "learned" else 0)
