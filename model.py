@@ -637,8 +637,12 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
 # What follows from all this: zigzag/network.py
 
 TRANSFORMER = Network(Config, table, loss, batch_shapes, FAMILIES, check_model)
-init, weight_shapes, load_hf, save_hf = (
-    TRANSFORMER.init, TRANSFORMER.weight_shapes, TRANSFORMER.load_hf, TRANSFORMER.save_hf)
+init, weight_shapes, tensor_dims = (
+    TRANSFORMER.init, TRANSFORMER.weight_shapes, TRANSFORMER.tensor_dims)
+parameters, flops, plan_weights = (
+    TRANSFORMER.parameters, TRANSFORMER.flops, TRANSFORMER.plan_weights)
+weight_specs, load_run = TRANSFORMER.weight_specs, TRANSFORMER.load_run
+load_hf, read_hf, save_hf = TRANSFORMER.load_hf, TRANSFORMER.read_hf, TRANSFORMER.save_hf
 
 
 if __name__ == "__main__":

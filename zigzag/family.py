@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from zigzag.published import Change
+from zigzag.published import Change, stacks_of
 from zigzag.published_config import Fields
 
 
@@ -21,6 +21,7 @@ class Family:
     ignored: tuple[str, ...] = ()               # arrays that are no weights, as regexes
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # other names, and the usual
+    stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
 
 
 # Arrays that are no weights: constants that older versions of transformers saved.

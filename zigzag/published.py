@@ -256,39 +256,51 @@ class Part:
     again: bool
 
 
+def stacks_of(c: Any) -> dict[str, list[tuple[str, range]]]:
+    """What a letter in a name numbers: stacks of layers, and the numbers of their layers there.
+
+    {l} any layer, {d} one of dense_layers, {m} one of the others, {s} one of the encoder (of the
+    source)."""
+    dense = ("dense_layers", range(c.dense_layers))
+    others = ("layers", range(c.dense_layers, c.layer_groups or c.layers))
+    return {"l": [dense, others], "d": [dense], "m": [others],
+            "s": [("encoder.layers", range(c.encoder_layers))]}
+
+
 def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
-    """Every array that a model of this configuration has, by name. In names {l} is the number of
-    any layer, {d} of one of dense_layers, {m} of one of the others, and {e} of an expert."""
-    stacks = {"d": ("dense_layers", range(config.dense_layers)),
-              "m": ("layers", range(config.dense_layers, config.layers))}
-    found = {}
+    """Every array that a model of this configuration has, by name. In names {e} is the number of an
+    expert, and another letter that of a layer, as the family's `stacks` say."""
+    stacks, own, found = family.stacks(config), by_path(table), {}
     for template, pattern in family.arrays(config).items():
-        letter = next(iter(re.findall(r"{([ldm])}", template)), "")
-        for kind in {"l": "dm"}.get(letter, letter) or [""]:
-            stack, numbers = stacks.get(kind, ("", [None]))
-            experts = range(config.experts) if "{e}" in template else [None]
+        letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
+        for stack, numbers in stacks[letter] if letter else [("", [None])]:
             if len(numbers) == 0:
                 continue
-            own = table[stack] if stack else table
-            parts = _layouts_of(pattern, own, config, {"L", "1", *("E" if experts[0] == 0 else "")})
+            experts = range(config.experts) if "{e}" in template else [None]
+            parts = _layouts_of(pattern, own, stack and f"{stack}.", config,
+                                {"L", "1", *("E" if experts[0] == 0 else "")})
             for at, number in enumerate(numbers):
                 for e in experts:
-                    name = template.format(l=number, d=number, m=number, e=e)
-                    found[name] = [Part(f"{stack}.{n}" if stack else n, layout,
-                                        at if stack else None, e, "=" in pattern)
-                                   for n, layout in parts.items()]
+                    name = template.format(**{letter or "l": number, "e": e})
+                    found[name] = [Part(path, layout, at if stack else None, e, "=" in pattern)
+                                   for path, layout in parts.items()]
     return found
 
 
-def _layouts_of(pattern, own, config, stacked):
-    """The layouts of a pattern's weights, which `own` has, without the axes that are stacked."""
-    _, names = _sides(pattern)
-    sizes = {a: size for n in names for a, size in zip(own[n].axes, own[n].shape)}
-    sizes |= {"g": config.heads // config.kv_heads, "K": config.kv_heads}
+def _layouts_of(pattern, own, prefix, config, stacked):
+    """By path the layouts of a pattern's weights, which `own` has, without the axes that are
+    stacked."""
+    left, names = _sides(pattern)
+    weights = {n: own[prefix + n] for n in names}
+    sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
+    sizes = {"g": config.heads // config.kv_heads, "K": config.kv_heads, **sizes}
     if "V" in sizes:
         sizes["V"] = config.vocab_size
-    return layouts(pattern, {n: tuple(a for a in own[n].axes if a not in stacked) for n in names},
-                   sizes)
+    if "1" in left.split():
+        stacked = stacked - {"1"}
+    found = layouts(pattern, {n: tuple(a for a in w.axes if a not in stacked)
+                              for n, w in weights.items()}, sizes)
+    return {prefix + n: layout for n, layout in found.items()}
 
 
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
@@ -298,7 +310,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
     found = {name for name in folder.arrays if not any(re.fullmatch(p, name) for p in ignored)}
     # (Before there is a list of them all.)
-    least = config.layers + (config.layers - config.dense_layers) * config.experts
+    least = (config.layer_groups or config.layers) + (config.layers - config.dense_layers) * config.experts
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
@@ -372,7 +384,7 @@ def _read_part(folder, own, parts, ranges, change):
             if number is not None:
                 outside |= not r.start <= number < r.stop
                 at.append(number - r.start)
-            elif letter == "1":
+            elif letter == "1" and "1" not in layout.own:
                 at.append(0)
             else:       # padded rows of a vocabulary stay zeros
                 stop = min(r.stop, layout.sizes[letter]) if letter == "V" else r.stop

@@ -34,7 +34,9 @@ def complete(record: Fields, defaults: Fields) -> Fields:
         if kind in KINDS and value is not None and not _is(kind, value):
             raise ConfigError(f"config.json: {name} {value!r:.80}: expected {KINDS[kind]}")
     refuse(record, quantization_config=None, quantization_bit=None, is_causal=True,
-           is_encoder_decoder=False, pruned_heads=None)
+           pruned_heads=None)
+    if "is_encoder_decoder" not in defaults:
+        refuse(record, is_encoder_decoder=False)
     return {**defaults, **record}
 
 

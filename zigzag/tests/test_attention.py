@@ -48,7 +48,7 @@ def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), both(), want)
 
 
-PLAIN = functools.partial(model._softmax_attention, make(), None)
+PLAIN = functools.partial(model.softmax_attention, make(), None)
 MASK = functools.partial(model._attention_mask, make(), 0)
 
 

@@ -136,7 +136,7 @@ def test_experts_equal_a_loop_over_all_of_them():
     def ours(w, h):
         gate, up = shard.columns(h, w["w_gate"], w["w_up"])
         out, (added, others) = model._experts(w, h, c, 0, {"seeds": 1, "weights": tokens},
-                                              [(model._activate(c, gate, up), w["w_down"])])
+                                              [(model.activate(c, gate, up), w["w_down"])])
         return jnp.sum(out * direction) + added, (out, added, others)
 
     def plain(w, h):

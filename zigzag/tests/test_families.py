@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import train
-from zigzag import families, families_gpt, published
+from zigzag import families, families_gpt, published, tables
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
 from zigzag.tests.common import mesh_of, sums_and_gradients
@@ -292,7 +292,7 @@ def as_published(config, tree):
     family = families.family_of(json.loads(config.published))
     adjust = {name: dataclasses.replace(change, offset=0.0)
               for name, change in family.adjust(config).items()}
-    table, weights = model._weights(config), by_path(tree)
+    table, weights = tables.table(config), by_path(tree)
     return {name: published._published_array(name, parts, weights, adjust, "float32")
             for name, parts in published.published_arrays(family, config, table).items()
             if not parts[0].again}

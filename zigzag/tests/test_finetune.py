@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import data
+import families
 import model
 import sample
 import train
-from zigzag import folders, lora
+from zigzag import lora
 from zigzag.errors import ConfigError
 from zigzag.loop import first_state
 from zigzag.mesh import by_path
@@ -119,7 +120,7 @@ def test_a_short_row_keeps_the_table_of_positions(tmp_path):
     record = dict(model_type="gpt2", n_layer=1, n_embd=16, n_head=2, n_positions=64, vocab_size=128,
                   layer_norm_epsilon=1e-5, activation_function="gelu_new")
     (tmp_path / "config.json").write_text(json.dumps(record))
-    config = folders.hf_config(tmp_path, model.Config)
+    config = families.hf_config(tmp_path)
     params = model.init(config, jax.random.key(0))
     model.save_hf(tmp_path / "gpt2", params, config)
     got, short = model.load_hf(tmp_path / "gpt2", seq_len=8)

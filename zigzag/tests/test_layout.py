@@ -11,8 +11,9 @@ import pytest
 from zigzag.tests.common import ROOT
 
 # What each top-level file imports of the others.
-ALLOWED = {"shard": set(), "data": set(), "model": {"shard"}, "sample": {"model", "shard", "data"},
-           "train": {"model", "shard", "data", "sample"}}
+ALLOWED = {"shard": set(), "data": set(), "model": {"shard"}, "families": {"model", "shard"},
+           "sample": {"model", "shard", "data", "families"},
+           "train": {"model", "shard", "data", "families", "sample"}}
 # What not everybody has installed, or is private to jax and for hardware that is not here: imported
 # where it is used.
 OPTIONAL = ("sentencepiece", "libtpu", "orbax", "jax.experimental.pallas", "jax_cuda12_plugin",

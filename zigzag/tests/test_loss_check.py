@@ -135,11 +135,11 @@ def own_block(causal, mask, head, schedule="gpipe"):
         return shard.embed_lookup(p["embed"], batch["tokens"]) * OWN.d_model**0.5
 
     def block(w, x, i, batch):
-        q, k, v = shard.columns(model._norm(w, "attn_norm", x, OWN), w["wq"], w["wk"], w["wv"])
-        a = shard.attend(functools.partial(model._softmax_attention, OWN, None), q, k, v, mask,
+        q, k, v = shard.columns(model.norm(w, "attn_norm", x, OWN), w["wq"], w["wk"], w["wv"])
+        a = shard.attend(functools.partial(model.softmax_attention, OWN, None), q, k, v, mask,
                          batch["query"], batch["key"], causal)
         x = x + shard.row((a, w["wo"]))
-        up, = shard.columns(model._norm(w, "mlp_norm", x, OWN), w["w_up"])
+        up, = shard.columns(model.norm(w, "mlp_norm", x, OWN), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None
 
     def loss(p, b, specs=None):
@@ -156,17 +156,17 @@ def everywhere(query, key):
 
 
 def each_token(p, x, batch):
-    return shard.token_loss(model._norm(p, "norm", x, OWN), p["head"], batch["targets"],
+    return shard.token_loss(model.norm(p, "norm", x, OWN), p["head"], batch["targets"],
                             batch["weights"], OWN.vocab_size), jnp.sum(batch["weights"])
 
 
 def pooled(p, x, batch):
-    logp = jax.nn.log_softmax(model._norm(p, "norm", x, OWN).mean(1) @ p["head"][:, :8])
+    logp = jax.nn.log_softmax(model.norm(p, "norm", x, OWN).mean(1) @ p["head"][:, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
 def pooled_by_weights(p, x, batch):
-    x = shard.whole_time(model._norm(p, "norm", x, OWN)).mean(1)
+    x = shard.whole_time(model.norm(p, "norm", x, OWN)).mean(1)
     logp = jax.nn.log_softmax(x @ p["head"][:, :8])
     rows = jnp.take_along_axis(logp, batch["label"][:, None], 1)[:, 0]
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
@@ -176,7 +176,7 @@ def first_token(whole):
     """A loss of the first token alone, picked from all of the time or from a device's part."""
     def head(p, x, batch):
         x = (shard.whole_time(x) if whole else x)[:, :1]
-        x = model._norm(p, "norm", x, OWN)
+        x = model.norm(p, "norm", x, OWN)
         return shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
                                 OWN.vocab_size), jnp.sum(batch["weights"][:, :1])
 
