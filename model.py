@@ -390,8 +390,8 @@ def _with_info(batch, c):
     document = batch.get("segments", jnp.zeros_like(place))
     if "mask" in batch:
         document = jnp.where(batch["mask"] > 0, document, -1)
-    more = {"positions": place, "token_types": jnp.zeros_like(place)}
-    batch, info = {**more, **batch}, {"place": place, "document": document}
+    more = {"token_types": jnp.zeros_like(place)} if c.token_types else {}
+    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
     if c.pad_id >= 0:
         batch["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
     if c.positions.startswith("alibi"):
