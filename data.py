@@ -24,7 +24,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean
-from zigzag.files import appears, write_json
+from zigzag.files import appears, sha256, write_json
 from zigzag.flags import from_flags, run_main
 from zigzag.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
 
@@ -124,7 +124,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         parts = np.array_split(tokens, 1 + len(tokens) // 2**20)
         count = sum(int(lengths[part].sum()) for part in parts)
         record[split] = {"tokens": len(tokens), "bytes": count, "documents": len(groups[split]),
-                         "digest": _sha256(out / f"{split}.bin")}
+                         "digest": sha256(out / f"{split}.bin")}
     write_json(out / "data.json", record)
     return Corpus(out)
 
@@ -161,24 +161,9 @@ def _parts(path):
     yield rest
 
 
-def _sha256(path):
-    """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
-    evenly spread."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    starts = range(0, size, 2**20)
-    if size > 2**28:
-        digest.update(str(size).encode())
-        starts = [i * (size - 2**20) // 255 for i in range(256)]
-    with open(path, "rb") as f:
-        for start in starts:
-            f.seek(start)
-            digest.update(f.read(2**20))
-    return digest.hexdigest()
-
-
 def _changed(path, digest):
     """Whether a file is another than when this digest was written down, if one was."""
-    return bool(digest) and _sha256(path) != digest
+    return bool(digest) and sha256(path) != digest
 
 
 def _map(path, dtype):
@@ -221,7 +206,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
     """By which a folder that was prepared with a tokenizer, or a run, knows it."""
     if tokenizer.kind == "bytes":
         return {"tokenizer": tokenizer.kind}
-    digest = _sha256(tokenizer.folder / tokenizer.file)
+    digest = sha256(tokenizer.folder / tokenizer.file)
     return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
 
 
