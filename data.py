@@ -1,6 +1,7 @@
 """Text to tokens to batches.
 
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
+    *.jsonl --zigzag/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
 
 Tokens lie on disk as plain arrays of uint16 (uint32 above 65,536 ids) with a small JSON beside
 them. They are mapped into memory, never loaded. Which examples make the batch of a step is a pure
@@ -303,6 +304,43 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
         n = len(e) - 1
         tokens[row, :n], targets[row, :n], weights[row, :n] = e[:-1], e[1:], 1
     return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
+
+
+def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int,
+                  target_len: int, start: int, end: int | None = None, pad: int = 0
+                  ) -> dict[str, np.ndarray]:
+    """Pairs of (source ids, target ids) as a batch for an encoder and a decoder: source and
+    source_mask [B, S]; tokens, targets and weights [B, T], 0 where no target is. The decoder sees
+    its targets one place later, after the id `start`, which is put there unless it is there:
+
+        start            ids of the target    tokens             targets
+        T5: <pad>        a b </s>             <pad> a b          a b </s>
+        BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
+        (others): <s>    <s> a b </s>         <s> a b            a b </s>
+
+    What is too long is cut, and still ends with `end` if it did."""
+    def cut(ids, length):
+        short = ids[:length].copy()
+        if end is not None and len(ids) > length and ids[-1] == end:
+            short[-1] = end
+        return short
+
+    B = len(examples)
+    source, source_mask = np.full((B, source_len), pad, np.int32), np.zeros((B, source_len), int)
+    tokens, targets = np.full((2, B, target_len), pad, np.int32)
+    weights = np.zeros((B, target_len), np.float32)
+    for row, (ids, target) in enumerate(examples):
+        ids = cut(ids, source_len)
+        source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
+        # (Where the start is the end too, a target of that alone is an empty text.)
+        if len(target) > 1 and target[0] == start:
+            target = target[1:]
+        target = cut(target, target_len)
+        n = len(target)
+        tokens[row, :n], targets[row, :n] = [start, *target[:-1]][:n], target
+        weights[row, :n] = 1
+    return {"source": source, "source_mask": source_mask.astype(np.int32), "tokens": tokens,
+            "targets": targets, "weights": weights}
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:

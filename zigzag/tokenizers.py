@@ -6,8 +6,9 @@
     tokenizer.json  TokenizerJson   that of a published model, by the package tokenizers
 
 Each has `encode` and `decode`; `prompt`, the ids of a text with what the model expects before it;
-`with_ends`, the ids of a text with what its tokenizer puts around it, an end at least; `separator`, the id before each document; `ends`, the ids after which no text follows, the usual one
-first; and `lengths`, how many bytes of text each id stands for. This file needs no jax.
+`with_ends`, the ids of a text with what its tokenizer puts around it, an end at least; `separator`,
+the id before each document; `ends`, the ids after which no text follows, the usual one first; and
+`lengths`, how many bytes of text each id stands for. This file needs no jax.
 """
 
 import json
