@@ -326,7 +326,8 @@ def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len:
         return short
 
     B = len(examples)
-    source, source_mask = np.full((B, source_len), pad, np.int32), np.zeros((B, source_len), int)
+    source, source_mask = np.zeros((2, B, source_len), np.int32)
+    source += pad
     tokens, targets = np.full((2, B, target_len), pad, np.int32)
     weights = np.zeros((B, target_len), np.float32)
     for row, (ids, target) in enumerate(examples):
@@ -339,8 +340,8 @@ def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len:
         n = len(target)
         tokens[row, :n], targets[row, :n] = [start, *target[:-1]][:n], target
         weights[row, :n] = 1
-    return {"source": source, "source_mask": source_mask.astype(np.int32), "tokens": tokens,
-            "targets": targets, "weights": weights}
+    return {"source": source, "source_mask": source_mask, "tokens": tokens, "targets": targets,
+            "weights": weights}
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:

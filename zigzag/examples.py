@@ -12,6 +12,7 @@ import array
 import contextlib
 import hashlib
 import json
+import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -79,10 +80,12 @@ class Pairs:
         self.files = [file for path in paths for file in _jsonl_files(path)]
         # Of each pair: its file, its first byte there, and its line.
         self.file, self.start, self.line = array.array("q"), array.array("q"), array.array("q")
+        self.states = []
         is_held_out, digest = bytearray(), hashlib.sha256(json.dumps(self.fields).encode())
         for number, file in enumerate(self.files):
             start = 0
             with open(file, "rb") as f:
+                self.states.append(_state(f))
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
                         source, _ = _texts(raw, f"{file} line {line}", self.fields)
@@ -103,6 +106,8 @@ class Pairs:
         file = self.files[self.file[i]]
         where = f"{file} line {self.line[i]}"
         with open(file, "rb") as f:
+            if _state(f) != self.states[self.file[i]]:
+                raise ConfigError(f"{file} was changed since it was first read; begin again")
             f.seek(self.start[i])
             texts = _texts(f.readline(), where, self.fields)
         ids = tuple(np.array(self.tokenizer.with_ends(text), np.int64) for text in texts)
@@ -116,6 +121,12 @@ class Pairs:
     def __str__(self) -> str:
         return (f"{self.name}: {len(self.train):,} pairs to learn from, {len(self.held_out):,} "
                 f"held out, {self.tokenizer.kind} of {self.tokenizer.vocab_size}")
+
+
+def _state(f):
+    """Another one when the file was written to since."""
+    status = os.fstat(f.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _jsonl_files(path):
