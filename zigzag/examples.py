@@ -48,7 +48,7 @@ def _split(example, is_held_out, what):
     much, the last tenth is held out."""
     marks = np.array(is_held_out, bool)
     if len(marks) < 2:
-        raise ConfigError(f"{what}: {len(marks)} example; expected two at least, of which one is "
+        raise ConfigError(f"{what}: {len(marks)} examples; expected two at least, of which one is "
                           f"held out")
     if not 0.03 < marks.mean() < 0.3:
         marks = np.arange(len(marks)) >= len(marks) - max(1, len(marks) // 10)
@@ -200,10 +200,10 @@ class Arrays:
             raise ConfigError(f"{path}: an array 'seeds', which is a name that every batch has for "
                               f"its random numbers; give it another")
         lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
-        if len(set(lengths.values())) > 1 or not all(lengths.values()):
+        if len(set(lengths.values())) > 1:
             rows = ", ".join(f"{name} {n}" for name, n in lengths.items())
-            raise ConfigError(f"{path}: its arrays have different numbers of rows, or none "
-                              f"({rows}); expected one row in each for each example")
+            raise ConfigError(f"{path}: its arrays have different numbers of rows ({rows}); "
+                              f"expected one row in each for each example")
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
         marks = np.zeros(next(iter(lengths.values())), bool)        # (so the last tenth)

@@ -104,17 +104,14 @@ class PiecesT5(Pieces):
             raise ConfigError(f"{path.parent / 'tokenizer_config.json'}: extra_ids {count!r}: "
                               f"expected a number from 0 to 10000")
         self.vocab_size = pieces + count
-        gaps = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
-        known = {piece: i for piece in ("</s>", "<pad>", "<unk>")
-                 if (i := self._id(piece)) is not None}
-        self.special = gaps | known
-        # (As in transformers, a gap takes the blanks around it along.)
-        self.cut = re.compile(rf"\s*({'|'.join(gaps)})\s*|({'|'.join(known)})" if gaps
-                              else f"({'|'.join(known)})")
+        self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
+        self.special |= {piece: i for piece in ("</s>", "<pad>", "<unk>")
+                         if (i := self._id(piece)) is not None}
+        self.between = re.compile(f"({'|'.join(self.special)})")
 
     def encode(self, text: str | bytes) -> np.ndarray:
         ids = ([self.special[part]] if part in self.special else self.model.encode(part)
-               for part in self.cut.split(_unicode(text)) if part)
+               for part in self.between.split(_unicode(text)))
         return np.array([i for part in ids for i in part], np.int64)
 
 

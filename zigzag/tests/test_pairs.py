@@ -198,7 +198,7 @@ def test_data_without_pairs_is_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "none").mkdir()
     one = write(tmp_path / "one.jsonl", {"source": "a", "target": "z"})
-    for path, says in ((tmp_path / "empty.jsonl", "no line in it"), (one, "1 example; expect"),
+    for path, says in ((tmp_path / "empty.jsonl", "no line in it"), (one, "1 examples; expect"),
                        (tmp_path / "none", "no .*jsonl file"),
                        (tmp_path / "on.jsonl", "no such file.*'one.jsonl'")):
         with pytest.raises(ConfigError, match=says):
@@ -348,8 +348,9 @@ def test_arrays_are_rows(tmp_path):
         assert {k: x.dtype.name for k, x in batch.items()} == {
             "pixels": "float32", "labels": "int32", "bytes": "uint8"}
         assert Arrays(path).fingerprint == found.fingerprint
-        with pytest.raises(IndexError):
-            found.train[18]
+        for i in (18, -1):
+            with pytest.raises(IndexError):
+                found.train[i]
 
 
 def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
@@ -371,9 +372,10 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
     says("labels: an array of objects", {**good, "labels": np.array([{}] * 20)})
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
     says("different numbers of rows.*pixels 20, labels 19", {**good, "labels": good["labels"][1:]})
-    says("or none .*labels 0", {**good, "labels": np.array(3)})
+    says("rows.*labels 0", {**good, "labels": np.array(3)})
+    says("0 examples; expected two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
-    says("1 example", {"x": np.zeros((1, 2))})
+    says("1 examples", {"x": np.zeros((1, 2))})
     says("no array 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
     says("labels has 8 in row .*expected 0 to 7", good, below={"labels": 8})
     says("x has 4294967296", {"x": np.array([0, 2**32, 0, 0])})
@@ -385,7 +387,8 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
     raw = (tmp_path / "a.npz").read_bytes()
     says("damaged", raw=raw[:-30])
     says("damaged", raw=b"")
-    says("damaged", raw=raw.replace(b"(20, 4, 3)", b"(90, 4, 3)"))
+    np.savez(tmp_path / "a.npz", x=np.zeros((20, 4000)), y=np.zeros((21, 4)))
+    says("x has not the size", raw=(tmp_path / "a.npz").read_bytes().replace(b"(20,", b"(21,"))
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as z:
         z.writestr("read.me", "words")
     says("damaged")
