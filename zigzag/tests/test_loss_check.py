@@ -174,8 +174,8 @@ def pooled_by_weights(p, x, batch):
 
 def classified(p, x, batch):
     """By the first token; the count is of rows, whatever the weights."""
-    first = shard.whole_time(model.norm(p, "norm", x, OWN))[:, 0]
-    logp = jax.nn.log_softmax(first @ p["head"][:, :8])
+    first = shard.whole_time(model.norm(p, "norm", x, OWN))[:, :1]
+    logp = jax.nn.log_softmax(shard.vocab_logits(first, p["head"], 61)[:, 0, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
