@@ -225,6 +225,21 @@ class Arrays:
                 f"{len(self.held_out):,} held out, of {shapes}")
 
 
+def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int]) -> Arrays:
+    """The arrays of --data for a model whose batch has these shapes; ids and classes are below
+    their `limits`."""
+    if len(paths) != 1:
+        raise ConfigError(f"--data {' '.join(paths)}: expected one .npz, or one folder of .npy "
+                          f"files, with {', '.join(shapes)}: a row in each for each example")
+    arrays = Arrays(paths[0], list(shapes),
+                    {name: limits[name] for name in shapes if limits.get(name)})
+    for name, shape in shapes.items():
+        if (found := arrays.arrays[name].shape[1:]) != shape.shape[1:]:
+            raise ConfigError(f"--data {paths[0]}: {name} has rows of {list(found)}; this model "
+                              f"has {list(shape.shape[1:])}")
+    return arrays
+
+
 def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Examples as a batch. Devices count in 32 bits: what has 64 is converted."""
     batch = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
