@@ -36,8 +36,8 @@ def check_config(c: Any) -> None:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(value, known))
     if len(c.fields) != 2:
-        raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and of "
-                          f"the target")
+        raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
+                          f"of the target")
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
