@@ -35,11 +35,12 @@ from zigzag.errors import ConfigError
 from zigzag.experts import choose
 from zigzag.families import FAMILIES
 from zigzag.flags import run_main
-from zigzag.mesh import cast
+from zigzag.mesh import cast, time_parts
 from zigzag.network import Network, Params
 from zigzag.positions import (
     alibi_bias,
     alibi_slopes,
+    counted,
     layer_rates,
     layer_window,
     relative_bias,
@@ -176,8 +177,9 @@ def _cross_attention(w, h, c, batch, cache):
     q, = shard.columns(h, with_bias(w, "cross_wq"))
     if cache is None:
         k, v = _cross_keys(w, batch["encoded"], c)
-    key = batch["source_info"] if cache is None else {"document": cache["cross_document"]}
-    k, v = (k, v) if cache is None else (cache["cross_k"], cache["cross_v"])
+        key = batch["source_info"]
+    else:
+        k, v, key = cache["cross_k"], cache["cross_v"], {"document": cache["cross_document"]}
     out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
                        _source_mask, batch["query"], key)
     out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
@@ -306,7 +308,7 @@ def _embed(params, batch, c):
 
 def _padded(x):
     """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
-    more = -x.shape[1] % shard.time_parts()
+    more = -x.shape[1] % time_parts()
     return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 
 
@@ -388,13 +390,10 @@ def _with_info(batch, c):
     document = batch.get("segments", jnp.zeros_like(place))
     if "mask" in batch:
         document = jnp.where(batch["mask"] > 0, document, -1)
-    position = place
+    more = {"token_types": jnp.zeros_like(place)} if c.token_types else {}
+    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
     if c.pad_id >= 0:
-        position = shard.count_before(batch["tokens"] != c.pad_id, place) - 1
-    more = {"positions": position}
-    if c.token_types:
-        more["token_types"] = jnp.zeros_like(place)
-    batch, info = {**more, **batch}, {"place": place, "document": document}
+        batch["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
     if c.positions.startswith("alibi"):
         info["position"] = batch["positions"]
     return {**batch, "query": info, "key": info}
@@ -551,9 +550,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
         return x
 
     def layer(w, x, i, batch):
-        if c.layer_groups:
-            return _repeat(w, x, i, c, batch)
-        return block(w, x, c.dense_layers + i, c, batch)[:2]
+        return (_repeat(w, x, i, c, batch) if c.layer_groups else
+                block(w, x, c.dense_layers + i, c, batch)[:2])
 
     def head(params, x, batch):
         if c.head == "classes":
@@ -634,16 +632,13 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
     return shard.vocab_logits(x, head, config.vocab_size, config.logit_softcap)[:, 0], cache
 
 
-# -------------------------------------------------------------------------------------------
-# What follows from all this: zigzag/network.py
-
+# (zigzag/network.py has what follows.)
 TRANSFORMER = Network(Config, table, loss, batch_shapes, FAMILIES, check_model)
-init, weight_shapes, tensor_dims = (
-    TRANSFORMER.init, TRANSFORMER.weight_shapes, TRANSFORMER.tensor_dims)
-parameters, flops, plan_weights = (
-    TRANSFORMER.parameters, TRANSFORMER.flops, TRANSFORMER.plan_weights)
-weight_specs, load_run = TRANSFORMER.weight_specs, TRANSFORMER.load_run
-load_hf, read_hf, save_hf = TRANSFORMER.load_hf, TRANSFORMER.read_hf, TRANSFORMER.save_hf
+init, weight_shapes = TRANSFORMER.init, TRANSFORMER.weight_shapes
+tensor_dims, weight_specs = TRANSFORMER.tensor_dims, TRANSFORMER.weight_specs
+parameters, flops, load_run = TRANSFORMER.parameters, TRANSFORMER.flops, TRANSFORMER.load_run
+load_hf, save_hf, plan_weights = (
+    TRANSFORMER.load_hf, TRANSFORMER.save_hf, TRANSFORMER.plan_weights)
 
 
 if __name__ == "__main__":

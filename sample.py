@@ -259,7 +259,7 @@ def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
-    return *model.TRANSFORMER.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+    return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
 
 
 def _mesh(config):

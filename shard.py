@@ -84,7 +84,7 @@ from zigzag.mesh import (
     varying,
 )
 from zigzag.mesh import make_mesh as make_mesh
-from zigzag.products import chunked_sum, matmul, on_columns, on_rows
+from zigzag.products import chunked_sum, matmul, on_columns, on_rows, time_chunks
 from zigzag.remat import POLICIES
 from zigzag.rule import TENSOR_SIZE
 from zigzag.rule import explain as explain
@@ -186,9 +186,9 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
-    """Into a block: the stream x [B, T, D] times weights [D, F, ...]. Time is whole in the results,
-    F split where the weights' is. `dtype` is the products', if not x's. In place of a weight there
-    may be a pair of it and of a bias [1, F, ...]. `gathered`: x is what time_of_block gave."""
+    """Into a block: the stream x [B, T, D] times weights [D, F, ...], or pairs of a weight and a
+    bias [1, F, ...]. Time is whole in the results, F split where the weights' is. `dtype` is the
+    products', if not x's; `gathered` says that x is what time_of_block gave."""
     weights = [w if isinstance(w, tuple) else (w,) for w in weights]
     n, some = _size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
@@ -254,8 +254,7 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def time_of_block(x: Array) -> Array:
-    """An array [B, T, ...] beside the stream with the time that a block has: what `columns` does,
-    without a product."""
+    """An array [B, T, ...] beside the stream, with all time, as a block has it."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
@@ -353,21 +352,13 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
         loss = chunk_loss(head, x, targets, weights)
     else:
         n = _size("tensor") if is_split(x) and not own_time else 1
-        loss = chunked_sum(chunk_loss, head, [_time_chunks(x, chunks, 1), *(
-            _time_chunks(a, chunks, n) for a in (targets, weights))])
+        loss = chunked_sum(chunk_loss, head, [time_chunks(x, chunks, 1), *(
+            time_chunks(a, chunks, n) for a in (targets, weights))])
     return _sum_over_tensor(loss)
 
 
 def _sum_over_tensor(x):
     return lax.psum(x, "tensor") if is_split(x) else x
-
-
-def _time_chunks(a, count, n):
-    """a [B, T, ...] as [count, B, T / count, ...]: the chunks of a stream whose time n devices
-    split, so that a chunk has a part of each device's time."""
-    B, T = a.shape[:2]
-    a = a.reshape(B, n, count, T // (n * count), *a.shape[2:])
-    return jnp.moveaxis(a, 2, 0).reshape(count, B, T // count, *a.shape[4:])
 
 
 # -------------------------------------------------------------------------------------------
@@ -398,9 +389,7 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
     (but not of a source, which is another sequence) in zigzag order, with the places that the
     tokens had. The devices of seq have the batch whole: nothing is sent."""
     n = mesh.shape["seq"]
-    if n == 1:
-        return batch, {k: P(None) for k in batch}
-    if "source" in batch and "tokens" not in batch:     # the loss takes own_time of it
+    if n == 1 or "source" in batch and "tokens" not in batch:   # (of which the loss has own_time)
         return batch, {k: P(None) for k in batch}
     if np.ndim(batch.get("tokens")) != 2:
         raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
@@ -447,29 +436,14 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     return named(out, "attend")
 
 
-def time_parts() -> int:
-    """In how many parts the mesh may split the time of a stream."""
-    return _size("seq") * _size("tensor") * _size("pipe")
-
-
 def own_time(tree: Any) -> Any:
     """Of arrays [B, T, ...] that every device of seq has whole (a source, a picture: not what
     shard_time splits) this device's part of the time."""
     def part(a):
-        size = a.shape[1] // _size("seq")
-        return lax.dynamic_slice_in_dim(a, lax.axis_index("seq") * size, size, 1)
+        parts = a.reshape(a.shape[0], _size("seq"), -1, *a.shape[2:])
+        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
 
     return jax.tree.map(part, tree) if _size("seq") > 1 else tree
-
-
-def count_before(flags: Array, place: Array) -> Array:
-    """For each token how many of the row up to it, itself included, have a flag [B, T]; 0 for those
-    that have none. `place` is where in the row they are."""
-    whole = flags.astype(jnp.int32)
-    if "seq" in varying(flags):
-        whole = lax.all_gather(whole, "seq", axis=1, tiled=True)
-        whole = whole[:, np.argsort(zigzag_order(whole.shape[1], _size("seq")))]
-    return jnp.where(flags, jnp.take_along_axis(jnp.cumsum(whole, 1), place, 1), 0)
 
 
 def sum_over_time(x: Array) -> Array:
@@ -517,7 +491,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
         here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
         rows = exchange(jnp.where(here[..., None], rows, 0)).reshape(-1, D)     # [n B T, D]
         chosen, shares = of_all(chosen), with_reduce_scatter(of_all, "expert", 0)(shares)
-        chosen, shares = _own_choices(chosen - lax.axis_index("expert") * own, shares, own)
+        chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
     out = dispatch.mixture(rows, chosen, shares, into, between, back, usual)
     if n > 1:
         out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
@@ -525,15 +499,6 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     partial, whole = _products(beside)
     (partial if is_split(back) else whole).append(out)
     return _into_stream(partial, whole, split_time)
-
-
-def _own_choices(chosen, shares, own):
-    """Choices among this device's experts, numbered from 0; `own` is another device's."""
-    chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
-    if chosen.shape[1] > own:       # no row has more choices here than there are experts
-        first = jnp.argsort(chosen, -1)[:, :own]
-        chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
-    return chosen, shares
 
 
 # -------------------------------------------------------------------------------------------
@@ -570,13 +535,28 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
 
 
+def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
+    """Layers of a stage, as zigzag/pipeline.py calls them, and how many there are in all stages."""
+    count = jax.tree.leaves(weights)[0].shape[0]
+    if is_1f1b and count == 1 < _size("pipe"):
+        remat = "none"      # it goes back right after it went forward: nothing to save
+
+    def stack(weights, x, indices, batch):
+        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
+                        sum_dtype)
+        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
+
+    return stack, count * _size("pipe")
+
+
 # -------------------------------------------------------------------------------------------
 # pipe
 #
 #   split       the layers, and the rows of a device into microbatches that go from stage to stage
 #   collective  a collective-permute of the activations to the next stage in every tick; its
 #               transpose sends their gradients back. At the end a reduce-scatter over time: the
-#               last stage's activations to all stages, which share the loss head
+#               last stage's activations to all stages, which share the loss head (or an all-reduce:
+#               an encoder's output, and what a head takes whole_time of)
 #   bytes       2 X times ticks / microbatches, and 2 (n-1)/n X
 #   correct     a stage applies its layers to every microbatch, in their order; a loss is a sum over
 #               microbatches and tokens, so each stage adds its part
@@ -596,22 +576,20 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
     given a part of the time of x and of the batch, so that all stages share it: its sum and count
     are of that part. But a head that calls whole_time has all of it, in every stage."""
-    stack, total = _stack(block, weights, specs, remat, sum_dtype)
+    stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype, schedule == "1f1b")
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
         s, *others = pipeline.with_aux(head(params, x, batch), aux)
         return named(s, "pipelined_loss"), *others
 
     def shared_head(params, x, batch):
-        whole = beside_auto_tensor(lambda x: lax.psum(x, "pipe"), P())(x)
-        if "whole_time" in names_in(head, params, whole, batch):
-            return keep_on_first(pmean_over(head(params, whole, batch), "pipe"), {"pipe"})
+        if "whole_time" in names_in(head, params, x, batch):
+            x = beside_auto_tensor(lambda x: lax.psum(x, "pipe"), P())(x)
+            return keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
         x = _share_time(x)
         return head(params, x, _time_of_stage(batch, x))
 
-    stages = _check_stages(total, chunks, specs)
-    if schedule == "1f1b" and total == stages:
-        remat = "none"      # a stage goes back right after it went forward: nothing to save
+    stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
     loss = pipeline.Loss(embed, stack, shared_head, _send, batch, jnp.arange(total), stages,
                          math.gcd(microbatches, jax.tree.leaves(batch)[0].shape[0]))
     if schedule == "1f1b":
@@ -624,34 +602,13 @@ def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs:
                      sum_dtype: str = "") -> Array:
     """x [B, T, D] through a stack of layers, block(w, x, i, batch) as in pipelined_loss, with no
     aux: an encoder, whose result every stage has. Its stages are those of the loss after it."""
-    stack, total = _stack(block, weights, specs, remat, sum_dtype)
+    stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype)
     if _size("pipe") == 1:
         return stack(weights, x, jnp.arange(total), batch)[0]
-    loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total),
-                         _check_stages(total, chunks, specs), math.gcd(microbatches, len(x)))
+    stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
+    loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total), stages,
+                         math.gcd(microbatches, len(x)))
     return lax.psum(pipeline.forward(loss, x, weights, chunks, remat)[0], "pipe")
-
-
-def _stack(block, weights, specs, remat, sum_dtype):
-    """Layers of a stage, as zigzag/pipeline.py calls them, and how many there are in all stages."""
-    def stack(weights, x, indices, batch):
-        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
-                        sum_dtype)
-        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
-
-    return stack, jax.tree.leaves(weights)[0].shape[0] * _size("pipe")
-
-
-def _check_stages(layers, chunks, specs):
-    """How many stages there are; they must have equally many layers."""
-    stages = _size("pipe")
-    if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
-        raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs the specs of its "
-                          f"layers, and {stages} must divide their number")
-    if layers % (stages * chunks):
-        raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
-                          f"divide into {stages * chunks}")
-    return stages
 
 
 def _send(tree, step):
@@ -676,12 +633,12 @@ def _share_time(x):
 def _time_of_stage(tree, x):
     """Of arrays [B, T, ...] the time that the devices of this stage have of a shared x. (Others are
     of another sequence, or of whole rows.)"""
-    T = x.shape[1] * _size("pipe") * (_size("tensor") if is_split(x) else 1)
+    stages, n = _size("pipe"), _size("tensor") if is_split(x) else 1
 
     def part(a):
-        if a.ndim < 2 or a.shape[1] != T:
+        if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n:
             return a
-        pieces = _time_chunks(a, _size("pipe"), _size("tensor") if is_split(x) else 1)
+        pieces = time_chunks(a, stages, n)
         return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)
 
     return jax.tree.map(part, tree)

@@ -137,3 +137,12 @@ def _by_blocks(x, w, counts, usual):
     by_blocks = jax.custom_vjp(forward)
     by_blocks.defvjp(lambda *args: (forward(*args), args), backward)
     return by_blocks(x, w, counts)
+
+
+def own_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
+    """Choices among this device's experts, numbered from 0; `own` is another device's."""
+    chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+    if chosen.shape[1] > own:       # no row has more choices here than there are experts
+        first = jnp.argsort(chosen, -1)[:, :own]
+        chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
+    return chosen, shares

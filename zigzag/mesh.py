@@ -136,6 +136,12 @@ def platform(mesh: Any = None) -> str:
     return getattr(device, "platform", "")      # (there may be none)
 
 
+def time_parts() -> int:
+    """In how many parts the ambient mesh may split the time of a stream by hand."""
+    sizes, manual = ambient()
+    return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
+
+
 def is_single_cpu(mesh: Any = None) -> bool:
     """Whether this mesh, or the ambient one, is a single CPU device."""
     return platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from zigzag.errors import ConfigError
 from zigzag.mesh import add_to, ambient, cast, mark_alike, mark_varying, varying, zeros_of
 from zigzag.remat import POLICIES
 
@@ -83,6 +84,17 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     batches, parts = "microbatches" if M > 1 else "microbatch", "chunks" if V > 1 else "chunk"
     return "\n".join([*lines, f"{schedule}: {count} ticks for {M} {batches} of {V} {parts} a "
                               f"stage, {1 - M * V / count:.0%} of them idle{note}"])
+
+
+def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
+    """How many stages there are; they must have equally many layers."""
+    if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
+        raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs the specs of its "
+                          f"layers, and {stages} must divide their number")
+    if layers % (stages * chunks):
+        raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
+                          f"divide into {stages * chunks}")
+    return stages
 
 
 # -------------------------------------------------------------------------------------------

@@ -238,6 +238,13 @@ def relative_bias(c: Any, table: Array, ids: Array) -> Array:
     return jnp.einsum("btsj,jh->bhts", chosen, table, preferred_element_type=jnp.float32)
 
 
+def counted(flags: Array, place: Array) -> Array:
+    """The positions of tokens that have a flag, counted from 0 along whole rows [B, T], at these
+    places; -1 for the others."""
+    position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
+    return jnp.take_along_axis(position, place, 1)
+
+
 def sinusoids(rows: int, width: int) -> np.ndarray:
     """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
     angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)

@@ -117,3 +117,11 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
 
     total.defvjp(forward, backward)
     return total(weights, chunks)
+
+
+def time_chunks(a: Array, count: int, n: int) -> Array:
+    """a [B, T, ...] as [count, B, T / count, ...]: the chunks of a stream whose time n devices
+    split, so that a chunk has a part of each device's time."""
+    B, T = a.shape[:2]
+    a = a.reshape(B, n, count, T // (n * count), *a.shape[2:])
+    return jnp.moveaxis(a, 2, 0).reshape(count, B, T // count, *a.shape[4:])

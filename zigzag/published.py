@@ -310,7 +310,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
     found = {name for name in folder.arrays if not any(re.fullmatch(p, name) for p in ignored)}
     # (Before there is a list of them all.)
-    least = (config.layer_groups or config.layers) + config.encoder_layers + (
+    least = (config.layer_groups or config.layers) + (
         config.layers - config.dense_layers) * config.experts
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""

@@ -14,7 +14,7 @@ import families
 import model
 import sample
 import train
-from zigzag import lora
+from zigzag import folders, lora
 from zigzag.errors import ConfigError
 from zigzag.loop import first_state
 from zigzag.mesh import by_path
