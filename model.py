@@ -430,8 +430,9 @@ def _encode(params, batch, c, specs=None):
     def layer(w, x, i, batch):
         return block(w, x, i, e, batch)[:2]
 
-    x = shard.pipelined_layers(layer, *_layers(params, specs and specs["encoder"]), x, known,
-                               c.remat, c.microbatches, c.chunks, c.sum_dtype)
+    weights, specs = _layers(params, specs and specs["encoder"])
+    x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
+                               c.sum_dtype)
     x = norm(params, "norm", x, e) if "norm" in params else x
     return {"encoded": shard.time_of_block(x),
             "source_info": {"document": known["key"]["document"]}}

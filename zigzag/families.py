@@ -4,7 +4,7 @@ To add one whose parts model.py has: `fields` translates its config.json into fi
 model.Config, `arrays` says for each published array which weights it holds (published.py explains
 the patterns), and `defaults` are those of its class in transformers, for what a config.json leaves
 out (all but sizes). Nothing else: sharding follows from the rule. Here are LLaMA's relatives;
-families_gpt.py has GPT-2's.
+families_gpt.py has GPT-2's, families_pairs.py encoder-decoders.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean, one_line
 from zigzag.families_gpt import GPT
+from zigzag.families_pairs import PAIRS
 from zigzag.family import (
     INV_FREQ,
     Family,
@@ -40,7 +41,7 @@ from zigzag.published_config import (
     window,
 )
 
-FAMILIES: dict[str, Family] = {**GPT}
+FAMILIES: dict[str, Family] = {**GPT, **PAIRS}
 
 
 def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:

@@ -321,8 +321,15 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
     expected = {name.removeprefix(family.prefix) if bare else name: parts
                 for name, parts in expected.items()}
+    # Of arrays that are the same one may be there alone, under any of its names.
+    first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
+    for name, parts in list(expected.items()):
+        if parts[0].again and name in found and first[parts[0].path] not in found:
+            expected[name] = [dataclasses.replace(part, again=False) for part in parts]
+            del expected[first[parts[0].path]]
+            first[parts[0].path] = name
     expected = {name: parts for name, parts in expected.items()
-                if name in found or not parts[0].again}
+                if name in found or not (parts[0].again or name in family.optional)}
     for what, those in (("lacks", expected.keys() - found),
                         ("has what is no part of its model:", found - expected.keys())):
         if those:
@@ -347,13 +354,16 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
     for name, parts in expected.items():
         for part in parts:
-            (again if part.again else pieces).setdefault(part.path, {})[
-                part.layer, part.expert] = name, part.layout
+            one = {(part.layer, part.expert): (name, part.layout)}
+            if part.again:
+                again.setdefault(part.path, []).append(one)
+            else:
+                pieces.setdefault(part.path, {}).update(one)
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
         own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
-        parts, done = pieces[path], {}
+        parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
 
         def read(index):
             key = tuple((r.start or 0, r.stop if r.stop is not None else n)
@@ -361,11 +371,11 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
             if key not in done:
                 ranges = [slice(*k) for k in key]
                 done[key] = _read_part(folder, own, parts, ranges, change)
-                if path in again and (done[key] != _read_part(folder, own, again[path], ranges,
-                                                              change)).any():
-                    (name, _), (other, _) = (*parts.values(), *again[path].values())
-                    raise ConfigError(f"{folder.path}: {name} and {other} differ; its config.json "
-                                      f"says that they are tied")
+                for same in again.get(path, ()):
+                    if (done[key] != _read_part(folder, own, same, ranges, change)).any():
+                        (name, _), (other, _) = (*parts.values(), *same.values())
+                        raise ConfigError(f"{folder.path}: {name} and {other} differ; its "
+                                          f"config.json says that they are tied")
             return done[key]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, read)
