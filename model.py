@@ -513,8 +513,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     if c.head == "classes":
         return _class_logits(params, x, c)
     if c.head == "none":
-        x = shard.whole_time(norm(params, "norm", x, c) if "norm" in params else x,
-                             in_parts=c.own_stem != "tokens")
+        # (That of pool mean is of the mean.)
+        x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
+        x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
         return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
     logits = shard.vocab_logits(*_head(params, x, c), c.vocab_size, c.logit_softcap)
     return logits[..., :c.vocab_size]
@@ -539,8 +540,6 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third. Of a model with
     classes it is the cross-entropy of `labels` [B], and the number of rows."""
-    if config.head == "none":
-        raise ConfigError("this model gives vectors, and has no head to train: give fit a loss")
     c, params, batch = _prepared(params, batch, config, specs)
 
     def embed(params, batch):
@@ -558,6 +557,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
             logits = jax.nn.log_softmax(_class_logits(params, x, c))
             chosen = jax.nn.one_hot(batch["labels"], c.labels)
             return -jnp.sum(logits * chosen), jnp.float32(len(logits))
+        if c.head == "none":        # (from which the rule finds where weights lie)
+            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = _head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                 loss_chunks(*x.shape[:2], padded(c.vocab_size)),
@@ -580,9 +581,8 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     if c.head == "classes":
         batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
     if c.own_stem != "tokens":
+        batch = {name: batch[name] for name in ("labels",) if name in batch}
         batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
-        if not c.encoder_layers:
-            del batch["tokens"], batch["mask"]
     elif c.encoder_layers:
         batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
     return batch

@@ -399,7 +399,7 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
         raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
                           f"early and a late one for each device")
     place = jnp.broadcast_to(jnp.arange(T), (B, T))
-    batch, order = {"positions": place, **batch, "places": place}, zigzag_order(T, n)
+    batch, order = {**batch, "places": place}, zigzag_order(T, n)
     timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and not k.startswith("source")}
     return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
             {k: P(None, "seq") if k in timed else P(None) for k in batch})

@@ -102,6 +102,9 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 def check_model(c: Any, mesh: Any) -> None:
     """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
+    if c.head == "none":
+        raise ConfigError("--head none: this model gives vectors, and has no loss of its own; give "
+                          "fit a loss, or --head classes or masked")
     sizes = mesh.shape
     if c.dense_layers and sizes["pipe"] > 1:
         raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "

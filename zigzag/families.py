@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean, one_line
+from zigzag.families_encoders import ENCODERS
 from zigzag.families_gpt import GPT
 from zigzag.families_pairs import PAIRS
 from zigzag.family import (
@@ -41,7 +42,7 @@ from zigzag.published_config import (
     window,
 )
 
-FAMILIES: dict[str, Family] = {**GPT, **PAIRS}
+FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
 
 
 def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
@@ -67,8 +68,8 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
     # (It is tuned without the losses that only routers of new models need.)
-    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0, **fields,
-            "published": json.dumps(record, sort_keys=True)}
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
+            "published": json.dumps(record, sort_keys=True), **fields}
 
 
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:

@@ -23,6 +23,10 @@ class Family:
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # other names, and the usual
     optional: tuple[str, ...] = ()              # arrays that are zeros where they are missing
     stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
+    older: dict[str, str] = dataclasses.field(default_factory=dict)     # parts of names, and what
+                                                # they may be called instead
+    seen: Callable[[Fields, Any], Fields] | None = None     # fields that follow from these fields,
+                                                # and from which arrays a folder has
 
 
 # Arrays that are no weights: constants that older versions of transformers saved.

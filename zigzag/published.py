@@ -89,6 +89,9 @@ class Layout:
             wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
         runs, shape = [], []
         for a in self.axes:
+            if not a.letters:       # a length of 1 that this weight does not have
+                runs.append([slice(0, 1)])
+                continue
             first, *others = a.letters
             r = wanted.pop(first, slice(0, self.sizes[first]))
             begin, stop = (n * self._count(a.letters[1:]) for n in (r.start, r.stop))
@@ -139,7 +142,8 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
         before, _, blocks = word.strip("()").partition("[")
         if not blocks:
             before, blocks = "", before
-        inners = [block.split() for block in blocks.strip("] ").split("|")]
+        inners = [[x for x in block.split() if x != "1" or x in sizes]
+                  for block in blocks.strip("] ").split("|")]
         inners = inners if len(inners) > 1 else inners * len(names)
         lengths = [math.prod(sizes[x] for x in inner) for inner in inners]
         whole = sum(lengths) if "|" in blocks else lengths[0]
@@ -308,10 +312,11 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     """What each array of this folder has. Refuses a folder in which one is missing, left over, of
     another shape, or of no numbers that we read."""
     ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
-    found = {name for name in folder.arrays if not any(re.fullmatch(p, name) for p in ignored)}
+    spare = {name for name in folder.arrays if any(re.fullmatch(p, name) for p in ignored)}
+    found = folder.arrays.keys() - spare
     # (Before there is a list of them all.)
-    least = (config.layer_groups or config.layers) + (
-        config.layers - config.dense_layers) * config.experts
+    least = config.layer_groups or config.layers
+    least += (config.layers - config.dense_layers) * config.experts
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
@@ -328,6 +333,10 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
             expected[name] = [dataclasses.replace(part, again=False) for part in parts]
             del expected[first[parts[0].path]]
             first[parts[0].path] = name
+    older = {name: _older(name, family.older) for name in expected}
+    expected = {older[name] if older[name] in found else name: parts
+                for name, parts in expected.items()}
+    found |= spare & expected.keys()        # (ignored only where it is no part of the model)
     expected = {name: parts for name, parts in expected.items()
                 if name in found or not (parts[0].again or name in family.optional)}
     for what, those in (("lacks", expected.keys() - found),
@@ -343,6 +352,12 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
             raise ConfigError(f"{folder.path}: {name} has numbers of the kind {dtype}; expected "
                               f"F32, F16 or BF16")
     return expected
+
+
+def _older(name, parts):
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:

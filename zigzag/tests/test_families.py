@@ -251,12 +251,14 @@ def assert_close(got, want, rtol, what="", beside=0.0):
     assert error <= rtol * (size + 1e-3 * beside), (what, error, size, beside)
 
 
-def logits_of(params, config, tokens, mesh=None):
-    forward = functools.partial(model.forward, config=config)
+def logits_of(params, config, tokens, mesh=None, **others):
+    def forward(params, tokens, others):
+        return model.forward(params, tokens, config, **others)
+
     if mesh is not None:
         forward = jax.shard_map(forward, mesh=mesh, out_specs=P(), in_specs=(
-            jax.tree.map(lambda w: w.sharding.spec, params), P()))
-    return np.asarray(jax.jit(lambda params, tokens: forward(params, tokens))(params, tokens))
+            jax.tree.map(lambda w: w.sharding.spec, params), P(), P()))
+    return np.asarray(jax.jit(forward)(params, tokens, others))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
