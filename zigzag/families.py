@@ -66,8 +66,8 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
     # (It is tuned without the losses that only routers of new models need.)
-    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0, **fields,
-            "published": json.dumps(record, sort_keys=True)}
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
+            "published": json.dumps(record, sort_keys=True), **fields}
 
 
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
