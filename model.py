@@ -418,7 +418,7 @@ def _source(batch, c):
     return _with_info(known, c)
 
 
-def _encode(params, batch, c, specs=None):
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     """What the encoder makes of a batch's source, and where it is none."""
     e = encoder_config(c)
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
@@ -434,8 +434,7 @@ def _encode(params, batch, c, specs=None):
     x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
                                c.sum_dtype)
     x = norm(params, "norm", x, e) if "norm" in params else x
-    return {"encoded": shard.time_of_block(x),
-            "source_info": {"document": known["key"]["document"]}}
+    return {"encoded": gather(x), "source_info": {"document": gather(known["key"]["document"])}}
 
 
 # -------------------------------------------------------------------------------------------
@@ -582,6 +581,7 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
     if c.own_stem != "tokens":
         batch = {name: batch[name] for name in ("labels",) if name in batch}
+    if c.stem != "tokens":
         batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
     elif c.encoder_layers:
         batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
@@ -603,12 +603,12 @@ def new_cache(params: Params, config: Config, rows: int, slots: int, specs: Para
 
     cache = {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
     if source:
-        known = _encode(params, source, c, specs)
-        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, known["encoded"], c)),
+        whole = functools.partial(shard.whole_time, in_parts=True)
+        encoded, info = _encode(params, source, c, specs, whole).values()
+        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, encoded, c)),
                                  params["layers"], jnp.zeros(()), None, specs and specs["layers"])
-        document = known["source_info"]["document"]
-        cache |= {"cross_k": k, "cross_v": v, "cross_document": jnp.broadcast_to(
-            document, (c.layers, *document.shape))}
+        document = jnp.broadcast_to(info["document"], (c.layers, *info["document"].shape))
+        cache |= {"cross_k": k, "cross_v": v, "cross_document": document}
     return cache
 
 

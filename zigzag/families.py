@@ -72,6 +72,20 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
             "published": json.dumps(record, sort_keys=True), **fields}
 
 
+def token_ids(c: Any) -> dict[str, Any]:
+    """Which ids a published model gives a meaning: eos_token_id, pad_token_id and others."""
+    record = json.loads(c.published or "{}")
+    defaults = FAMILIES[record["model_type"]].defaults if record else {}
+    return {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
+
+
+def start_id(c: Any) -> int:
+    """With which id an encoder-decoder begins what it writes: T5 with its padding."""
+    ids = token_ids(c)
+    start = ids.get("decoder_start_token_id")
+    return start if start is not None else ids.get("pad_token_id") or 0
+
+
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral."""
     record = dict(

@@ -85,7 +85,8 @@ def _layers(r, seq_len):
     """What both have, under the same names."""
     refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
     return {**sizes(r, "decoder_layers", "d_model", "decoder_attention_heads", seq_len),
-            "encoder_layers": count(r, "encoder_layers", MOST_LAYERS), "d_ff": count(r, "decoder_ffn_dim"),
+            "d_ff": count(r, "decoder_ffn_dim"),
+            "encoder_layers": count(r, "encoder_layers", MOST_LAYERS),
             "encoder_heads": count(r, "encoder_attention_heads"),
             "encoder_d_ff": count(r, "encoder_ffn_dim"), "norm": "layer", "norm_eps": 1e-5,
             "positions": "learned", "gated": False, "tied": True,
