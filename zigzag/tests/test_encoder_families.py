@@ -255,3 +255,44 @@ def test_what_we_train_transformers_reads(name, tmp_path):
     for path, w in by_path(again).items():
         assert_close(w, by_path(params)[path], 1e-6, path)
     assert_close(output_of_folder(name, tmp_path / "out"), ours, 1e-5)
+
+
+# -------------------------------------------------------------------------------------------
+# On a mesh
+
+MESHES = ["fsdp=2,tensor=2", "pipe=2,tensor=2", "pipe=4", "seq=2", "seq=4", "data=2,seq=2",
+          "pipe=2,seq=2", "tensor=2,seq=2"]
+SCHEDULES = [dict(schedule="1f1b", microbatches=2), dict(schedule="1f1b", microbatches=4),
+             dict(schedule="interleaved", chunks=2, microbatches=2), dict(microbatches=4)]
+PIPED = ["bert classes", "roberta", "albert alike", "vit", "beit"]
+
+
+def assert_step(name, mesh, **changes):
+    """The loss and torch's gradients on a mesh."""
+    params, config, _, loss = loaded(name)
+    config = dataclasses.replace(config, **changes)
+    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, reference(name).batch)
+    assert total / count == pytest.approx(loss, rel=2e-6)
+    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", of((), (), [*PIPED, "albert classes", "beit of 6 heads"]))
+def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
+    """The two silent wrongs: a token that sees only those before it, on seq; and the class of a
+    token that is not the row's first, or of a part of the patches, on seq and pipe."""
+    if "pipe" in mesh and loaded(name)[1].layer_groups:
+        with pytest.raises(ConfigError, match=r"--layer_groups 1 have several layers with the sa"):
+            train.check_transformer(loaded(name)[1], mesh_of(mesh))
+    elif "pipe=4" in mesh and name == "beit of 6 heads":
+        with pytest.raises(ConfigError, match="--layers 2 does not divide into 4"):
+            train.check_transformer(loaded(name)[1], mesh_of(mesh))
+    else:
+        assert_step(name, mesh)
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", of((), (), PIPED))
+def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
+    """Labels of other rows than those of the microbatch, or a class that each stage counts."""
+    assert_step(name, "pipe=2", **changes)
