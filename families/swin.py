@@ -40,7 +40,7 @@ from zigzag.mesh import cast
 from zigzag.network import Network, Params
 from zigzag.positions import relative_bias
 from zigzag.products import matmul
-from zigzag.published_config import MOST_LAYERS, Fields, activation, count, refuse
+from zigzag.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
 from zigzag.weights import Table
 
 # LayerNorms outside of layers have this epsilon, whatever config.json says of those in them.
@@ -301,8 +301,9 @@ def _check_stages(r):
         if size < window:
             raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
                               f"{size} tokens")
-        if int(r["mlp_ratio"] * width) < 1:
-            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: must be above 0")
+        if not 1 <= r["mlp_ratio"] * width <= MOST:
+            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is no "
+                              f"width of an MLP")
         size, width = -(-size // 2), 2 * width
     return heads[0]
 
