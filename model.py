@@ -281,7 +281,7 @@ def _drop(y, c, site, batch):
 # -------------------------------------------------------------------------------------------
 # The network: embed, block, head
 
-def _embed(params, batch, c):
+def embedding(params, batch, c):
     """The stream [B, T, D] that the layers begin with."""
     if c.own_stem == "tokens":
         x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
@@ -352,7 +352,7 @@ def _parallel_block(w, x, i, c, batch, cache):
     return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
 
 
-def _head(params, x, c):
+def loss_head(params, x, c):
     """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
     if "norm" in params:
         x = norm(params, "norm", x, c)
@@ -424,7 +424,7 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
     known = _source(given, e)
-    x = _embed(params, known, e)
+    x = embedding(params, known, e)
     known = {name: known[name] for name in ("query", "key", "positions", "seeds") if name in known}
 
     def layer(w, x, i, batch):
@@ -451,7 +451,7 @@ def _layers(params, specs=None):
     return layers, specs
 
 
-def _stack(params, name, x, c, batch, cache=None, specs=None):
+def stack(params, name, x, c, batch, cache=None, specs=None):
     """x through "dense_layers" or "layers", and their part of the cache."""
     first, count = (0, c.dense_layers) if name == "dense_layers" else (
         c.dense_layers, c.layers - c.dense_layers)
@@ -467,7 +467,9 @@ def _stack(params, name, x, c, batch, cache=None, specs=None):
     weights, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
         _layers(params, specs))
     count = c.layer_groups or count
-    return shard.layers(layer, weights, x, (jnp.arange(first, first + count), own), specs)
+    remat = c.remat if cache is None else "none"
+    return shard.layers(layer, weights, x, (jnp.arange(first, first + count), own), specs, remat,
+                        c.sum_dtype)
 
 
 def _repeat(w, x, group, c, batch):
@@ -481,11 +483,11 @@ def _repeat(w, x, group, c, batch):
     return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
-def _trunk(params, c, batch, cache=None, specs=None):
+def trunk(params, c, batch, cache=None, specs=None):
     """The last block's output [B, T, D], and the cache with these T tokens in it."""
-    x, parts = _embed(params, batch, c), []
+    x, parts = embedding(params, batch, c), []
     for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
-        x, part = _stack(params, name, x, c, batch, cache, specs)
+        x, part = stack(params, name, x, c, batch, cache, specs)
         parts.append(part)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
@@ -507,8 +509,8 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types)
     batch = {name: a for name, a in given.items() if a is not None}
-    c, params, batch = _prepared(params, batch, c)
-    x, _ = _trunk(params, c, batch)
+    c, params, batch = prepared(params, batch, c)
+    x, _ = trunk(params, c, batch)
     if c.head == "classes":
         return _class_logits(params, x, c)
     if c.head == "none":
@@ -516,11 +518,11 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
         x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
         x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
         return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
-    logits = shard.vocab_logits(*_head(params, x, c), c.vocab_size, c.logit_softcap)
+    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
     return logits[..., :c.vocab_size]
 
 
-def _prepared(params, batch, c, specs=None):
+def prepared(params, batch, c, specs=None):
     """The configuration for rows as long as a batch's (some scaled positions depend on that),
     weights in its precision, and the batch with what is known of it; of a source, what the encoder
     makes of it."""
@@ -539,12 +541,12 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third. Of a model with
     classes it is the cross-entropy of `labels` [B], and the number of rows."""
-    c, params, batch = _prepared(params, batch, config, specs)
+    c, params, batch = prepared(params, batch, config, specs)
 
     def embed(params, batch):
-        x = _embed(params, batch, c)
+        x = embedding(params, batch, c)
         if c.dense_layers:
-            x, _ = _stack(params, "dense_layers", x, c, batch, specs=specs)
+            x, _ = stack(params, "dense_layers", x, c, batch, specs=specs)
         return x
 
     def layer(w, x, i, batch):
@@ -558,7 +560,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
             return -jnp.sum(logits * chosen), jnp.float32(len(logits))
         if c.head == "none":        # (from which the rule finds where weights lie)
             return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
-        x, table = _head(params, x, c)
+        x, table = loss_head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                 loss_chunks(*x.shape[:2], padded(c.vocab_size)),
                                 c.logit_softcap), jnp.sum(batch["weights"])
@@ -627,8 +629,8 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
     if config.positions.startswith("alibi"):
         batch["query"]["position"], batch["key"]["position"] = position, key_position
     config = dataclasses.replace(config, seq_len=S)
-    x, cache = _trunk(params, config, batch, cache, specs)
-    x, head = _head(params, shard.whole_time(x)[:, -1:], config)
+    x, cache = trunk(params, config, batch, cache, specs)
+    x, head = loss_head(params, shard.whole_time(x)[:, -1:], config)
     return shard.vocab_logits(x, head, config.vocab_size, config.logit_softcap)[:, 0], cache
 
 

@@ -13,9 +13,10 @@ A family says of each published array how it lies, and of which of our weights i
 The letters are those of model.py's table of weights; g is the number of query heads of a key head.
 Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
 what the brackets have K times: in the third example, for each key head, its query heads, its key
-and its value. The last array is not written, and may be missing; if it is there, it must have the
-same numbers. From that follow the shape that is expected, what a device reads of an array (its
-shard's range of the first letter of each axis), and what is written.
+and its value. A 1 is an axis of length 1, which our weight may lack. The last array is not written,
+and may be missing; if it is there, it must have the same numbers. From that follow the shape that
+is expected, what a device reads of an array (its shard's range of the first letter of each axis),
+and what is written.
 """
 
 import dataclasses
@@ -102,6 +103,8 @@ class Layout:
                 runs.append([slice(i * a.whole + a.begin, i * a.whole + a.begin + a.block)
                              for i in range(begin // times, stop // times)])
             shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
+        if not runs:                # (a single number)
+            return np.asarray(array[()])
         at = max(range(len(runs)), key=lambda i: len(runs[i]))
         cuts = [run[0] for run in runs]
         part = np.concatenate([np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])])

@@ -19,7 +19,8 @@ MOST, MOST_LAYERS = 10**8, 10_000
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-               "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh"}
+               "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+               "quick_gelu": "quick_gelu"}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 

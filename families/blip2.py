@@ -1,0 +1,281 @@
+"""BLIP-2: a language model that is shown a picture.
+
+    picture [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
+                                                                            |
+    queries [Q, D] -> norm -> [ attention -> attention to encoded -> MLP, attention -> MLP ] x L/2
+                                                                            |
+                                                                        projection [B, Q, D]
+                                                                            |  in place of Q tokens
+    tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
+                                                                                    -> logits
+
+The vision tower and the language model (OPT) are transformers of model.py. The Q-Former between
+them is made of its blocks: each second layer attends to the picture too. A text has Q tokens with
+the id image_token_index, and there the language model sees the Q-Former's vectors.
+
+Letters are model.py's; Q queries, X the width of the vision tower.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import model
+import shard
+from families import towers
+from zigzag import families, stems, tables
+from zigzag.config import padded
+from zigzag.errors import ConfigError
+from zigzag.family import Family, columns, layer_norm, rows, under
+from zigzag.mesh import cast
+from zigzag.network import Network, Params
+from zigzag.products import loss_chunks, matmul
+from zigzag.published_config import Fields, complete, count, refuse
+from zigzag.weights import Table
+
+# -------------------------------------------------------------------------------------------
+# Configurations. That of the whole is the language model's.
+
+VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
+              num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
+              layer_norm_eps=1e-6, qkv_bias=True)
+QFORMER = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+               intermediate_size=3072, hidden_act="gelu", layer_norm_eps=1e-12,
+               cross_attention_frequency=2, use_qformer_text_input=False,
+               position_embedding_type="absolute")
+OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072,
+           num_attention_heads=12, bos_token_id=2, eos_token_id=2, pad_token_id=1,
+           **families.FAMILIES["opt"].defaults)
+WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
+             text_config=None)
+
+
+def published(c: Any) -> Fields:
+    """config.json, with what it leaves out."""
+    return _complete(json.loads(c.published))
+
+
+def _complete(r):
+    r = complete(r, WHOLE)
+    for name, defaults in (("vision_config", VISION), ("qformer_config", QFORMER)):
+        r[name] = towers.part_of(r, name, defaults)
+    text = {"model_type": "opt", **(r["text_config"] or {})}
+    if text["model_type"] != "opt":
+        raise ConfigError(f"config.json, text_config: a language model of model_type "
+                          f"{text['model_type']!r:.80} is not supported, only 'opt'")
+    return {**r, "text_config": {**OPT, **text}}
+
+
+def _fields(r):
+    r = _complete(r)
+    text = families.fields_of(r["text_config"])
+    if text["embed_dim"] != text["d_model"]:
+        raise ConfigError(f"config.json, text_config: word_embed_proj_dim {text['embed_dim']} is "
+                          f"not supported, only hidden_size {text['d_model']}")
+    image, queries = r["image_token_index"], count(r, "num_query_tokens")
+    if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
+        raise ConfigError(f"config.json: image_token_index {image!r:.80}: expected the id that "
+                          f"stands {queries} times in a text with a picture, below vocab_size "
+                          f"{text['vocab_size']}")
+    towers.tower(None, "vision_config", _vision(r))
+    towers.tower(None, "qformer_config", _qformer(r))
+    return text
+
+
+def _vision(r):
+    r = r["vision_config"]
+    biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
+    return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
+
+
+def _qformer(r):
+    r = r["qformer_config"]
+    refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
+           position_embedding_type="absolute")
+    if r["num_hidden_layers"] % 2:
+        raise ConfigError(f"config.json, qformer_config: num_hidden_layers "
+                          f"{r['num_hidden_layers']!r:.80}: expected an even number, as each "
+                          f"second layer attends to the picture")
+    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none",
+            "head": "none"}
+
+
+def vision_config(c: Any) -> Any:
+    return towers.tower(c, "vision_config", _vision(published(c)))
+
+
+def qformer_config(c: Any) -> Any:
+    return towers.tower(c, "qformer_config", _qformer(published(c)))
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, and how published arrays lie
+
+def table(c: Any) -> dict[str, Any]:
+    v, q = vision_config(c), qformer_config(c)
+    make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
+                 X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
+    half = tables.table(dataclasses.replace(q, layers=q.layers // 2))
+    bare = tables.table(dataclasses.replace(q, layers=q.layers // 2, lora_rank=0))["layers"]
+    cross = {f"cross_{name}": w for name, w in bare.items() if name[:2] in ("wq", "wk", "wv", "wo")}
+    cross |= {"cross_norm": bare["attn_norm"], "cross_norm_bias": bare["attn_norm_bias"],
+              "cross_wk": make("L X K N", v.d_model**-0.5, "K"),
+              "cross_wv": make("L X K M", v.d_model**-0.5, "K")}
+    return {"vision": tables.table(v), "text": tables.table(c),
+            "qformer": {"query": make("Q d", 0.02), "norm": make("d"), "norm_bias": make("d", 0.0),
+                        "cross_layers": half["layers"] | cross, "layers": half["layers"]},
+            "projection": make("d D", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
+
+
+def _arrays(c):
+    has_bias = published(c)["vision_config"]["qkv_bias"]
+    vision = {"embeddings.class_embedding": "1 1 D -> vision.class_token",
+              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+              "embeddings.patch_embedding.bias": "D -> vision.patch_bias",
+              "embeddings.position_embedding": "1 P D -> vision.positions",
+              **layer_norm("post_layernorm", "vision.norm")}
+    vision |= under(
+        "encoder.layers.{v}.", layer_norm("layer_norm1", "attn_norm"),
+        layer_norm("layer_norm2", "mlp_norm"),
+        columns("self_attn.qkv", "H N | K N | K M", "wq wk wv", has_bias),
+        rows("self_attn.projection", "H M", "wo"), columns("mlp.fc1", "F", "w_up"),
+        rows("mlp.fc2", "F", "w_down"))
+    between = {"query_tokens": "1 Q d -> qformer.query",
+               "qformer.layernorm.weight": "d -> qformer.norm",
+               "qformer.layernorm.bias": "d -> qformer.norm_bias",
+               "language_projection.weight": "D d -> projection",
+               "language_projection.bias": "D -> projection_bias"}
+    between |= under(
+        "qformer.encoder.layer.{q}.", _attention_arrays("attention", "D", "w", "attn_norm"),
+        columns("intermediate_query.dense", "F", "w_up"),
+        rows("output_query.dense", "F", "w_down"), layer_norm("output_query.LayerNorm", "mlp_norm"))
+    between |= under("qformer.encoder.layer.{x}.",
+                     _attention_arrays("crossattention", "X", "cross_w", "cross_norm"))
+    # OPT's own, in the weights' "text"; its layers by their letter here.
+    text = {name.replace("{l}", "{t}"): pattern if "{l}" in name else
+            re.sub("(->|=) ", r"\1 text.", pattern)
+            for name, pattern in families.FAMILIES["opt"].arrays(c).items()}
+    return under("vision_model.", vision) | between | under("language_model.", text)
+
+
+def _attention_arrays(name, width, ours, norm):
+    """BERT's names; `width` is that of what keys and values are made of."""
+    return {f"{name}.attention.key.weight": f"(K N) {width} -> {ours}k",
+            f"{name}.attention.key.bias": f"(K N) -> {ours}k_bias",
+            f"{name}.attention.value.weight": f"(K M) {width} -> {ours}v",
+            f"{name}.attention.value.bias": f"(K M) -> {ours}v_bias",
+            **columns(f"{name}.attention.query", "H N", f"{ours}q"),
+            **rows(f"{name}.output.dense", "H M", f"{ours}o"),
+            **layer_norm(f"{name}.output.LayerNorm", norm)}
+
+
+def _stacks(c):
+    v, q = vision_config(c).layers, qformer_config(c).layers
+    crossed = ("qformer.cross_layers", range(0, q, 2))
+    return {"v": [("vision.layers", range(v))], "t": [("text.layers", range(c.layers))],
+            "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
+
+
+FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, ignored=(r".*\.position_ids",),
+                             stacks=_stacks)}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+                  ) -> Array:
+    """What the language model sees of pictures, the batch's source [B, C, height, width]: vectors
+    [B, Q, D], whole on every device."""
+    v, w, known = model.prepared(
+        params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
+        vision_config(config))
+    x, _ = model.trunk(w, v, known, specs=specs and specs["vision"])
+    seen = {"encoded": shard.time_of_block(model.norm(w, "norm", x, v)),        # [B, S, X]
+            "source_info": known["key"]}
+
+    c, w = qformer_config(config), cast(params["qformer"], config.dtype)
+    B, Q = len(batch["source"]), len(w["query"])
+    place = jnp.broadcast_to(jnp.arange(Q), (B, Q))
+    info = {"place": place, "document": jnp.zeros_like(place)}
+    known = {**seen, "query": info, "key": info}
+    if "seeds" in batch:        # for other numbers than the other towers'
+        known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
+    x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
+    x = shard.residual_stream(model.norm(w, "norm", x, c), c.sequence_parallel)
+
+    def pair(w, x, i):
+        x = model.block(w["cross_layers"], x, 2 * i, c, known)[0]
+        return model.block(w["layers"], x, 2 * i + 1, c, known)[0], None
+
+    both = ("cross_layers", "layers")
+    x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
+                        specs and {name: specs["qformer"][name] for name in both}, c.remat,
+                        c.sum_dtype)
+    w = cast({name: params[name] for name in ("projection", "projection_bias")}, c.dtype)
+    return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
+
+
+def prepared(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+             ) -> tuple[Any, Params, dict[str, Array], Array]:
+    """The language model's configuration, weights and batch, and the stream [B, T, D] that its
+    layers begin with. A batch has tokens [B, T], source and perhaps a mask, by which positions
+    count."""
+    vectors = image_vectors(params, batch, config, specs)
+    batch = {name: a for name, a in batch.items() if name != "source"}
+    if "mask" in batch:
+        mask = batch["mask"].astype(jnp.int32)
+        batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
+    c, w, batch = model.prepared(params["text"], batch, config)
+    x = model.embedding(w, batch, c)
+    # The first vector in place of the first such token of a row, and so on.
+    is_image = batch["tokens"] == published(config)["image_token_index"]        # [B, T]
+    number = jnp.clip(jnp.cumsum(is_image, 1) - 1, 0, vectors.shape[1] - 1)
+    vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
+    is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
+    vectors = shard.residual_stream(vectors, c.sequence_parallel)
+    vectors = vectors + w["positions"][places + c.position_offset]
+    return c, w, batch, jnp.where(is_image[..., None], vectors, x)
+
+
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
+            ) -> Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens`."""
+    batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
+    c, w, batch, x = prepared(params, batch, config)
+    x, _ = model.stack(w, "layers", x, c, batch)
+    return shard.vocab_logits(*model.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
+
+
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
+         with_aux: bool = False) -> tuple[Array, Array]:
+    """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
+    c, w, batch, x = prepared(params, batch, config, specs)
+    x, _ = model.stack(w, "layers", x, c, batch, specs=specs and specs["text"])
+    x, head = model.loss_head(w, x, c)
+    total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size,
+                             loss_chunks(*x.shape[:2], padded(c.vocab_size)))
+    return total, jnp.sum(batch["weights"])
+
+
+# -------------------------------------------------------------------------------------------
+# What follows: zigzag/network.py
+
+def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch for the loss."""
+    pictures = stems.source_shape(vision_config(config), rows)
+    return {**model.batch_shapes(config, rows),
+            "source": jax.ShapeDtypeStruct(pictures, jnp.float32)}
+
+
+def check(c: Any, mesh: Any) -> None:
+    towers.check_axes(c, mesh, "BLIP-2 has layers of three kinds, which are not alike")
+
+
+BLIP2 = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)

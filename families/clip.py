@@ -1,0 +1,221 @@
+"""CLIP: which text belongs to which picture.
+
+    picture [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
+                                                                                     | cosines,
+                                                                                     | scaled [B, B]
+    text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
+
+Both towers are transformers of model.py, and so is all of their mathematics; here is what stands
+between them. Each picture of a batch is compared with all texts, and each text with all pictures.
+
+Letters are model.py's, and I is the width of what is compared.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import model
+import shard
+from families import towers
+from zigzag import stems, tables
+from zigzag.errors import ConfigError
+from zigzag.family import Family, columns, layer_norm, rows, under
+from zigzag.mesh import BATCH_AXES, cast, varying
+from zigzag.network import Network, Params
+from zigzag.products import matmul
+from zigzag.published_config import Fields, complete, count
+from zigzag.weights import Table
+
+# -------------------------------------------------------------------------------------------
+# Configurations. That of the whole is the text tower's.
+
+TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
+            num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
+            layer_norm_eps=1e-5, eos_token_id=49407)
+VISION = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_channels=3,
+              num_attention_heads=12, image_size=224, patch_size=32, hidden_act="quick_gelu",
+              layer_norm_eps=1e-5)
+WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None,
+             vision_config=None)
+
+
+def published(c: Any) -> Fields:
+    """config.json, with what it leaves out."""
+    return _complete(json.loads(c.published))
+
+
+def _complete(r):
+    r = complete(r, WHOLE)
+    for name, defaults in (("text_config", TEXT), ("vision_config", VISION)):
+        if own := r.get(f"{name}_dict"):    # of older files, which counts where they differ
+            r[name] = {**(r[name] or {}), **defaults, **own}
+        r[name] = towers.part_of(r, name, defaults)
+    return r
+
+
+def _fields(r):
+    r = _complete(r)
+    text = r["text_config"]
+    towers.tower(None, "vision_config", _vision(r))
+    count(r, "projection_dim")
+    if not isinstance(text["eos_token_id"], int):
+        raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
+                          f"expected a whole number")
+    length = count(text, "max_position_embeddings")
+    return {**towers.sizes(text), "vocab_size": count(text, "vocab_size"), "seq_len": length,
+            "positions": "learned", "position_rows": length, "head": "none"}
+
+
+def _vision(r):
+    r = r["vision_config"]
+    return {**towers.sizes(r), **towers.pictures(r, count(r, "num_channels")), "embed_norm": True}
+
+
+def vision_config(c: Any) -> Any:
+    return towers.tower(c, "vision_config", _vision(published(c)))
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, and how published arrays lie
+
+def table(c: Any) -> dict[str, Any]:
+    r, v = published(c), vision_config(c)
+    make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
+    scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
+    return {"text": tables.table(c), "vision": tables.table(v), "logit_scale": scale,
+            "text_projection": make("D I", c.d_model**-0.5),
+            "vision_projection": make("d I", v.d_model**-0.5)}
+
+
+def _arrays(c):
+    layer = (layer_norm("layer_norm1", "attn_norm") | layer_norm("layer_norm2", "mlp_norm")
+             | columns("self_attn.q_proj", "H N", "wq") | columns("self_attn.k_proj", "K N", "wk")
+             | columns("self_attn.v_proj", "K M", "wv") | rows("self_attn.out_proj", "H M", "wo")
+             | columns("mlp.fc1", "F", "w_up") | rows("mlp.fc2", "F", "w_down"))
+    text = {"embeddings.token_embedding.weight": "V W -> text.embed",
+            "embeddings.position_embedding.weight": "P D -> text.positions",
+            **layer_norm("final_layer_norm", "text.norm")}
+    vision = {"embeddings.class_embedding": "D -> vision.class_token",
+              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+              "embeddings.position_embedding.weight": "P W -> vision.positions",
+              "pre_layrnorm.weight": "W -> vision.embed_norm",
+              "pre_layrnorm.bias": "W -> vision.embed_norm_bias",
+              **layer_norm("post_layernorm", "vision.norm")}
+    return {"logit_scale": "-> logit_scale", "text_projection.weight": "I D -> text_projection",
+            "visual_projection.weight": "I d -> vision_projection"} | under(
+        "text_model.", text, under("encoder.layers.{t}.", layer)) | under(
+        "vision_model.", vision, under("encoder.layers.{v}.", layer))
+
+
+def _stacks(c):
+    return {"t": [("text.layers", range(c.layers))],
+            "v": [("vision.layers", range(vision_config(c).layers))]}
+
+
+FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, ignored=(r".*embeddings\.position_ids",),
+                           stacks=_stacks)}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
+    """Vectors [B, I] of texts, of length 1. A batch has tokens [B, T], and perhaps a mask."""
+    c, w, known = model.prepared(params["text"], batch, config)
+    x, _ = model.trunk(w, c, known, specs=specs and specs["text"])
+    # The model reads a text from its end, where there is the largest id of all, or the first eos.
+    eos, tokens = published(config)["text_config"]["eos_token_id"], batch["tokens"]
+    end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
+    x = jnp.take_along_axis(shard.whole_time(x), end[:, None, None], 1)[:, 0]
+    return _projected(params["text_projection"], model.norm(w, "norm", x, c), c)
+
+
+def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+                    ) -> Array:
+    """And those of pictures, the batch's source [B, C, height, width]."""
+    c, w, known = model.prepared(params["vision"], batch, vision_config(config))
+    x, _ = model.trunk(w, c, known, specs=specs and specs["vision"])
+    x = shard.whole_time(x, in_parts=True)[:, 0]
+    return _projected(params["vision_projection"], model.norm(w, "norm", x, c), c)
+
+
+def _projected(w, x, c):
+    x = matmul(x, cast(w, c.dtype), 1, jnp.float32)
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _of(batch, *names):
+    return {name: batch[name] for name in (*names, "seeds") if name in batch}
+
+
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
+            ) -> Array:
+    """Logits [pictures, texts]: how well each text fits each picture."""
+    batch = {"tokens": tokens} if mask is None else {"tokens": tokens, "mask": mask}
+    pictures = picture_vectors(params, {"source": source}, config)
+    return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
+
+
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
+         with_aux: bool = False) -> tuple[Array, Array]:
+    """(sum, count): for each row the cross-entropies of its text among all texts of the batch, by
+    its picture, and of its picture among all pictures, by its text; half of each. A row counts 1.
+    It follows from the whole batch: on a mesh each device has its rows' part."""
+    texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
+    pictures = picture_vectors(params, _of(batch, "source"), config, specs)
+    scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
+    every_text, first = of_all_rows(texts, batch["tokens"])
+    every_picture, _ = of_all_rows(pictures, batch["tokens"])
+
+    def cross_entropy(own, every):
+        logits = jax.nn.log_softmax(scale * own @ every.T)                      # [B, all rows]
+        return -jnp.sum(logits * jax.nn.one_hot(first + jnp.arange(B), len(every)))
+
+    total = cross_entropy(pictures, every_text) + cross_entropy(texts, every_picture)
+    return total / 2, jnp.float32(B)
+
+
+# What splits the rows here:
+#
+#   split       the rows of a batch; every device has all columns of its rows' logits
+#   collective  an all-gather of the vectors [B, I] of texts, and one of pictures. The transpose is
+#               a reduce-scatter: each row's vector gets what all devices found for it
+#   bytes       4 (n-1)/n of the batch's vectors, float32
+#   correct     the loss is a sum over rows, and each row's part needs other rows' vectors alone
+
+def of_all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
+    """Vectors [B, I] of all devices' rows, and where among them this device's begin. `rows` is an
+    array of the batch, which differs between devices that have other rows."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
+    if not axes:
+        return x, 0
+    return lax.all_gather(x, axes, tiled=True), lax.axis_index(axes) * len(x)
+
+
+# -------------------------------------------------------------------------------------------
+# What follows: zigzag/network.py
+
+def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch for the loss."""
+    shape = rows, config.seq_len
+    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "mask": jax.ShapeDtypeStruct(shape, jnp.float32),
+            "source": jax.ShapeDtypeStruct(stems.source_shape(vision_config(config), rows),
+                                           jnp.float32)}
+
+
+def check(c: Any, mesh: Any) -> None:
+    towers.check_axes(c, mesh, "CLIP has two towers, whose layers are not alike")
+    if (parts := getattr(c, "accumulate", 1)) > 1:
+        raise ConfigError(f"--accumulate {parts}: CLIP compares every row of a batch with all "
+                          f"others, and a part of a batch has fewer; give a smaller --batch, or "
+                          f"more devices of data or fsdp")
+
+
+CLIP = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
