@@ -29,8 +29,9 @@ import families
 import model
 import shard
 from zigzag import stems
-from zigzag.checkpoint import read_run
-from zigzag.errors import ConfigError, check_at_least
+from zigzag.checkpoint import read_run, run_config
+from zigzag.errors import ConfigError, check_at_least, one_line
+from zigzag.families import start_id, token_ids
 from zigzag.flags import from_flags, run_main
 from zigzag.mesh import (
     batch_spec,
@@ -83,11 +84,12 @@ def _follow(ids, parents, scores, eos):
         for new, parent in zip(ids[::-1], parents[::-1]):
             path.insert(0, int(new[at]))
             at = parent[at]
-        best.append((_until([eos], path), float(scores[k])))
+        best.append((until([eos], path), float(scores[k])))
     return best
 
 
-def _until(ends, ids):
+def until(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
+    """The ids before the first end."""
     return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
 
 
@@ -258,7 +260,9 @@ class Config:
     """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
     run: str = "out"            # the --out of a train.py
     model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to go on from; empty: the beginning of a document
+    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
+                                # encoder-decoder reads it
+    source: str = ""            # or reads an array (sound) from this .npy file
     tokens: int = 256           # how many new ids
     temperature: float = 0.8    # 0: always the likeliest
     top_k: int = 0              # choose among this many of the likeliest; 0: all
@@ -277,14 +281,33 @@ def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
         network, c = families.network_of_folder(config.model), families.hf_config(config.model)
+        _check_writes(c, f"--model {config.model}")
         tokenizer, mesh = published_tokenizer(config.model, c.vocab_size), _mesh(config)
         dtype = resolve_dtype(c, mesh).dtype
         return *network.load_hf(config.model, mesh, dtype=dtype), tokenizer
     record = read_run(config.run, model.Config)
+    _check_writes(run_config(config.run, model.Config), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
     return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+
+
+def _check_writes(c, what):
+    """Refuse a model that writes no text."""
+    if families.network_of(c) is not model.TRANSFORMER or c.head != "tokens" or not c.causal:
+        gives = {"classes": "classes", "none": "vectors"}.get(c.head, "numbers for each token")
+        raise ConfigError(f"{what}: this model gives {gives} (forward computes them) and writes no "
+                          f"text")
+
+
+def special_ids(c: model.Config, tokenizer: data.Tokenizer) -> tuple[int, int, int]:
+    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
+    if not c.published:
+        return tokenizer.ends[0], tokenizer.ends[0], 0
+    ids = token_ids(c)
+    end = ids.get("eos_token_id")
+    return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
 
 
 def _mesh(config):
@@ -295,23 +318,39 @@ def _mesh(config):
 def main(argv: Sequence[str] | None = None) -> None:
     config = from_flags(Config(), argv)
     params, c, tokenizer = load_model(config)
+    ends, begin, source = tokenizer.ends, config.prompt, None
     try:
-        prompt = tokenizer.prompt(config.prompt)
+        if c.encoder_layers:
+            start, *ends, _ = special_ids(c, tokenizer)
+            prompt, begin, source = [start], "", [_source_of(config, c, tokenizer)]
+        else:
+            prompt = tokenizer.prompt(config.prompt)
     except UnicodeEncodeError as e:
         raise ConfigError(f"--prompt cannot be encoded: {e.reason} at character {e.start}; "
                           f"expected text in UTF-8") from None
 
     def text(ids):      # (some tokenizers drop a space where a text begins)
-        return config.prompt + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
+        return begin + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
 
     if config.beams:
         for ids, score in beam_search(params, [prompt], c, config.beams, config.tokens,
-                                      tokenizer.ends[0])[0]:
+                                      ends[0], source)[0]:
             print(f"{score:9.3f}  {text(ids)}")
         return
     ids = generate(params, [prompt], c, config.tokens, config.temperature, config.top_k,
-                   config.top_p, config.seed)[0]
-    print(text(_until(tokenizer.ends, ids)))
+                   config.top_p, config.seed, source)[0]
+    print(text(until(ends, ids)))
+
+
+def _source_of(config, c, tokenizer):
+    """What an encoder is given: the prompt, or the numbers of a file."""
+    if c.stem == "tokens":
+        return tokenizer.with_ends(config.prompt)
+    try:
+        return np.load(config.source, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        raise ConfigError(f"--source {config.source!r}: expected a .npy file with an array of "
+                          f"{list(stems.source_shape(c, 1)[1:])} ({one_line(e)})") from None
 
 
 if __name__ == "__main__":
