@@ -16,7 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from zigzag.mesh import add_to, ambient, cast, mark_alike, mark_varying, varying, zeros_of
+from zigzag.mesh import (
+    add_to,
+    ambient,
+    cast,
+    keep_on_first,
+    mark_alike,
+    mark_varying,
+    pmean_over,
+    varying,
+    zeros_of,
+)
 from zigzag.remat import POLICIES
 
 
@@ -127,6 +137,14 @@ def with_aux(sums: tuple, aux: Any) -> tuple:
     return total + aux[0], count, {**(others[0] if others else {}), **aux[1]}
 
 
+def _counted_once(sums, like):
+    """What a head gives. Where each device of seq had all of the time (a class of whole rows), the
+    first alone keeps it: `like`, with whose type all sums go on, says that devices differ."""
+    if "seq" in varying(like) - varying(sums[1]):
+        sums = keep_on_first(pmean_over(tuple(sums), "seq"), {"seq"})
+    return tuple(sums)
+
+
 # -------------------------------------------------------------------------------------------
 # GPipe and interleaved
 
@@ -139,7 +157,7 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
     One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
     comes after the layers is shared by all stages, each with its part of the time."""
     out, aux = forward(loss, loss.embed(params, loss.batch), weights, chunks, remat)
-    sums = mark_alike(tuple(loss.head(params, out, loss.batch)), out)
+    sums = mark_alike(_counted_once(loss.head(params, out, loss.batch), out), out)
     return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
 
 
@@ -243,7 +261,8 @@ class _Stage:
         return self._alike(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
 
     def head(self, params, y, m):
-        return self._alike(tuple(self.loss.head(params, y, pick(self.batch, m))))
+        sums = self.loss.head(params, y, pick(self.batch, m))
+        return self._alike(_counted_once(sums, (self.params, self.weights, y)))
 
     def tick(self, s, t):
         S, M, send = self.loss.stages, self.loss.microbatches, self.loss.send
