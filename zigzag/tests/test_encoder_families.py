@@ -17,7 +17,7 @@ import train
 from zigzag import families
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
-from zigzag.tests.common import mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import assert_same_on, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import (
     BY_HAND,
     COLUMNS,
@@ -273,6 +273,7 @@ def assert_step(name, mesh, **changes):
     config = dataclasses.replace(config, **changes)
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, reference(name).batch)
     assert total / count == pytest.approx(loss, rel=2e-6)
+    assert count == (reference(name).batch["weights"].sum() if "Masked" in CASES[name][0] else ROWS)
     assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
 
 
@@ -296,3 +297,46 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
     """Labels of other rows than those of the microbatch, or a class that each stage counts."""
     assert_step(name, "pipe=2", **changes)
+
+
+SMALL = dict(layers=4, causal=False, norm="layer", gated=False, biases="qkv,out,mlp,head,embed",
+             positions="learned", activation="gelu", embed_scale=1.0)
+CLASSES_OF = dict(head="classes", labels=LABELS, pool_dense=True)
+EXACT = {
+    "masked": dict(SMALL, head="masked", norm_place="post", embed_norm=True, tied=True),
+    "text": dict(SMALL, **CLASSES_OF, norm_place="post", embed_norm=True, token_types=2),
+    "shared": dict(SMALL, **CLASSES_OF, layer_groups=2, embed_dim=20, norm_place="post",
+                   embed_norm=True),
+    "first": dict(SMALL, **CLASSES_OF, stem="patches", image_size=14, patch_size=3, channels=2),
+    "mean": dict(SMALL, head="classes", labels=LABELS, pool="mean", stem="patches", image_size=15,
+                 patch_size=3, channels=2, layer_scale=True, relative="grid"),
+}
+
+
+@pytest.mark.parametrize("mesh", [
+    "pipe=2", "pipe=4", "seq=2", "seq=4", "pipe=2,seq=2", "fsdp=2,tensor=2", "data=2,seq=2",
+    "tensor=2,seq=2"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name == "mean" else pytest.mark.full) for name in EXACT])
+def test_an_encoder_on_a_mesh_is_the_plain_formula(name, mesh):
+    """In float64: a first token or a mean that is counted once for each device, or of a part."""
+    if "pipe" in mesh and name == "shared":
+        pytest.skip("is refused, as the test above says")
+    assert_same_on(mesh, **EXACT[name])
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", ["masked", "text", "first", "mean"])
+@pytest.mark.full
+def test_an_encoder_of_any_schedule_is_the_plain_formula(name, changes):
+    """The same, with rows that stages share in another order."""
+    assert_same_on("pipe=2", **EXACT[name], **changes)
+
+
+@pytest.mark.parametrize("changes", SCHEDULES[::2], ids=str)
+@pytest.mark.parametrize("name", ["text", pytest.param("mean", marks=pytest.mark.full)])
+@pytest.mark.slow
+def test_a_class_is_counted_once_on_pipe_and_seq(name, changes):
+    """Sum and count were twice as large on pipe=2,seq=2: right where they are divided, and wrong
+    beside what experts add."""
+    assert_same_on("pipe=2,seq=2", **EXACT[name], **changes)
