@@ -13,6 +13,21 @@ LLAMA3 = {**LLAMA, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0
 QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, qk_norm=True,
              kv_heads=8, head_dim=128)
 
+# Encoders, with the head for which the number of parameters is published or counted: BERT and its
+# relatives that of masked language models, pictures 1,000 classes.
+BERT = dict(vocab_size=30522, seq_len=512, causal=False, norm="layer", norm_eps=1e-12,
+            norm_place="post", embed_norm=True, positions="learned", token_types=2,
+            activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True, embed_scale=1.0,
+            head="masked")
+ROBERTA = {**BERT, "vocab_size": 50265, "norm_eps": 1e-5, "token_types": 1, "pad_id": 1,
+           "position_offset": 2}
+ALBERT = {**BERT, "vocab_size": 30000, "embed_dim": 128, "layer_groups": 1,
+          "activation": "gelu_tanh", "biases": "embed,qkv,out,mlp,head"}
+VIT = dict(stem="patches", causal=False, norm="layer", norm_eps=1e-12, positions="learned",
+           activation="gelu", gated=False, biases="embed,qkv,out,mlp", head="classes", labels=1000)
+BEIT = {**VIT, "positions": "none", "relative": "grid", "relative_shared": False,
+        "biases": "embed,qv,out,mlp", "layer_scale": True, "pool": "mean"}
+
 
 def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
            **others: Any) -> dict[str, Any]:
@@ -63,4 +78,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         rotary_dim=64, q_rank=1536, kv_rank=512, v_head_dim=128, dense_layers=3, experts=256,
         experts_per_token=8, shared_experts=1, expert_d_ff=2048, router="sigmoid",
         router_scale=2.5, expert_groups=8, groups_per_token=4),
+    "bert-base": _shape(BERT, 12, 768, 12), "bert-large": _shape(BERT, 24, 1024, 16),
+    "roberta-base": _shape(ROBERTA, 12, 768, 12), "roberta-large": _shape(ROBERTA, 24, 1024, 16),
+    "albert-base": _shape(ALBERT, 12, 768, 12), "albert-large": _shape(ALBERT, 24, 1024, 16),
+    "albert-xlarge": _shape(ALBERT, 24, 2048, 16), "albert-xxlarge": _shape(ALBERT, 12, 4096, 64),
+    "vit-base": _shape(VIT, 12, 768, 12), "vit-large": _shape(VIT, 24, 1024, 16),
+    "vit-huge": _shape(VIT, 32, 1280, 16, patch_size=14),
+    "beit-base": _shape(BEIT, 12, 768, 12), "beit-large": _shape(BEIT, 24, 1024, 16),
 }

@@ -217,7 +217,15 @@ def _exact_inputs(config):
     params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
     rng = np.random.default_rng(0)
     masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
-    return jax.device_get(params), batch_of(config, weights=masks)
+    if config.head != "classes":
+        return jax.device_get(params), batch_of(config, weights=masks)
+    shapes = model.batch_shapes(config, config.batch) | {
+        "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
+    limits = {"tokens": config.vocab_size, "labels": config.labels, "seeds": 2**31}
+    batch = {name: rng.normal(size=x.shape) if name == "source" else masks.astype(x.dtype)
+             if name == "mask" else rng.integers(0, limits[name], x.shape).astype(x.dtype)
+             for name, x in shapes.items()}
+    return jax.device_get(params), batch
 
 
 def sums_and_gradients(config, mesh, params, batch):

@@ -435,8 +435,11 @@ def test_defaults_are_those_of_the_class(kind):
 def test_what_a_config_leaves_out_is_its_default(name):
     """Each option of a tiny model, given or left out where it is the class's default."""
     kind, fields = CASES[name]
-    full = json.loads(getattr(peer("transformers"), f"{kind}Config")(**fields).to_json_string(
-        use_diff=False))
+    assert_defaults(getattr(peer("transformers"), f"{kind}Config")(**fields))
+
+
+def assert_defaults(config):
+    full = json.loads(config.to_json_string(use_diff=False))
     default = json.loads(config_class(full["model_type"])().to_json_string(use_diff=False))
     sizes = ("hidden", "layer", "head", "intermediate", "vocab", "embd", "ffn", "lora", "model")
     brief = {k: v for k, v in full.items()

@@ -82,7 +82,13 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "deepseek-v3": 671_026_419_200}
+    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "deepseek-v3": 671_026_419_200,
+    # For masked tokens, without a pooler; of pictures, for 1,000 classes.
+    "bert-base": 109_514_298, "bert-large": 335_174_458, "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057, "albert-base": 11_221_680, "albert-large": 16_795_824,
+    "albert-xlarge": 54_821_040, "albert-xxlarge": 206_368_944, "vit-base": 86_567_656,
+    "vit-large": 304_326_632, "vit-huge": 632_045_800, "beit-base": 86_530_984,
+    "beit-large": 304_430_568}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
