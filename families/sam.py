@@ -29,8 +29,9 @@ import numpy as np
 from jax import Array, lax
 
 import shard
+from families import towers
 from model import activate, norm, softmax_attention, with_bias
-from zigzag import lora, windows
+from zigzag import lora, stems, windows
 from zigzag.config import Config
 from zigzag.errors import ConfigError
 from zigzag.family import Family, biased, columns, layer_norm, rows, under
@@ -214,22 +215,17 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch for the loss."""
-    c, width = config, record(config)["output_channels"]
-    shapes = {"source": (rows, c.channels, c.image_size, c.image_size),
-              "targets": (rows, width, side(c), side(c))}
+    shapes = {"source": stems.source_shape(config, rows), "targets": (
+        rows, record(config)["output_channels"], side(config), side(config))}
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse what this model, or the mesh, cannot do."""
-    for axis, why in (("pipe", "its layers are not alike (some have windows, some see all)"),
-                      ("seq", "its windows are of neighbours above and below, and need the time "
-                              "whole")):
-        if mesh.shape[axis] > 1:
-            raise ConfigError(f"mesh axis {axis}={mesh.shape[axis]}: SAM cannot be split over it, "
-                              f"as {why}; give its devices to data, fsdp or tensor")
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: SAM here has none; leave it out")
+    towers.check_axes(c, mesh, "SAM's layers are not alike (some have windows, some see all), and "
+                               "windows need the time whole")
 
 
 # -------------------------------------------------------------------------------------------
@@ -284,8 +280,7 @@ def _arrays(c):
         layer_norm("layer_norm1", "attn_norm"), layer_norm("layer_norm2", "mlp_norm"),
         columns("mlp.lin1", "F", "w_up"), rows("mlp.lin2", "F", "w_down"))
     neck = {"conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",
-            "layer_norm1.weight": "O -> neck_norm", "layer_norm1.bias": "O -> neck_norm_bias",
-            "layer_norm2.weight": "O -> norm", "layer_norm2.bias": "O -> norm_bias"}
+            **layer_norm("layer_norm1", "neck_norm", "O"), **layer_norm("layer_norm2", "norm", "O")}
     return under("vision_encoder.", layer, under("neck.", neck), {
         "patch_embed.projection.weight": "D C y x -> patch",
         "patch_embed.projection.bias": "D -> patch_bias"},
@@ -303,5 +298,4 @@ FAMILIES = {
     "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks)}
 
 NETWORK = Network(Config, table, loss, batch_shapes, FAMILIES, check)
-init, weight_shapes, weight_specs = NETWORK.init, NETWORK.weight_shapes, NETWORK.weight_specs
 load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf

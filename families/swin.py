@@ -31,10 +31,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import shard
+from families import towers
 from model import activate, norm, softmax_attention, with_bias
-from zigzag import lora, windows
+from zigzag import lora, stems, windows
 from zigzag.config import Config
 from zigzag.errors import ConfigError
+from zigzag.families_encoders import classed, classifier
 from zigzag.family import Family, biased, columns, layer_norm, rows, under
 from zigzag.mesh import cast
 from zigzag.network import Network, Params
@@ -70,9 +72,8 @@ def stages(c: Config) -> list[Stage]:
 
 def table(c: Config) -> dict[str, Any]:
     """Every weight, as zigzag/tables.py has the transformer's."""
-    own = stages(c)
-    first, last = own[0].width, own[-1].width
-    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=first)
+    own, last = stages(c), stages(c)[-1].width
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
     weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
                "patch_bias": make("D", 0.0), **_norm(make, "embed_norm", "D")}
     for stage in own:
@@ -109,16 +110,14 @@ def _layer_weights(c, stage):
 
 
 # -------------------------------------------------------------------------------------------
-# A block. The picture is `size` = (h, w) tokens, x [B, h * w, D]; `shift` is by how much it is
-# rolled, in tokens.
+# A block: x [B, T, D] of pictures of `size` = (h, w) tokens, rolled by `shift` of them.
 
 def _attention(w, h, shift, size, window, c):
     """h [B, T, D] -> [B, T, D]."""
     pictures = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
     pictures = windows.padded(pictures, window)         # (others see what is added, as a bias)
     height, width = pictures.shape[1:3]
-    pictures = jnp.roll(pictures, (-shift, -shift), (1, 2))
-    rows = windows.cut(pictures, window)                                        # [B W, t, D]
+    rows = windows.cut(jnp.roll(pictures, (-shift, -shift), (1, 2)), window)    # [B W, t, D]
     q, k, v = shard.columns(rows, *[with_bias(w, name) for name in ("wq", "wk", "wv")],
                             gathered=True)
     table = w["relative"]
@@ -201,7 +200,7 @@ def _trunk(params, pictures, c, specs=None):
         # (In one window each sees all: nothing is rolled.)
         shift = window // 2 if min(size) > window else 0
 
-        def layer(w, x, shift):
+        def layer(w, x, shift, size=size):
             return block(w, x, shift, size, window, c), None
 
         w, own = params[stage.name], specs and specs[stage.name]
@@ -226,32 +225,27 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
          with_aux: bool = False) -> tuple:
     """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and the number of
     rows."""
-    if config.head == "none":
-        raise ConfigError("this model gives vectors, and has no head to train: give fit a loss")
-    logits = jax.nn.log_softmax(forward(params, batch["source"], config, specs))
+    out = forward(params, batch["source"], config, specs)
+    if config.head == "none":       # (from which the rule finds where weights lie)
+        return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
     chosen = jax.nn.one_hot(batch["labels"], config.labels)
-    return -jnp.sum(logits * chosen), jnp.float32(len(logits))
+    return -jnp.sum(jax.nn.log_softmax(out) * chosen), jnp.float32(len(out))
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch for the loss."""
-    c = config
-    return {"source": jax.ShapeDtypeStruct((rows, c.channels, c.image_size, c.image_size),
-                                           jnp.float32),
+    return {"source": jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32),
             "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse what this model, or the mesh, cannot do."""
-    for axis, why in (("pipe", "its stages have layers that are not alike (ever wider, every "
-                               "other one rolled)"),
-                      ("seq", "its windows are of neighbours above and below, and need the time "
-                              "whole")):
-        if mesh.shape[axis] > 1:
-            raise ConfigError(f"mesh axis {axis}={mesh.shape[axis]}: a Swin cannot be split over "
-                              f"it, as {why}; give its devices to data, fsdp or tensor")
+    if c.head == "none":
+        raise ConfigError("this Swin gives vectors, and has no loss of its own; give fit a loss")
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: a Swin here has none; leave it out")
+    towers.check_axes(c, mesh, "a Swin's stages have layers that are not alike, and its windows "
+                               "need the time whole")
 
 
 # -------------------------------------------------------------------------------------------
@@ -268,14 +262,8 @@ def _fields(r):
     # (Absolute ones have a row too many, and do not run in transformers either.)
     refuse(r, use_absolute_embeddings=False)
     heads = _check_stages(r)
-    kind = (r.get("architectures") or ["SwinModel"])[0]
-    if kind not in ("SwinForImageClassification", "SwinModel"):
-        raise ConfigError(f"config.json: the architecture {kind!r:.80} is not supported for "
-                          f"model_type swin; expected SwinForImageClassification or SwinModel")
-    head = dict(head="none")
-    if kind == "SwinForImageClassification":
-        labels = len(r["id2label"]) if r.get("id2label") else r.get("num_labels", 2)
-        head = dict(head="classes", labels=labels, pool="mean")
+    head = classed(r, ForImageClassification=dict(head="classes", pool="mean"),
+                   Model=dict(head="none"))
     return dict(
         layers=sum(r["depths"]), d_model=r["embed_dim"], heads=heads, stem="patches",
         d_ff=int(r["mlp_ratio"] * r["embed_dim"]), image_size=r["image_size"],
@@ -293,11 +281,11 @@ def _check_stages(r):
             1 <= len(depths) == len(heads) <= len(LETTERS)):
         raise ConfigError(f"config.json: depths {depths!r:.80} and num_heads {heads!r:.80}: "
                           f"expected two lists of as many numbers, at most {len(LETTERS)}")
-    for layers, own_heads in zip(depths, heads):
+    for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
-        if width % count({"num_heads": own_heads}, "num_heads"):
-            raise ConfigError(f"config.json: num_heads {heads}: {own_heads} heads do not divide a "
-                              f"stage that is {width} wide")
+        if width % count({"num_heads": own}, "num_heads"):
+            raise ConfigError(f"config.json: num_heads {heads}: {own} heads do not divide a stage "
+                              f"that is {width} wide")
         if size < window:
             raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
                               f"{size} tokens")
@@ -312,22 +300,21 @@ def _arrays(c):
     patch = "embeddings.patch_embeddings.projection"
     found = {f"{patch}.weight": "D C y x -> patch", f"{patch}.bias": "D -> patch_bias",
              **layer_norm("embeddings.norm", "embed_norm"), **layer_norm("layernorm", "norm")}
+    bias = record(c)["qkv_bias"]
     for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
-        bias, name = record(c)["qkv_bias"], f"encoder.layers.{i}."
+        name = f"encoder.layers.{i}."
         found |= under(
             f"{name}blocks.{{{letter}}}.", layer_norm("layernorm_before", "attn_norm"),
             columns("attention.self.query", "H N", "wq", bias),
             columns("attention.self.key", "H N", "wk", bias),
             columns("attention.self.value", "H N", "wv", bias),
-            {"attention.self.relative_position_bias_table": "J H -> relative"},
             rows("attention.output.dense", "H N", "wo"), layer_norm("layernorm_after", "mlp_norm"),
-            columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"))
+            columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"),
+            {"attention.self.relative_position_bias_table": "J H -> relative"})
         if i + 1 < len(stages(c)):
             found |= {f"{name}downsample.reduction.weight": f"d m -> {stage.name}.merge",
-                      f"{name}downsample.norm.weight": f"m -> {stage.name}.merge_norm",
-                      f"{name}downsample.norm.bias": f"m -> {stage.name}.merge_norm_bias"}
-    head = {"classifier.weight": "A D -> classifier", "classifier.bias": "A -> classifier_bias"}
-    return under("swin.", found) | (head if c.head == "classes" else {})
+                      **layer_norm(f"{name}downsample.norm", f"{stage.name}.merge_norm", "m")}
+    return under("swin.", found) | (classifier("classifier") if c.head == "classes" else {})
 
 
 def _stacks(c):
@@ -341,5 +328,4 @@ SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", (r".*relative_position_index"
               aliases={"num_attention_heads": "num_heads"})
 
 NETWORK = Network(Config, table, loss, batch_shapes, {"swin": SWIN}, check)
-init, weight_shapes, weight_specs = NETWORK.init, NETWORK.weight_shapes, NETWORK.weight_specs
 load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf

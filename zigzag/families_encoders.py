@@ -28,7 +28,7 @@ OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.bet
 # -------------------------------------------------------------------------------------------
 # Heads
 
-def _classed(r, **heads):
+def classed(r, **heads):
     """The fields of the head that `architectures` names: of `heads`, by the end of a class."""
     names = r.get("architectures") or [None]
     kind = "".join(part.capitalize() for part in r["model_type"].split("_"))
@@ -66,7 +66,7 @@ def _pooler(fields, names):
     return {}
 
 
-def _classifier(name):
+def classifier(name):
     return {f"{name}.weight": "A D -> classifier", f"{name}.bias": "A -> classifier_bias"}
 
 
@@ -94,7 +94,7 @@ def _text(r):
 
 
 def _bert(r):
-    return {**_text(r), **_classed(
+    return {**_text(r), **classed(
         r, ForMaskedLM=MASKED, ForPreTraining=MASKED, ForSequenceClassification=POOLED,
         Model=PLAIN)}
 
@@ -140,7 +140,7 @@ def _bert_stack(prefix, c):
 def _bert_arrays(c):
     arrays = _bert_stack("bert.", c) | (_dense("bert.pooler.dense") if c.pool_dense else {})
     if c.head == "classes":
-        arrays |= _classifier("classifier")
+        arrays |= classifier("classifier")
     if c.head == "masked":
         part = "cls.predictions."
         arrays |= _masked(c, f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias",
@@ -153,7 +153,7 @@ ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OL
 
 def _roberta(r):
     """Its table of positions begins after the row of padding, which has the number of its id."""
-    fields = {**_text(r), **_classed(
+    fields = {**_text(r), **classed(
         r, ForMaskedLM=MASKED, ForSequenceClassification=POOLED, Model=PLAIN)}
     if fields["head"] == "masked" and fields["activation"] != "gelu":
         refuse(r, hidden_act="gelu")    # (its head has that one, whatever the layers have)
@@ -168,7 +168,7 @@ def _roberta(r):
 def _roberta_arrays(c):
     arrays = _bert_stack("roberta.", c)
     if c.head == "classes":
-        arrays |= _dense("classifier.dense") | _classifier("classifier.out_proj")
+        arrays |= _dense("classifier.dense") | classifier("classifier.out_proj")
     elif c.pool_dense:
         arrays |= _dense("roberta.pooler.dense")
     if c.head == "masked":
@@ -189,7 +189,7 @@ def _albert(r):
     if width == r["hidden_size"]:
         raise ConfigError(f"config.json: embedding_size {width} is not supported for model_type "
                           f"albert, only another than hidden_size")
-    fields = {**_text(r), **_classed(
+    fields = {**_text(r), **classed(
         r, ForMaskedLM=MASKED, ForPreTraining=MASKED, ForSequenceClassification=POOLED,
         Model=PLAIN)}
     return {**fields, "embed_dim": width, "layer_groups": 0 if groups == layers else groups,
@@ -209,7 +209,7 @@ def _albert_arrays(c):
         rows("ffn_output", "F", "w_down"), layer_norm("full_layer_layer_norm", "mlp_norm"))
     arrays = under("albert.", arrays)
     if c.head == "classes":
-        arrays |= _classifier("classifier")
+        arrays |= classifier("classifier")
     if c.head == "masked":
         arrays |= _masked(c, "predictions.dense", "predictions.LayerNorm", "predictions.bias",
                           "predictions.decoder")
@@ -248,13 +248,13 @@ def _picture_stack(prefix, c):
     return under(prefix, arrays) | under(
         f"{prefix}encoder.layer.{{l}}.", _picture_layer(c),
         layer_norm("layernorm_before", "attn_norm"), layer_norm("layernorm_after", "mlp_norm")) | (
-        _classifier("classifier") if c.head == "classes" else {})
+        classifier("classifier") if c.head == "classes" else {})
 
 
 def _vit(r):
     fields = {**_pictures(r), "positions": "learned",
               "biases": "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp",
-              **_classed(r, ForImageClassification=dict(head="classes"), Model=PLAIN)}
+              **classed(r, ForImageClassification=dict(head="classes"), Model=PLAIN)}
     if fields["head"] == "none":
         refuse(r, pooler_act="tanh")
         refuse({**r, "pooler_output_size": r["pooler_output_size"] or r["hidden_size"]},
@@ -282,7 +282,7 @@ def _beit(r):
               "relative": "grid" if shared or each else "", "relative_shared": bool(shared),
               "layer_scale": r["layer_scale_init_value"] > 0,
               "pool": "mean" if r["use_mean_pooling"] else "first",
-              **_classed(r, ForImageClassification=dict(head="classes"), Model=dict(head="none"))}
+              **classed(r, ForImageClassification=dict(head="classes"), Model=dict(head="none"))}
     if r["use_mask_token"]:
         fields["published"] = _published(r, use_mask_token=False)
     return fields
