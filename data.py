@@ -1,6 +1,7 @@
 """Text to tokens to batches.
 
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
+    *.jsonl --zigzag/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
 
 Tokens lie on disk as plain arrays of uint16 (uint32 above 65,536 ids) with a small JSON beside
 them. They are mapped into memory, never loaded. Which examples make the batch of a step is a pure
@@ -24,7 +25,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean
-from zigzag.files import appears, write_json
+from zigzag.files import appears, sha256, write_json
 from zigzag.flags import from_flags, run_main
 from zigzag.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
 
@@ -124,7 +125,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         parts = np.array_split(tokens, 1 + len(tokens) // 2**20)
         count = sum(int(lengths[part].sum()) for part in parts)
         record[split] = {"tokens": len(tokens), "bytes": count, "documents": len(groups[split]),
-                         "digest": _sha256(out / f"{split}.bin")}
+                         "digest": sha256(out / f"{split}.bin")}
     write_json(out / "data.json", record)
     return Corpus(out)
 
@@ -161,24 +162,9 @@ def _parts(path):
     yield rest
 
 
-def _sha256(path):
-    """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
-    evenly spread."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    starts = range(0, size, 2**20)
-    if size > 2**28:
-        digest.update(str(size).encode())
-        starts = [i * (size - 2**20) // 255 for i in range(256)]
-    with open(path, "rb") as f:
-        for start in starts:
-            f.seek(start)
-            digest.update(f.read(2**20))
-    return digest.hexdigest()
-
-
 def _changed(path, digest):
     """Whether a file is another than when this digest was written down, if one was."""
-    return bool(digest) and _sha256(path) != digest
+    return bool(digest) and sha256(path) != digest
 
 
 def _map(path, dtype):
@@ -221,7 +207,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
     """By which a folder that was prepared with a tokenizer, or a run, knows it."""
     if tokenizer.kind == "bytes":
         return {"tokenizer": tokenizer.kind}
-    digest = _sha256(tokenizer.folder / tokenizer.file)
+    digest = sha256(tokenizer.folder / tokenizer.file)
     return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
 
 
@@ -318,6 +304,44 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
         n = len(e) - 1
         tokens[row, :n], targets[row, :n], weights[row, :n] = e[:-1], e[1:], 1
     return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
+
+
+def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int,
+                  target_len: int, start: int, end: int | None = None, pad: int = 0
+                  ) -> dict[str, np.ndarray]:
+    """Pairs of (source ids, target ids) as a batch for an encoder and a decoder: source and
+    source_mask [B, S]; tokens, targets and weights [B, T], 0 where no target is. The decoder sees
+    its targets one place later, after the id `start`, which is put there unless it is there:
+
+        start            ids of the target    tokens             targets
+        T5: <pad>        a b </s>             <pad> a b          a b </s>
+        BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
+        (others): <s>    <s> a b </s>         <s> a b            a b </s>
+
+    What is too long is cut, and still ends with `end` if it did."""
+    def cut(ids, length):
+        short = ids[:length].copy()
+        if end is not None and len(ids) > length and ids[-1] == end:
+            short[-1] = end
+        return short
+
+    B = len(examples)
+    source, source_mask = np.zeros((2, B, source_len), np.int32)
+    source += pad
+    tokens, targets = np.full((2, B, target_len), pad, np.int32)
+    weights = np.zeros((B, target_len), np.float32)
+    for row, (ids, target) in enumerate(examples):
+        ids = cut(ids, source_len)
+        source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
+        # (Where the start is the end too, a target of that alone is an empty text.)
+        if len(target) > 1 and target[0] == start:
+            target = target[1:]
+        target = cut(target, target_len)
+        n = len(target)
+        tokens[row, :n], targets[row, :n] = [start, *target[:-1]][:n], target
+        weights[row, :n] = 1
+    return {"source": source, "source_mask": source_mask, "tokens": tokens, "targets": targets,
+            "weights": weights}
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:

@@ -390,8 +390,8 @@ def _with_info(batch, c):
     document = batch.get("segments", jnp.zeros_like(place))
     if "mask" in batch:
         document = jnp.where(batch["mask"] > 0, document, -1)
-    more = {"positions": place, "token_types": jnp.zeros_like(place)}
-    batch, info = {**more, **batch}, {"place": place, "document": document}
+    more = {"token_types": jnp.zeros_like(place)} if c.token_types else {}
+    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
     if c.pad_id >= 0:
         batch["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
     if c.positions.startswith("alibi"):
@@ -418,7 +418,7 @@ def _source(batch, c):
     return _with_info(known, c)
 
 
-def _encode(params, batch, c, specs=None):
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     """What the encoder makes of a batch's source, and where it is none."""
     e = encoder_config(c)
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
@@ -430,11 +430,11 @@ def _encode(params, batch, c, specs=None):
     def layer(w, x, i, batch):
         return block(w, x, i, e, batch)[:2]
 
-    x = shard.pipelined_layers(layer, *_layers(params, specs and specs["encoder"]), x, known,
-                               c.remat, c.microbatches, c.chunks, c.sum_dtype)
+    weights, specs = _layers(params, specs and specs["encoder"])
+    x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
+                               c.sum_dtype)
     x = norm(params, "norm", x, e) if "norm" in params else x
-    return {"encoded": shard.time_of_block(x),
-            "source_info": {"document": known["key"]["document"]}}
+    return {"encoded": gather(x), "source_info": {"document": gather(known["key"]["document"])}}
 
 
 # -------------------------------------------------------------------------------------------
@@ -514,8 +514,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     if c.head == "classes":
         return _class_logits(params, x, c)
     if c.head == "none":
-        x = shard.whole_time(norm(params, "norm", x, c) if "norm" in params else x,
-                             in_parts=c.own_stem != "tokens")
+        # (That of pool mean is of the mean.)
+        x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
+        x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
         return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
     logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
     return logits[..., :c.vocab_size]
@@ -540,8 +541,6 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
     what makes them equally busy; `with_aux` then gives other sums of theirs, third. Of a model with
     classes it is the cross-entropy of `labels` [B], and the number of rows."""
-    if config.head == "none":
-        raise ConfigError("this model gives vectors, and has no head to train: give fit a loss")
     c, params, batch = prepared(params, batch, config, specs)
 
     def embed(params, batch):
@@ -559,6 +558,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
             logits = jax.nn.log_softmax(_class_logits(params, x, c))
             chosen = jax.nn.one_hot(batch["labels"], c.labels)
             return -jnp.sum(logits * chosen), jnp.float32(len(logits))
+        if c.head == "none":        # (from which the rule finds where weights lie)
+            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = loss_head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                 loss_chunks(*x.shape[:2], padded(c.vocab_size)),
@@ -581,9 +582,9 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     if c.head == "classes":
         batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
     if c.own_stem != "tokens":
+        batch = {name: batch[name] for name in ("labels",) if name in batch}
+    if c.stem != "tokens":
         batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
-        if not c.encoder_layers:
-            del batch["tokens"], batch["mask"]
     elif c.encoder_layers:
         batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
     return batch
@@ -604,12 +605,12 @@ def new_cache(params: Params, config: Config, rows: int, slots: int, specs: Para
 
     cache = {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
     if source:
-        known = _encode(params, source, c, specs)
-        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, known["encoded"], c)),
+        whole = functools.partial(shard.whole_time, in_parts=True)
+        encoded, info = _encode(params, source, c, specs, whole).values()
+        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, encoded, c)),
                                  params["layers"], jnp.zeros(()), None, specs and specs["layers"])
-        document = known["source_info"]["document"]
-        cache |= {"cross_k": k, "cross_v": v, "cross_document": jnp.broadcast_to(
-            document, (c.layers, *document.shape))}
+        document = jnp.broadcast_to(info["document"], (c.layers, *info["document"].shape))
+        cache |= {"cross_k": k, "cross_v": v, "cross_document": document}
     return cache
 
 

@@ -28,8 +28,10 @@ import data
 import families
 import model
 import shard
-from zigzag.checkpoint import read_run
-from zigzag.errors import ConfigError, check_at_least
+from zigzag import stems
+from zigzag.checkpoint import read_run, run_config
+from zigzag.errors import ConfigError, check_at_least, one_line
+from zigzag.families import start_id, token_ids
 from zigzag.flags import from_flags, run_main
 from zigzag.mesh import (
     batch_spec,
@@ -50,10 +52,14 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
              seed: int = 0, source: Any = None) -> list[list[int]]:
     """The `tokens` new ids of each prompt. Temperature 0 is greedy. top_k keeps that many of the
-    likeliest ids (0: all), top_p the likeliest that together have that share."""
-    padded, start = _pad(prompts, config, source)
+    likeliest ids (0: all), top_p the likeliest that together have that share. An encoder-decoder
+    is given a source for each prompt, a list of ids or what a stem reads, and goes on from
+    [[zigzag.families.start_id(config)]]."""
+    padded, start = _pad(prompts, config)
+    source = _encoder_batch(source, config, len(padded))
     with _mesh_of_weights(params):
-        new = generate_ids(params, padded, start, config, tokens, temperature, top_k, top_p, seed)
+        new = generate_ids(params, padded, start, config, tokens, temperature, top_k, top_p, seed,
+                           source)
     return np.asarray(new).tolist()
 
 
@@ -62,10 +68,11 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
                 ) -> list[list[tuple[list[int], float]]]:
     """For each prompt the `beams` likeliest continuations found, as (ids, sum of log
     probabilities), best first. A continuation ends where its id is `eos`."""
-    padded, start = _pad(prompts, config, source)
+    padded, start = _pad(prompts, config)
+    source = _encoder_batch(source, config, len(padded))
     with _mesh_of_weights(params):
-        ids, parents, scores = map(np.asarray, _beams(params, padded, start, config, beams, tokens,
-                                                      -1 if eos is None else eos))
+        ids, parents, scores = map(np.asarray, _beams(
+            params, padded, start, config, beams, tokens, -1 if eos is None else eos, source))
     return [_follow(*beams_of_prompt, eos) for beams_of_prompt in zip(ids, parents, scores)]
 
 
@@ -77,28 +84,47 @@ def _follow(ids, parents, scores, eos):
         for new, parent in zip(ids[::-1], parents[::-1]):
             path.insert(0, int(new[at]))
             at = parent[at]
-        best.append((_until([eos], path), float(scores[k])))
+        best.append((until([eos], path), float(scores[k])))
     return best
 
 
-def _until(ends, ids):
+def until(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
+    """The ids before the first end."""
     return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
 
 
-def _pad(prompts, config, source):
-    """Prompts as [B, P], padded on the left, and where each begins."""
-    if source is not None:
-        raise ConfigError("this model has no encoder to give a source to")
+def _pad(prompts, config, what="prompt"):
+    """Prompts as [B, P], padded on the left, and where each begins. (Sources on the right.)"""
     if not len(prompts) or not all(map(len, prompts)):
-        raise ConfigError("a prompt is empty: generation needs at least one id to begin with")
+        raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
     longest = max(map(len, prompts))
     padded = np.zeros((len(prompts), longest), np.int32)
     for row, p in enumerate(prompts):
         if wrong := [i for i in p if not 0 <= i < config.vocab_size]:
-            raise ConfigError(f"prompt {row} has the id {wrong[0]}; the model knows 0 to "
+            raise ConfigError(f"{what} {row} has the id {wrong[0]}; the model knows 0 to "
                               f"{config.vocab_size - 1}")
-        padded[row, longest - len(p):] = p
+        begin = longest - len(p) if what == "prompt" else 0
+        padded[row, begin:begin + len(p)] = p
     return padded, np.array([longest - len(p) for p in prompts], np.int32)
+
+
+def _encoder_batch(source, config, rows):
+    """What an encoder is given of these sources; nothing, where there is no encoder."""
+    if (source is None) == (config.encoder_layers > 0):
+        raise ConfigError("this model has an encoder: give it a source" if source is None else
+                          "this model has no encoder to give a source to")
+    if source is None:
+        return {}
+    if len(source) != rows:
+        raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
+    if config.stem == "tokens":
+        padded, missing = _pad(source, config, "source")
+        mask = np.arange(padded.shape[1]) < padded.shape[1] - missing[:, None]
+        return {"source": padded, "source_mask": mask.astype(np.float32)}
+    shape, array = stems.source_shape(config, rows), np.asarray(source, np.float32)
+    if array.shape != shape:
+        raise ConfigError(f"sources have the shape {list(array.shape)}; expected {list(shape)}")
+    return {"source": array}
 
 
 def _mesh_of_weights(params):
@@ -146,17 +172,19 @@ def _gather_all_but_layers(params, specs):
             if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
 
 
-def _prefill(params, specs, padded, start, config, tokens):
+def _prefill(params, specs, padded, start, config, tokens, source):
     """The logits after the prompts [B, P], and the cache with room for so many more tokens."""
-    cache = model.new_cache(params, config, padded.shape[0], padded.shape[1] + tokens)
+    slots = padded.shape[1] + tokens
+    cache = model.new_cache(params, config, len(padded), slots, specs, source)
     return model.extend(params, cache, padded, 0, start, config, specs)
 
 
 @jax.jit(static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
 def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
-                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> Array:
-    """Prompts [B, P] as arrays -> new ids [B, tokens]."""
-    def decode(params, specs, padded, start, row):
+                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
+                 source: dict[str, Array] = {}) -> Array:
+    """Prompts [B, P] as arrays, with what their encoder is given -> new ids [B, tokens]."""
+    def decode(params, specs, padded, start, row, source):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), row)
 
         def turn(carry, t):
@@ -167,11 +195,10 @@ def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
                                 specs), ids
 
         # The last turn's logits go unused: one pass too many, and no special case.
-        _, ids = lax.scan(turn, _prefill(params, specs, padded, start, config, tokens),
-                          jnp.arange(tokens))
-        return ids.T
+        first = _prefill(params, specs, padded, start, config, tokens, source)
+        return lax.scan(turn, first, jnp.arange(tokens))[1].T
 
-    return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]))
+    return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]), source)
 
 
 def _draw(logits, keys, temperature, top_k, top_p):
@@ -193,11 +220,11 @@ def _draw(logits, keys, temperature, top_k, top_p):
 
 
 @jax.jit(static_argnames=("config", "beams", "tokens"))
-def _beams(params, padded, start, config, beams, tokens, eos):
+def _beams(params, padded, start, config, beams, tokens, eos, source):
     """ids and parents [B, tokens, beams], scores [B, beams]."""
-    def decode(params, specs, padded, start):
+    def decode(params, specs, padded, start, source):
         B, length = padded.shape
-        logits, cache = _prefill(params, specs, padded, start, config, tokens)
+        logits, cache = _prefill(params, specs, padded, start, config, tokens, source)
         cache = jax.tree.map(lambda c: jnp.repeat(c, beams, axis=1), cache)
         logits = jnp.repeat(logits, beams, axis=0)
         # All beams of a row begin equal, so all but the first begin with no chance.
@@ -222,7 +249,7 @@ def _beams(params, padded, start, config, beams, tokens, eos):
         (_, _, scores, _), (ids, parents) = lax.scan(turn, carry, jnp.arange(tokens))
         return ids.swapaxes(0, 1), parents.swapaxes(0, 1), scores
 
-    return _on_mesh(decode, params, config, padded, start)
+    return _on_mesh(decode, params, config, padded, start, source)
 
 
 # -------------------------------------------------------------------------------------------
@@ -233,7 +260,9 @@ class Config:
     """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
     run: str = "out"            # the --out of a train.py
     model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to go on from; empty: the beginning of a document
+    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
+                                # encoder-decoder reads it
+    source: str = ""            # or reads an array (sound) from this .npy file
     tokens: int = 256           # how many new ids
     temperature: float = 0.8    # 0: always the likeliest
     top_k: int = 0              # choose among this many of the likeliest; 0: all
@@ -252,14 +281,33 @@ def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
         network, c = families.network_of_folder(config.model), families.hf_config(config.model)
+        _check_writes(c, f"--model {config.model}")
         tokenizer, mesh = published_tokenizer(config.model, c.vocab_size), _mesh(config)
         dtype = resolve_dtype(c, mesh).dtype
         return *network.load_hf(config.model, mesh, dtype=dtype), tokenizer
     record = read_run(config.run, model.Config)
+    _check_writes(run_config(config.run, model.Config), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
     return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+
+
+def _check_writes(c, what):
+    """Refuse a model that writes no text."""
+    if families.network_of(c) is not model.TRANSFORMER or c.head != "tokens" or not c.causal:
+        gives = {"classes": "classes", "none": "vectors"}.get(c.head, "numbers for each token")
+        raise ConfigError(f"{what}: this model gives {gives} (forward computes them) and writes no "
+                          f"text")
+
+
+def special_ids(c: model.Config, tokenizer: data.Tokenizer) -> tuple[int, int, int]:
+    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
+    if not c.published:
+        return tokenizer.ends[0], tokenizer.ends[0], 0
+    ids = token_ids(c)
+    end = ids.get("eos_token_id")
+    return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
 
 
 def _mesh(config):
@@ -270,23 +318,39 @@ def _mesh(config):
 def main(argv: Sequence[str] | None = None) -> None:
     config = from_flags(Config(), argv)
     params, c, tokenizer = load_model(config)
+    ends, begin, source = tokenizer.ends, config.prompt, None
     try:
-        prompt = tokenizer.prompt(config.prompt)
+        if c.encoder_layers:
+            start, *ends, _ = special_ids(c, tokenizer)
+            prompt, begin, source = [start], "", [_source_of(config, c, tokenizer)]
+        else:
+            prompt = tokenizer.prompt(config.prompt)
     except UnicodeEncodeError as e:
         raise ConfigError(f"--prompt cannot be encoded: {e.reason} at character {e.start}; "
                           f"expected text in UTF-8") from None
 
     def text(ids):      # (some tokenizers drop a space where a text begins)
-        return config.prompt + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
+        return begin + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
 
     if config.beams:
         for ids, score in beam_search(params, [prompt], c, config.beams, config.tokens,
-                                      tokenizer.ends[0])[0]:
+                                      ends[0], source)[0]:
             print(f"{score:9.3f}  {text(ids)}")
         return
     ids = generate(params, [prompt], c, config.tokens, config.temperature, config.top_k,
-                   config.top_p, config.seed)[0]
-    print(text(_until(tokenizer.ends, ids)))
+                   config.top_p, config.seed, source)[0]
+    print(text(until(ends, ids)))
+
+
+def _source_of(config, c, tokenizer):
+    """What an encoder is given: the prompt, or the numbers of a file."""
+    if c.stem == "tokens":
+        return tokenizer.with_ends(config.prompt)
+    try:
+        return np.load(config.source, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        raise ConfigError(f"--source {config.source!r}: expected a .npy file with an array of "
+                          f"{list(stems.source_shape(c, 1)[1:])} ({one_line(e)})") from None
 
 
 if __name__ == "__main__":

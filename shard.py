@@ -399,7 +399,7 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
         raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
                           f"early and a late one for each device")
     place = jnp.broadcast_to(jnp.arange(T), (B, T))
-    batch, order = {"positions": place, **batch, "places": place}, zigzag_order(T, n)
+    batch, order = {**batch, "places": place}, zigzag_order(T, n)
     timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and not k.startswith("source")}
     return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
             {k: P(None, "seq") if k in timed else P(None) for k in batch})
@@ -603,8 +603,8 @@ def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs:
     """x [B, T, D] through a stack of layers, block(w, x, i, batch) as in pipelined_loss, with no
     aux: an encoder, whose result every stage has. Its stages are those of the loss after it."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype)
-    if _size("pipe") == 1:
-        return stack(weights, x, jnp.arange(total), batch)[0]
+    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:     # (to generate)
+        return stack(weights, x, jnp.arange(total // _size("pipe")), batch)[0]
     stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
     loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total), stages,
                          math.gcd(microbatches, len(x)))

@@ -26,7 +26,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,10 @@ import families
 import model
 import sample
 import shard
-from zigzag import commands, hosts, lora, presets
+from zigzag import commands, examples, hosts, lora, presets
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config, run_steps
-from zigzag.checks import check_batch, check_config, check_corpus, check_overrides
+from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
 from zigzag.errors import ConfigError, did_you_mean, fill_in
 from zigzag.flags import parse_flags, run_main
 from zigzag.hlo import collectives
@@ -77,6 +77,7 @@ class Config(model.Config):
     model: str = "tiny"             # a preset, which other flags change, or a Hugging Face folder
     init_from: str = ""             # a run to take the model from, with its weights
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
+    fields: tuple[str, ...] = ("source", "target")  # of pairs of texts, the names of the two
     out: str = "out"                # folder of the run; the same command again continues it
     steps: int = 900                # updates
     batch: int = 8                  # examples in an update, over all devices
@@ -471,6 +472,69 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     print(shard.explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
 
 
+# -------------------------------------------------------------------------------------------
+# What is learned: running text, pairs of texts, or arrays
+
+def reads_text(config: Config) -> bool:
+    """Whether --data is text, which needs a tokenizer; pictures, sound and classes are arrays."""
+    return (config.stem == "tokens" and config.head == "tokens"
+            and families.network_of(config) is model.TRANSFORMER)
+
+
+@contextlib.contextmanager
+def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0
+                ) -> Iterator[tuple[Config, Callable[[], Task], dict[str, str], Any]]:
+    """What --data holds for this model: the configuration with its vocabulary, what makes its task,
+    what a run notes of it, and what a person is told. (`run` and `ready` are data.opened's.)"""
+    if not reads_text(config):
+        shapes = families.network_of(config).batch_shapes(config, 1)
+        arrays = examples.open_arrays(config.data, shapes, {
+            "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels})
+        yield config, lambda: Task(
+            examples.collate_arrays, None, arrays.train, arrays.held_out, None,
+            flops_of_update(config), None), {"fingerprint": arrays.fingerprint}, arrays
+    elif config.encoder_layers:
+        pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
+        config = check_vocabulary(config, pairs.tokenizer.vocab_size)
+        yield config, lambda: pairs_task(config, pairs), {
+            "fingerprint": pairs.fingerprint, "tokenizer_sha256": "",
+            **data.tokenizer_record(pairs.tokenizer)}, pairs
+        if not ready and pairs.tokenizer.kind != "bytes":
+            data.copy_files(pairs.tokenizer, run)
+    else:
+        with data.opened(config.data, run, ready, tokenizer) as corpus:
+            config = check_corpus(config, corpus)
+            if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
+                raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of "
+                                  f"the tokenizer of {config.init_from}; give the text itself")
+            yield config, lambda: language_task(config, corpus), {
+                "fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
+                "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}, corpus
+
+
+def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
+    """Text from text, by an encoder and a decoder."""
+    tokenizer = pairs.tokenizer
+    start, end, pad = sample.special_ids(config, tokenizer)
+
+    def predict(params, batch):
+        source = {name: batch[name] for name in ("source", "source_mask")}
+        first = jnp.full((len(batch["source"]), 1), start)
+        new = sample.generate_ids(params, first, jnp.zeros(len(first), jnp.int32), config,
+                                  config.seq_len - 1, 0.0, 0, 1.0, config.seed, source)
+        return batch["source"], batch["source_mask"], new
+
+    def show(outputs):
+        source, mask, new = (x[0] for x in outputs)
+        return " ==> ".join(tokenizer.decode(ids) for ids in (
+            source[mask > 0], sample.until([end], new.tolist())))
+
+    return Task(
+        functools.partial(data.collate_pairs, source_len=config.source_len,
+                          target_len=config.seq_len, start=start, end=end, pad=pad), predict,
+        pairs.train, pairs.held_out, show, flops_of_update(config), None)
+
+
 # Held-out text that is judged: the same windows each time, spread over all of it.
 HELD_OUT_TOKENS = 2**17
 
@@ -516,10 +580,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def bench(config: Config, mesh: Any) -> None:
     """--bench: train on --data, keep nothing, and tell how fast it was."""
-    with tempfile.TemporaryDirectory() as folder, data.opened(
-            config.data, Path(folder) / "run") as corpus:
-        config = check_corpus(config, corpus)
-        task, (init, loss, _) = language_task(config, corpus), language(config)
+    _, tokenizer, _ = first_weights(config)
+    with tempfile.TemporaryDirectory() as folder, opened_data(
+            config, tokenizer, Path(folder) / "run") as (config, make_task, *_):
+        task, (init, loss, _) = make_task(), language(config)
         commands.bench(
             config, mesh, task.flops,
             lambda config, say: fit(config, init, task.collate, loss, examples=task.examples,
@@ -536,18 +600,19 @@ def first_weights(config: Config
         return None, None, {}
     if source == config.model:
         whole = dataclasses.replace(config, lora_rank=0)
-        network.read_hf(source, whole)        # is everything there?
-        return (functools.partial(network.read_hf, source, whole),
-                published_tokenizer(source, config.vocab_size), {})
+        network.read_hf(source, whole)      # is everything there?
+        return (functools.partial(network.read_hf, source, whole), published_tokenizer(
+            source, config.vocab_size) if reads_text(config) else None, {})
     record = read_run(source, model.Config, "--init_from")
-    if "tokenizer" not in record:
+    if "tokenizer" not in record and reads_text(config):
         raise ConfigError(f"--init_from {source}: a run of another task, with no tokenizer to read "
                           f"text with")
     # The other run may have gone on since this one began.
     begun = read_run(own, Config, "--out") if (own / "config.json").exists() else {}
     step = begun.get("base_step") or run_steps(source, "--init_from")[0]
     return (functools.partial(network.read_run_weights, source, step=step, flag="--init_from"),
-            data.tokenizer_of(Path(source), record), {"base_step": step})
+            data.tokenizer_of(Path(source), record) if reads_text(config) else None,
+            {"base_step": step})
 
 
 def train_language(config: Config, mesh: Any) -> None:
@@ -561,24 +626,19 @@ def train_language(config: Config, mesh: Any) -> None:
     is_process_0 = jax.process_index() == 0
     if not is_process_0:
         hosts.process_allgather("the data is there")
-    with data.opened(config.data, Path(config.out), 0 if is_process_0 else min(
-            60, config.patience), tokenizer) as corpus:
-        config = check_corpus(config, corpus)
-        if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
-            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
-                              f"tokenizer of {config.init_from}; give the text itself")
-        record = {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
-                  "tokenizer_sha256": corpus.record.get("tokenizer_sha256", ""), **noted}
+    with opened_data(config, tokenizer, Path(config.out), 0 if is_process_0 else min(
+            60, config.patience)) as (config, make_task, record, text):
+        record |= noted
         check_run_folder(config.out, record, Config)
     if is_process_0:
         hosts.process_allgather("the data is there")
         if config.init_from:
             print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
                   f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
-        print(f"data     {corpus}\n{commands.describe_attention(config, mesh)}", flush=True)
+        print(f"data     {text}\n{commands.describe_attention(config, mesh)}", flush=True)
     init, loss, _ = language(config)
     fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
-        **language_task(config, corpus)._asdict())
+        **make_task()._asdict())
 
 
 if __name__ == "__main__":

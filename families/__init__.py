@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import model
-from families import blip2, clip
+from families import blip2, clip, sam, swin
 from zigzag.network import Network
 from zigzag.published import read_config
 
 # By the model_type of a published config.json.
-KINDS: dict[str, Network] = {"blip-2": blip2.BLIP2, "clip": clip.CLIP}
+KINDS: dict[str, Network] = {"blip-2": blip2.BLIP2, "clip": clip.CLIP, "swin": swin.NETWORK,
+                             "sam": sam.NETWORK, "sam_vision_model": sam.NETWORK}
 
 
 def network_of(config: Any) -> Network:

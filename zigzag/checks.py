@@ -35,6 +35,9 @@ def check_config(c: Any) -> None:
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(value, known))
+    if len(c.fields) != 2:
+        raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
+                          f"of the target")
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
@@ -99,6 +102,9 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 def check_model(c: Any, mesh: Any) -> None:
     """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
+    if c.head == "none":
+        raise ConfigError("--head none: this model gives vectors, and has no loss of its own; give "
+                          "fit a loss, or --head classes or masked")
     sizes = mesh.shape
     if c.dense_layers and sizes["pipe"] > 1:
         raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "
@@ -150,14 +156,19 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
     return overrides
 
 
+def check_vocabulary(config: Any, ids: int) -> Any:
+    """The configuration with a vocabulary of the data's, which must not have more ids."""
+    if config.vocab_size and config.vocab_size < ids:
+        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
+    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)
+
+
 def check_corpus(config: Any, corpus: Any) -> Any:
     """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
     corpus' vocabulary."""
-    ids = corpus.tokenizer.vocab_size
-    if config.vocab_size and config.vocab_size < ids:
-        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
+    config = check_vocabulary(config, corpus.tokenizer.vocab_size)
     if len(corpus.train) <= config.seq_len:
         raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
                           f"tokens to learn from; give more data or a --seq_len below "
                           f"{len(corpus.train)}")
-    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)
+    return config

@@ -158,7 +158,7 @@ def check(c: Any) -> None:
     if c.own_stem != "tokens":      # its time follows
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
-        fill_in(c, position_rows=c.seq_len + c.position_offset)
+        fill_in(c, position_rows=_longest(c) + c.position_offset)
     if c.heads % c.kv_heads:
         raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
     turned = c.rotary_dim or c.head_dim
@@ -175,8 +175,9 @@ def check(c: Any) -> None:
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
                               + did_you_mean(value, known))
-    if c.positions == "learned" and c.seq_len + c.position_offset > c.position_rows:
-        raise ConfigError(f"--seq_len {c.seq_len}: there are learned positions for only "
+    if c.positions == "learned" and _longest(c) + c.position_offset > c.position_rows:
+        name = "seq_len" if c.seq_len == _longest(c) else "source_len"
+        raise ConfigError(f"--{name} {_longest(c)}: there are learned positions for only "
                           f"{c.position_rows - c.position_offset} tokens (--position_rows)")
     if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
         raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
@@ -184,6 +185,11 @@ def check(c: Any) -> None:
         raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
                           f"(with the window) or g (without)")
     _check_parts(c)
+
+
+def _longest(c):
+    """Of a text, and of the text that is its source, the longer."""
+    return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
 def _check_parts(c):
@@ -241,7 +247,7 @@ def _check_encoder(c):
     if c.layer_groups and (c.layers % c.layer_groups or c.causal or c.dense_layers):
         raise ConfigError(f"--layer_groups {c.layer_groups}: must divide --layers {c.layers}, of "
                           f"an encoder (--causal false)")
-    if c.own_stem == "frames":
+    if c.own_stem == "frames" and c.causal:     # (the encoder itself is not)
         raise ConfigError("--stem frames: give --encoder_layers; text follows from sound")
     if c.own_stem == "patches" and (c.causal or c.head not in ("classes", "none")):
         raise ConfigError("--stem patches: pictures have --causal false, and --head classes or "

@@ -4,7 +4,7 @@ To add one whose parts model.py has: `fields` translates its config.json into fi
 model.Config, `arrays` says for each published array which weights it holds (published.py explains
 the patterns), and `defaults` are those of its class in transformers, for what a config.json leaves
 out (all but sizes). Nothing else: sharding follows from the rule. Here are LLaMA's relatives;
-families_gpt.py has GPT-2's.
+families_gpt.py has GPT-2's, families_pairs.py encoder-decoders.
 """
 
 import dataclasses
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from zigzag.errors import ConfigError, did_you_mean, one_line
+from zigzag.families_encoders import ENCODERS
 from zigzag.families_gpt import GPT
+from zigzag.families_pairs import PAIRS
 from zigzag.family import (
     INV_FREQ,
     Family,
@@ -40,7 +42,7 @@ from zigzag.published_config import (
     window,
 )
 
-FAMILIES: dict[str, Family] = {**GPT}
+FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
 
 
 def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
@@ -66,8 +68,22 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
     # (It is tuned without the losses that only routers of new models need.)
-    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0, **fields,
-            "published": json.dumps(record, sort_keys=True)}
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
+            "published": json.dumps(record, sort_keys=True), **fields}
+
+
+def token_ids(c: Any) -> dict[str, Any]:
+    """Which ids a published model gives a meaning: eos_token_id, pad_token_id and others."""
+    record = json.loads(c.published or "{}")
+    defaults = FAMILIES[record["model_type"]].defaults if record else {}
+    return {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
+
+
+def start_id(c: Any) -> int:
+    """With which id an encoder-decoder begins what it writes: T5 with its padding."""
+    ids = token_ids(c)
+    start = ids.get("decoder_start_token_id")
+    return start if start is not None else ids.get("pad_token_id") or 0
 
 
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:

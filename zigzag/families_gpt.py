@@ -185,7 +185,7 @@ def _bloom(r):
 def _bloom_arrays(c):
     ends = {"word_embeddings.weight": "V W -> embed", **layer_norm("ln_f", "norm")}
     if c.embed_norm:
-        ends |= layer_norm("word_embeddings_layernorm", "embed_norm")
+        ends |= layer_norm("word_embeddings_layernorm", "embed_norm", "W")
     bias = "qkv" in c.biases
     norms = layer_norm("input_layernorm", "attn_norm")
     if c.parallel_norms == 2:

@@ -21,7 +21,12 @@ class Family:
     ignored: tuple[str, ...] = ()               # arrays that are no weights, as regexes
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # other names, and the usual
+    optional: tuple[str, ...] = ()              # arrays that are zeros where they are missing
     stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
+    older: dict[str, str] = dataclasses.field(default_factory=dict)     # parts of names, and what
+                                                # they may be called instead
+    seen: Callable[[Fields, Any], Fields] | None = None     # fields that follow from these fields,
+                                                # and from which arrays a folder has
 
 
 # Arrays that are no weights: constants that older versions of transformers saved.
@@ -41,8 +46,8 @@ def head(c, name="lm_head.weight"):
     return {name: "V W = embed" if c.tied else "V W -> head"}
 
 
-def layer_norm(name, ours):
-    return {f"{name}.weight": f"D -> {ours}", f"{name}.bias": f"D -> {ours}_bias"}
+def layer_norm(name, ours, axis="D"):
+    return {f"{name}.weight": f"{axis} -> {ours}", f"{name}.bias": f"{axis} -> {ours}_bias"}
 
 
 def columns(name, axes, ours, bias=True):

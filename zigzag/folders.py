@@ -19,8 +19,11 @@ from zigzag.tokenizers import copy_files
 
 def hf_config(path: str | Path, config: type, families: Any, **fields: Any) -> Any:
     """The dataclass `config` of a folder's config.json, but for these fields."""
-    return as_config(config, Path(path) / "config.json",
-                     fields_of(read_config(path), families) | fields)
+    record = read_config(path)
+    found, seen = fields_of(record, families), family_of(record, families).seen
+    if seen:
+        found |= seen(found, Folder(path).arrays)
+    return as_config(config, Path(path) / "config.json", found | fields)
 
 
 def read(path: str | Path, config: Any, families: Any, table: Any, places: Any = None) -> Any:

@@ -151,7 +151,7 @@ def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, re
     One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
     comes after the layers is shared by all stages, each with its part of the time."""
     out, aux = forward(loss, loss.embed(params, loss.batch), weights, chunks, remat)
-    sums = mark_alike(tuple(loss.head(params, out, loss.batch)), out)
+    sums = mark_varying(tuple(loss.head(params, out, loss.batch)), also={"pipe"})
     return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
 
 
@@ -255,7 +255,7 @@ class _Stage:
         return self._alike(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
 
     def head(self, params, y, m):
-        return self._alike(tuple(self.loss.head(params, y, pick(self.batch, m))))
+        return mark_varying(tuple(self.loss.head(params, y, pick(self.batch, m))), also={"pipe"})
 
     def tick(self, s, t):
         S, M, send = self.loss.stages, self.loss.microbatches, self.loss.send

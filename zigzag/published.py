@@ -90,7 +90,7 @@ class Layout:
             wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
         runs, shape = [], []
         for a in self.axes:
-            if not a.letters:       # (a published axis of length 1)
+            if not a.letters:       # a length of 1 that this weight does not have
                 runs.append([slice(0, 1)])
                 continue
             first, *others = a.letters
@@ -145,9 +145,8 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
         before, _, blocks = word.strip("()").partition("[")
         if not blocks:
             before, blocks = "", before
-        inners = [block.split() for block in blocks.strip("] ").split("|")]
-        if inners == [["1"]] and not any("1" in own[name] for name in names):
-            inners = [[]]
+        inners = [[x for x in block.split() if x != "1" or x in sizes]
+                  for block in blocks.strip("] ").split("|")]
         inners = inners if len(inners) > 1 else inners * len(names)
         lengths = [math.prod(sizes[x] for x in inner) for inner in inners]
         whole = sum(lengths) if "|" in blocks else lengths[0]
@@ -316,10 +315,11 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     """What each array of this folder has. Refuses a folder in which one is missing, left over, of
     another shape, or of no numbers that we read."""
     ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
-    found = {name for name in folder.arrays if not any(re.fullmatch(p, name) for p in ignored)}
+    spare = {name for name in folder.arrays if any(re.fullmatch(p, name) for p in ignored)}
+    found = folder.arrays.keys() - spare
     # (Before there is a list of them all.)
-    least = (config.layer_groups or config.layers) + (
-        config.layers - config.dense_layers) * config.experts
+    least = config.layer_groups or config.layers
+    least += (config.layers - config.dense_layers) * config.experts
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
@@ -329,8 +329,19 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
     expected = {name.removeprefix(family.prefix) if bare else name: parts
                 for name, parts in expected.items()}
+    # Of arrays that are the same one may be there alone, under any of its names.
+    first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
+    for name, parts in list(expected.items()):
+        if parts[0].again and name in found and first[parts[0].path] not in found:
+            expected[name] = [dataclasses.replace(part, again=False) for part in parts]
+            del expected[first[parts[0].path]]
+            first[parts[0].path] = name
+    older = {name: _older(name, family.older) for name in expected}
+    expected = {older[name] if older[name] in found else name: parts
+                for name, parts in expected.items()}
+    found |= spare & expected.keys()        # (ignored only where it is no part of the model)
     expected = {name: parts for name, parts in expected.items()
-                if name in found or not parts[0].again}
+                if name in found or not (parts[0].again or name in family.optional)}
     for what, those in (("lacks", expected.keys() - found),
                         ("has what is no part of its model:", found - expected.keys())):
         if those:
@@ -346,6 +357,12 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     return expected
 
 
+def _older(name, parts):
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
+
+
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
     """The weights of a folder, in these places (shapes with shardings): of each array a device's
     part alone is read. With None nothing is, beyond names and shapes."""
@@ -355,13 +372,16 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
     for name, parts in expected.items():
         for part in parts:
-            (again if part.again else pieces).setdefault(part.path, {})[
-                part.layer, part.expert] = name, part.layout
+            one = {(part.layer, part.expert): (name, part.layout)}
+            if part.again:
+                again.setdefault(part.path, []).append(one)
+            else:
+                pieces.setdefault(part.path, {}).update(one)
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
         own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
-        parts, done = pieces[path], {}
+        parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
 
         def read(index):
             key = tuple((r.start or 0, r.stop if r.stop is not None else n)
@@ -369,11 +389,11 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
             if key not in done:
                 ranges = [slice(*k) for k in key]
                 done[key] = _read_part(folder, own, parts, ranges, change)
-                if path in again and (done[key] != _read_part(folder, own, again[path], ranges,
-                                                              change)).any():
-                    (name, _), (other, _) = (*parts.values(), *again[path].values())
-                    raise ConfigError(f"{folder.path}: {name} and {other} differ; its config.json "
-                                      f"says that they are tied")
+                for same in again.get(path, ()):
+                    if (done[key] != _read_part(folder, own, same, ranges, change)).any():
+                        (name, _), (other, _) = (*parts.values(), *same.values())
+                        raise ConfigError(f"{folder.path}: {name} and {other} differ; its "
+                                          f"config.json says that they are tied")
             return done[key]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, read)

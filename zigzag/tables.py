@@ -134,10 +134,9 @@ def _has_bias(c, product):
 
 def encoder_config(c: Any) -> Any:
     """The configuration of the encoder of an encoder-decoder."""
-    rows = c.source_len + c.position_offset if c.stem == "tokens" else stems.length(c)
     return dataclasses.replace(
         c, layers=c.encoder_layers, encoder_layers=0, causal=False, head="none", tied=True,
         heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,
         head_dim=c.head_dim if c.encoder_heads == c.heads else 0,
         positions="fixed" if c.stem == "frames" else c.positions,
-        position_rows=rows if c.positions == "learned" else 0)
+        position_rows=0 if c.stem == "frames" else c.position_rows)

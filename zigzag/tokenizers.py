@@ -2,11 +2,13 @@
 
     bytes           Bytes           the 256 bytes
     sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
+    spiece.model    PiecesT5        that of a published T5: sentencepiece, and 100 ids for gaps
     tokenizer.json  TokenizerJson   that of a published model, by the package tokenizers
 
 Each has `encode` and `decode`; `prompt`, the ids of a text with what the model expects before it;
-`separator`, the id before each document; `ends`, the ids after which no text follows, the usual one
-first; and `lengths`, how many bytes of text each id stands for. This file needs no jax.
+`with_ends`, the ids of a text with what its tokenizer puts around it, an end at least; `separator`,
+the id before each document; `ends`, the ids after which no text follows, the usual one first; and
+`lengths`, how many bytes of text each id stands for. This file needs no jax.
 """
 
 import json
@@ -21,8 +23,8 @@ from zigzag.errors import ConfigError, one_line, optional_package
 from zigzag.files import read_json, write_json, write_whole
 
 # What belongs to a published tokenizer: it goes where its model goes.
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-         "generation_config.json", "chat_template.jinja")
+FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json",
+         "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
 
 class Bytes:
@@ -35,6 +37,9 @@ class Bytes:
 
     def prompt(self, text: str) -> list[int]:
         return [self.separator, *self.encode(text).tolist()]
+
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.encode(text).tolist(), *self.ends]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -57,7 +62,8 @@ class Pieces:
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, self._id,
                                                  self.model.bos_id())
         config = read_record(self.folder / "tokenizer_config.json")
-        self.begins = [self.separator] * bool(config.get("add_bos_token", True))
+        begins = config.get("add_bos_token", self.model.bos_id() >= 0)
+        self.begins = [self.separator] * bool(begins)
 
     def _id(self, piece):
         i = self.model.piece_to_id(piece)
@@ -69,14 +75,44 @@ class Pieces:
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
 
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.encode(text).tolist(), self.ends[0]]
+
     def decode(self, ids: Sequence[int]) -> str:
-        return self.model.decode([int(i) for i in ids if i < self.vocab_size])
+        return self.model.decode([int(i) for i in ids if i < self.model.vocab_size()])
 
     def lengths(self) -> np.ndarray:
         m = self.model
         return np.array([0 if m.is_control(i) or m.is_unknown(i) else 1 if m.is_byte(i)
                          else len(m.id_to_piece(i).replace("\u2581", " ").encode())
-                         for i in range(self.vocab_size)])
+                         for i in range(m.vocab_size())] + [0] * (self.vocab_size - m.vocab_size()))
+
+
+class PiecesT5(Pieces):
+    """T5's sentencepiece model. After its pieces come <extra_id_99> .. <extra_id_0>, the names of
+    gaps in a text. A text that spells out these, </s>, <pad> or <unk> means them."""
+    kind = file = "spiece.model"
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if self._id("[CLS]") is not None or self._id("</s>") is None:
+            raise ConfigError(f"{path} is not T5's (it has [CLS], or no </s>): give the "
+                              f"tokenizer.json that transformers' save_pretrained makes of it")
+        config, pieces = read_record(path.parent / "tokenizer_config.json"), self.vocab_size
+        count = config.get("extra_ids", 100)
+        if type(count) is not int or not 0 <= count <= 10_000:
+            raise ConfigError(f"{path.parent / 'tokenizer_config.json'}: extra_ids {count!r}: "
+                              f"expected a number from 0 to 10000")
+        self.vocab_size = pieces + count
+        self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
+        self.special |= {piece: i for piece in ("</s>", "<pad>", "<unk>")
+                         if (i := self._id(piece)) is not None}
+        self.between = re.compile(f"({'|'.join(self.special)})")
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        ids = ([self.special[part]] if part in self.special else self.model.encode(part)
+               for part in self.between.split(_unicode(text)))
+        return np.array([i for part in ids for i in part], np.int64)
 
 
 class TokenizerJson:
@@ -102,6 +138,10 @@ class TokenizerJson:
     def prompt(self, text: str) -> list[int]:
         return self.model.encode(_unicode(text)).ids or [self.separator]
 
+    def with_ends(self, text: str) -> list[int]:
+        ids = self.model.encode(_unicode(text)).ids
+        return ids if ids[-1:] == [self.ends[0]] else [*ids, self.ends[0]]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids if i < self.vocab_size])
 
@@ -122,16 +162,17 @@ class TokenizerJson:
         return lengths
 
 
-KINDS = {"sentencepiece": Pieces, "tokenizer.json": TokenizerJson}
-Tokenizer = Bytes | Pieces | TokenizerJson
+KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5)}
+Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson
 
 
 def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
     """The tokenizer of a published model, whose embedding has so many rows. For an id that has none
     a device would take another one, silently."""
-    kinds = [kind for kind in (TokenizerJson, Pieces) if (Path(folder) / kind.file).exists()]
+    kinds = [kind for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
     if not kinds:
-        raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model")
+        raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
+                          f"(of a T5: spiece.model)")
     tokenizer = kinds[0](Path(folder) / kinds[0].file)
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "

@@ -71,6 +71,16 @@ def published_files(folder, text):
     return folder
 
 
+def digit_pairs(path, count, digits=8, seed=0):
+    """A file of pairs with something to learn in them: up to so many digits, and the same ones from
+    the last to the first."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(map(str, rng.integers(0, 10, rng.integers(1, digits + 1))))
+             for _ in range(count)]
+    path.write_text("".join(json.dumps({"source": w, "target": w[::-1]}) + "\n" for w in words))
+    return path
+
+
 def slow(*values):
     """Parameters of a test that only .ci/run and .ci/full run."""
     return pytest.param(*values, marks=pytest.mark.slow)

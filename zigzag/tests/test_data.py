@@ -118,7 +118,7 @@ def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text):
     tokens[100:-100:40] = 300
     tokens.flush()
     record = json.loads((folder / "data.json").read_text())
-    record["train"]["digest"] = data._sha256(folder / "train.bin")
+    record["train"]["digest"] = data.sha256(folder / "train.bin")
     (folder / "data.json").write_text(json.dumps(record))
     done = command(*SMALL, "--data", folder, "--out", out, "--steps", 5)
     assert done.returncode == 2 and re.search(

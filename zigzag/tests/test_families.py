@@ -153,26 +153,42 @@ def reference(name):
     kind, fields = CASES[name]
     torch.manual_seed(1)
     theirs = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{kind}Config")(**fields), **attention(name)).eval()
-    with torch.no_grad():       # scales are no ones, biases no zeros
-        corrections = [b for n, b in theirs.named_buffers() if "correction" in n]
-        for w in (*theirs.parameters(), *corrections):
-            w.add_(torch.randn_like(w) * 0.1)
-    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
-    theirs.save_pretrained(folder)
+        getattr(transformers, f"{kind}Config")(**fields), **attention(name))
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(2, V, (2, ROWS, T))     # (of padding torch learns nothing)
-    logits = theirs(torch.tensor(tokens)).logits
-    torch.nn.functional.cross_entropy(logits.reshape(-1, V), torch.tensor(targets.ravel())
-                                      ).backward()
-    gradients = {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
-                 for n, w in theirs.named_parameters()}     # (no token may choose an expert)
+    folder, logits, gradients = numbers_of(theirs, targets, input_ids=torch.tensor(tokens))
     if name == "chatglm":
         rewrite(folder, as_chatglm, CHATGLM)
         gradients = as_chatglm(gradients)
-    batch = {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32),
-             "weights": np.ones((ROWS, T), np.float32), "seeds": np.arange(ROWS, dtype=np.uint32)}
-    return Reference(folder, batch, logits.detach().numpy(), gradients)
+    return Reference(folder, batch_of(tokens, targets), logits, gradients)
+
+
+NOT_TRAINED = ("e_score_correction_bias", "final_logits_bias")      # by torch: they are buffers
+
+
+def numbers_of(theirs, targets, **given):
+    """Of a model of transformers, with weights that are all random, the folder that it was saved
+    in; its logits, and the gradients of the mean loss."""
+    torch = peer("torch")
+    theirs = theirs.eval()
+    with torch.no_grad():       # scales are no ones, biases no zeros
+        biases = [b for n, b in theirs.named_buffers() if n.endswith(NOT_TRAINED)]
+        for w in (*theirs.parameters(), *biases):
+            w.add_(torch.randn_like(w) * 0.1)
+    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
+    theirs.save_pretrained(folder)
+    logits = theirs(**given).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(targets.ravel())
+                                      ).backward()
+    gradients = {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
+                 for n, w in theirs.named_parameters()}     # (no token may choose an expert)
+    return folder, logits.detach().numpy(), gradients
+
+
+def batch_of(tokens, targets, **given):
+    return {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32),
+            "weights": np.ones(tokens.shape, np.float32),
+            "seeds": np.arange(len(tokens), dtype=np.uint32), **given}
 
 
 def their_logits(name, folder):
@@ -251,12 +267,14 @@ def assert_close(got, want, rtol, what="", beside=0.0):
     assert error <= rtol * (size + 1e-3 * beside), (what, error, size, beside)
 
 
-def logits_of(params, config, tokens, mesh=None):
-    forward = functools.partial(model.forward, config=config)
+def logits_of(params, config, tokens, mesh=None, **given):
+    def forward(params, tokens, given):
+        return model.forward(params, tokens, config, **given)
+
     if mesh is not None:
         forward = jax.shard_map(forward, mesh=mesh, out_specs=P(), in_specs=(
-            jax.tree.map(lambda w: w.sharding.spec, params), P()))
-    return np.asarray(jax.jit(lambda params, tokens: forward(params, tokens))(params, tokens))
+            jax.tree.map(lambda w: w.sharding.spec, params), P(), P()))
+    return np.asarray(jax.jit(forward)(params, tokens, given))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -272,12 +290,16 @@ def test_logits_are_those_of_transformers(name, shards):
 
 @functools.cache
 def loaded(name):
+    return ready(reference(name))
+
+
+def ready(want, **fields):
     """A model on one device, ready to train on the reference's batch; with our gradient of the
     mean loss there, and that loss."""
-    want = reference(name)
-    params, config = model.load_hf(want.folder, seq_len=T)
+    rows, time = want.batch["tokens"].shape
+    params, config = model.load_hf(want.folder, seq_len=time, **fields)
     config = train.Config(**dataclasses.asdict(config) | dict(
-        batch=ROWS, dtype="float32", out="", balance=0.0, router_z=0.0))
+        batch=rows, dtype="float32", out="", balance=0.0, router_z=0.0))
 
     def mean(params):
         total, count = model.loss(params, want.batch, config)
@@ -299,16 +321,17 @@ def as_published(config, tree):
 
 
 def assert_gradient(config, gradient, want):
-    """Array by array, as torch's; of one that torch does not train, zeros. (A bias of keys without
-    rotary positions has no gradient but rounding.)"""
+    """Array by array, as torch's. (A bias of keys without rotary positions has no gradient but
+    rounding.)"""
     got = as_published(config, gradient)
     assert want.keys() <= got.keys()
     total = float(optax.tree.norm(want))
     for name, array in got.items():
         if name in want:
             assert_close(array, want[name], 1e-4, name, total)
-        else:
-            assert name.endswith("e_score_correction_bias") and not array.any()
+        else:       # (of logits' bias we have one)
+            assert name.endswith(NOT_TRAINED)
+            assert array.any() == name.endswith("logits_bias")
 
 
 @pytest.mark.parametrize("name", cases())

@@ -172,6 +172,13 @@ def pooled_by_weights(p, x, batch):
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
 
 
+def classified(p, x, batch):
+    """By the first token; the count is of rows, whatever the weights."""
+    first = shard.whole_time(model.norm(p, "norm", x, OWN))[:, :1]
+    logp = jax.nn.log_softmax(shard.vocab_logits(first, p["head"], 61)[:, 0, :8])
+    return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
+
+
 def first_token(whole):
     """A loss of the first token alone, picked from all of the time or from a device's part."""
     def head(p, x, batch):
@@ -238,7 +245,9 @@ THEIRS = {
                       {"pipe": POOLS, "seq": "as a pooled one does", "tensor": POOLS}),
     "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights), TOKENS,
                                  {}),
-    "the first of all tokens": (first_token(True), TOKENS, {"pipe": POOLS}),
+    "a classifier": (own_block(False, everywhere, classified), TOKENS, {}),
+    "a classifier, 1F1B": (own_block(False, everywhere, classified, "1f1b"), TOKENS, {}),
+    "the first of all tokens": (first_token(True), TOKENS, {}),
     "the first of a part": (first_token(False), TOKENS,
                             {"pipe": POOLS, "seq": "divides by", "tensor": POOLS}),
     "a step of the transformer's": (a_step_of_the_transformers, TOKENS,
@@ -275,6 +284,10 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("attention both ways", "seq=2"), ("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), ("the first of a part", "tensor=2"),
     ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
+    ("a classifier", "seq=2"), ("a classifier", "pipe=4"), slow("a classifier", "pipe=2,tensor=2"),
+    slow("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
+    slow("a classifier", "fsdp=2,seq=2,tensor=2"), slow("a classifier, 1F1B", "pipe=2,seq=2"),
+    full("a classifier, 1F1B", "pipe=4"), full("a classifier", "pipe=2"),
     ("a pooled loss by weights", "seq=2"), full("a pooled loss by weights", "data=2,seq=2"),
     full("a loop, a search, a stop", "expert=2,data=2"),
     full("attention both ways", "seq=4,tensor=2"),

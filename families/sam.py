@@ -1,0 +1,307 @@
+"""SAM's image encoder: of a picture it makes a small picture of vectors.
+
+    picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
+            -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
+
+Most layers attend within windows of 14 x 14 tokens, a few to all of the picture. Layers that follow
+each other and are of one kind are a run, with weights stacked: their tables of distances have other
+sizes than those of the next. To a score is added what the query has to do with how many rows and
+how many columns away the key is: q . down[rows] + q . right[columns].
+
+Of a whole SamModel's folder only vision_encoder.* is read: its prompt encoder and mask decoder are
+other models. Saved it is a SamVisionModel, without them.
+
+Windows need the time whole and runs are not alike: pipe and seq have nothing to split.
+
+B batch, T time, D model, H heads, N per head, F feed-forward, L layers of a run, J distances, C
+channels, y and x the sides of a patch, P and p rows and columns of tokens, O width of the result
+(o the same), k and z the sides of a convolution.
+"""
+
+import functools
+import itertools
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import shard
+from model import activate, norm, softmax_attention, with_bias
+from zigzag import lora, windows
+from zigzag.config import Config
+from zigzag.errors import ConfigError
+from zigzag.family import Family, biased, columns, layer_norm, rows, under
+from zigzag.mesh import cast
+from zigzag.network import Network, Params
+from zigzag.products import matmul
+from zigzag.published_config import Fields, activation, complete, count, sizes
+from zigzag.weights import Table
+
+# The neck's norms have this epsilon, whatever config.json says of the layers'.
+EPS = 1e-6
+
+
+# -------------------------------------------------------------------------------------------
+# What a model is
+
+class Run(NamedTuple):
+    """Layers that follow each other, with windows of one size."""
+    name: str       # of its weights
+    numbers: list[int]
+    window: int     # tokens on a side: of the whole picture, where all see all
+
+
+def record(c: Config) -> Fields:
+    """config.json, with what it leaves out."""
+    return {**DEFAULTS, **json.loads(c.published)}
+
+
+def side(c: Config) -> int:
+    """How many tokens a picture is high and wide."""
+    return c.image_size // c.patch_size
+
+
+def runs(c: Config) -> list[Run]:
+    known = record(c)
+
+    def window(i):
+        return 0 if i in known["global_attn_indexes"] else known["window_size"]
+
+    groups = itertools.groupby(range(c.layers), window)
+    return [Run(f"run{n}", list(numbers), size or side(c))
+            for n, (size, numbers) in enumerate(groups)]
+
+
+def table(c: Config) -> dict[str, Any]:
+    """Every weight, as zigzag/tables.py has the transformer's."""
+    D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
+    weights = {"patch": make("C y x D", first), "patch_bias": make("D", 0.0)}
+    if record(c)["use_abs_pos"]:
+        weights["positions"] = make("1 P p D", 0.02)
+    weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
+    one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
+    return weights | {"neck": one("k z D O", D**-0.5), **_norm(make, "neck_norm", "O"),
+                      "neck_out": three("k z o O", (9 * out) ** -0.5), **_norm(make, "norm", "O")}
+
+
+def _norm(make, name, axes):
+    return {name: make(axes), f"{name}_bias": make(axes, 0.0)}
+
+
+def _layer_weights(c, run):
+    D, known = c.d_model, record(c)
+    make = Table(L=len(run.numbers), D=D, H=c.heads, N=c.head_dim, F=c.d_ff, J=2 * run.window - 1)
+    into, back = D**-0.5, (2 * c.layers) ** -0.5
+    weights = {name: make("L D H N", into, "H") for name in ("wq", "wk", "wv")}
+    if known["qkv_bias"]:
+        weights |= {f"{name}_bias": make("L 1 H N", 0.0, "H") for name in weights}
+    if known["use_rel_pos"]:
+        weights |= {"down": make("L J N", 0.02), "right": make("L J N", 0.02)}
+    weights |= {"wo": make("L H N D", into * back, "H"), "wo_bias": make("L D", 0.0),
+                "w_up": make("L D F", into, "F"), "w_up_bias": make("L 1 F", 0.0, "F"),
+                "w_down": make("L F D", c.d_ff**-0.5 * back, "F"), "w_down_bias": make("L D", 0.0),
+                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
+    return lora.with_adapters(weights, c.lora_rank)
+
+
+# -------------------------------------------------------------------------------------------
+# A block
+
+def _attention(w, h, window, c):
+    """h [B, T, D] -> [B, T, D]."""
+    n = side(c)
+    picture = shard.time_of_block(h).reshape(len(h), n, n, c.d_model)
+    picture = windows.padded(picture, window)           # (others see what is added, as a bias)
+    padded = picture.shape[1]
+    q, k, v = shard.columns(windows.cut(picture, window), gathered=True, *[
+        with_bias(w, name) for name in ("wq", "wk", "wv")])                     # [B W, t, H, N]
+    known, bias = {"place": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}, None
+    if "down" in w:
+        known, bias = _distance_scores(w, q, window), _score_bias
+    out = shard.attend(functools.partial(softmax_attention, c, bias), q, k, v,
+                       functools.partial(_mask, bias is not None), known, {})
+    out = windows.join(out, window, padded, padded)[:, :n, :n]
+    out = out.reshape(len(h), n * n, *out.shape[3:])                            # [B, T, H, N]
+    return shard.row((out, w["wo"]), split_time=c.sequence_parallel) + w["wo_bias"]
+
+
+def _distance_scores(w, q, window):
+    """Of each query [B W, t, H, N] its scores for keys in each row of its window, and in each
+    column [B W, t, H, window]."""
+    apart = np.arange(window)[:, None] - np.arange(window) + window - 1
+    q = q.reshape(len(q), window, window, *q.shape[2:])
+    scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
+                                 preferred_element_type=jnp.float32),
+              "right": jnp.einsum("bijhn,jkn->bijhk", q, w["right"][apart],
+                                  preferred_element_type=jnp.float32)}
+    return jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), scores)
+
+
+def _score_bias(known):
+    """[B W, H, t, keys]: the keys lie row by row."""
+    down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
+    scores = down[..., :, None] + right[..., None, :]
+    return scores.reshape(*scores.shape[:3], -1)
+
+
+def _mask(has_bias, query, key):
+    everything = jnp.ones((1, 1, 1, 1), bool)
+    return (everything, query) if has_bias else everything
+
+
+def _feed_forward(w, h, c):
+    """h [B, T, D] -> [B, T, D]."""
+    up, = shard.columns(h, with_bias(w, "w_up"))
+    y = shard.row((activate(c, up), w["w_down"]), split_time=c.sequence_parallel)
+    return y + w["w_down_bias"]
+
+
+def block(w: Params, x: Array, window: int, c: Config) -> Array:
+    w = lora.adapted(w)
+    x = x + _attention(w, norm(w, "attn_norm", x, c), window, c)
+    return x + _feed_forward(w, norm(w, "mlp_norm", x, c), c)
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def _embed(params, pictures, c):
+    """Pictures [B, C, height, width] -> x [B, T, D]."""
+    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
+        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
+                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
+    w, p = params["patch"], c.patch_size
+    x = lax.conv_general_dilated(pictures.astype(w.dtype), w, (p, p), "VALID",
+                                 dimension_numbers=("NCHW", "IHWO", "NHWC")) + params["patch_bias"]
+    x = x + params["positions"] if "positions" in params else x
+    return shard.residual_stream(x.reshape(len(x), -1, c.d_model), c.sequence_parallel)
+
+
+def _neck(params, x, c):
+    """x [B, T, D] -> [B, O, h, w]. The first convolution is of each token by itself."""
+    x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
+    x = shard.whole_time(x).reshape(len(x), side(c), side(c), -1)
+    x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return norm(params, "norm", x, c, eps=EPS).transpose(0, 3, 1, 2)
+
+
+def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
+    """[B, O, h, w] of pictures [B, C, height, width], which must be of the size that config has."""
+    params = cast(params, config.dtype)
+    x = _embed(params, pictures, config)
+    for run in runs(config):
+        def layer(w, x, _, window=run.window):
+            return block(w, x, window, config), None
+
+        x, _ = shard.layers(layer, params[run.name], x, None, specs and specs[run.name],
+                            config.remat, config.sum_dtype)
+    return _neck(params, x, config)
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None,
+         with_aux: bool = False) -> tuple:
+    """(sum, count): the squared error to `targets` [B, O, h, w] (another encoder's result, say: an
+    encoder by itself has no labels) for pictures `source`, and how many numbers that is of."""
+    got = forward(params, batch["source"], config, specs)
+    error = got.astype(jnp.float32) - batch["targets"].astype(jnp.float32)
+    return jnp.sum(error**2), jnp.float32(error.size)
+
+
+def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch for the loss."""
+    c, width = config, record(config)["output_channels"]
+    shapes = {"source": (rows, c.channels, c.image_size, c.image_size),
+              "targets": (rows, width, side(c), side(c))}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse what this model, or the mesh, cannot do."""
+    for axis, why in (("pipe", "its layers are not alike (some have windows, some see all)"),
+                      ("seq", "its windows are of neighbours above and below, and need the time "
+                              "whole")):
+        if mesh.shape[axis] > 1:
+            raise ConfigError(f"mesh axis {axis}={mesh.shape[axis]}: SAM cannot be split over it, "
+                              f"as {why}; give its devices to data, fsdp or tensor")
+    if c.dropout:
+        raise ConfigError(f"--dropout {c.dropout}: SAM here has none; leave it out")
+
+
+# -------------------------------------------------------------------------------------------
+# Published ones
+
+DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_attention_heads=12,
+                num_channels=3, image_size=1024, patch_size=16, hidden_act="gelu",
+                layer_norm_eps=1e-6, qkv_bias=True, mlp_ratio=4.0, mlp_dim=None, use_abs_pos=True,
+                use_rel_pos=True, window_size=14, global_attn_indexes=[2, 5, 8, 11])
+
+
+def _fields(r):
+    known, globally = sizes({**r, "vocab_size": 1}, seq_len="image_size"), r["global_attn_indexes"]
+    if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
+        raise ConfigError(f"config.json: global_attn_indexes {globally!r:.80}: expected a list of "
+                          f"numbers of layers")
+    if known["d_model"] % known["heads"]:
+        raise ConfigError(f"config.json: num_attention_heads {known['heads']} do not divide "
+                          f"hidden_size {known['d_model']}")
+    if r["window_size"]:
+        count(r, "window_size")
+    count(r, "output_channels")
+    if count(r, "patch_size") > r["image_size"]:
+        raise ConfigError(f"config.json: patch_size {r['patch_size']} is above image_size "
+                          f"{r['image_size']}")
+    inner = r["mlp_dim"] or int(r["mlp_ratio"] * r["hidden_size"])
+    return dict(
+        layers=known["layers"], d_model=known["d_model"], heads=known["heads"],
+        d_ff=count({"mlp_dim": inner}, "mlp_dim"), stem="patches", image_size=r["image_size"],
+        patch_size=r["patch_size"], channels=count(r, "num_channels"), causal=False, gated=False,
+        norm="layer", norm_eps=r["layer_norm_eps"], positions="none", head="none",
+        activation=activation(r["hidden_act"]),
+        **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True))
+
+
+def _fields_of_whole(r):
+    """Of a SamModel, whose image encoder is what is read, trained and saved."""
+    own = {**(r["vision_config"] or {}), "model_type": "sam_vision_model",
+           "architectures": ["SamVisionModel"]}
+    return {**_fields(complete(own, DEFAULTS)), "published": json.dumps(own, sort_keys=True)}
+
+
+def _arrays(c):
+    known = record(c)
+    attention = {"qkv.weight": "(H N | H N | H N) D -> wq wk wv"}
+    if known["qkv_bias"]:
+        attention["qkv.bias"] = "(H N | H N | H N) -> wq_bias wk_bias wv_bias"
+    if known["use_rel_pos"]:
+        attention |= {"rel_pos_h": "J N -> down", "rel_pos_w": "J N -> right"}
+    layer = under(
+        "layers.{l}.", under("attn.", attention, rows("proj", "H N", "wo")),
+        layer_norm("layer_norm1", "attn_norm"), layer_norm("layer_norm2", "mlp_norm"),
+        columns("mlp.lin1", "F", "w_up"), rows("mlp.lin2", "F", "w_down"))
+    neck = {"conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",
+            "layer_norm1.weight": "O -> neck_norm", "layer_norm1.bias": "O -> neck_norm_bias",
+            "layer_norm2.weight": "O -> norm", "layer_norm2.bias": "O -> norm_bias"}
+    return under("vision_encoder.", layer, under("neck.", neck), {
+        "patch_embed.projection.weight": "D C y x -> patch",
+        "patch_embed.projection.bias": "D -> patch_bias"},
+        {"pos_embed": "1 P p D -> positions"} if known["use_abs_pos"] else {})
+
+
+def _stacks(c):
+    return {"l": [(run.name, run.numbers) for run in runs(c)]}
+
+
+OTHER_PARTS = (r"prompt_encoder\..*", r"mask_decoder\..*", r"shared_image_embedding\..*")
+FAMILIES = {
+    "sam": Family(_fields_of_whole, _arrays, {"vision_config": None}, ignored=OTHER_PARTS,
+                  stacks=_stacks),
+    "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks)}
+
+NETWORK = Network(Config, table, loss, batch_shapes, FAMILIES, check)
+init, weight_shapes, weight_specs = NETWORK.init, NETWORK.weight_shapes, NETWORK.weight_specs
+load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf

@@ -1,0 +1,345 @@
+"""Swin: pictures, by attention within windows, in stages of ever fewer and wider tokens.
+
+    picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
+                                                                            -> mean -> classes
+    a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
+    a merge:  four neighbours become one token of twice the width
+
+     layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
+      +---+---+---+         windows lie across the borders of those before
+      |   |   |   |           +-+---+---+-+
+      +---+---+---+           +-+---+---+-+     Of a window at the end some tokens come from the
+      |   |   |   |           | |   |   | |     other side of the picture: they and the others do
+      +---+---+---+           +-+---+---+-+     not see each other (its `region`).
+
+To each score a learned number is added, for the distance of the two tokens (`relative`). A token is
+of time h * w of a residual stream [B, T, D] as in model.py, and tensor may split it between blocks.
+Stages are not alike, nor are layers of even and odd numbers, and windows need the time whole: pipe
+and seq have nothing to split.
+
+B batch, T time, D width of a stage (d of the next, m of four tokens), H heads, N per head,
+F feed-forward, L layers of a stage, J distances in a window, A classes, C channels, y and x the
+sides of a patch.
+"""
+
+import functools
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import shard
+from model import activate, norm, softmax_attention, with_bias
+from zigzag import lora, windows
+from zigzag.config import Config
+from zigzag.errors import ConfigError
+from zigzag.family import Family, biased, columns, layer_norm, rows, under
+from zigzag.mesh import cast
+from zigzag.network import Network, Params
+from zigzag.positions import relative_bias
+from zigzag.products import matmul
+from zigzag.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
+from zigzag.weights import Table
+
+# LayerNorms outside of layers have this epsilon, whatever config.json says of those in them.
+EPS = 1e-5
+
+
+# -------------------------------------------------------------------------------------------
+# What a model is
+
+class Stage(NamedTuple):
+    name: str       # of its weights
+    layers: int
+    width: int
+    heads: int
+
+
+def record(c: Config) -> Fields:
+    """config.json, with what it leaves out."""
+    return {**DEFAULTS, **json.loads(c.published)}
+
+
+def stages(c: Config) -> list[Stage]:
+    known = record(c)
+    return [Stage(f"stage{i}", layers, c.d_model * 2**i, heads)
+            for i, (layers, heads) in enumerate(zip(known["depths"], known["num_heads"]))]
+
+
+def table(c: Config) -> dict[str, Any]:
+    """Every weight, as zigzag/tables.py has the transformer's."""
+    own = stages(c)
+    first, last = own[0].width, own[-1].width
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=first)
+    weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
+               "patch_bias": make("D", 0.0), **_norm(make, "embed_norm", "D")}
+    for stage in own:
+        weights[stage.name] = {"layers": _layer_weights(c, stage)}
+    for stage in own[:-1]:
+        make = Table(m=4 * stage.width, d=2 * stage.width)
+        weights[stage.name] |= {"merge": make("m d", (4 * stage.width) ** -0.5),
+                                **_norm(make, "merge_norm", "m")}
+    make = Table(D=last, A=c.labels)
+    if c.head == "classes":
+        weights |= {"classifier": make("D A", last**-0.5), "classifier_bias": make("A", 0.0)}
+    return weights | _norm(make, "norm", "D")
+
+
+def _norm(make, name, axes):
+    return {name: make(axes), f"{name}_bias": make(axes, 0.0)}
+
+
+def _layer_weights(c, stage):
+    known, D, H = record(c), stage.width, stage.heads
+    make = Table(L=stage.layers, D=D, H=H, N=D // H, F=int(known["mlp_ratio"] * D),
+                 J=(2 * known["window_size"] - 1) ** 2)
+    into, back = D**-0.5, (2 * c.layers) ** -0.5
+    weights = {name: make("L D H N", into, "H") for name in ("wq", "wk", "wv")}
+    if known["qkv_bias"]:
+        weights |= {f"{name}_bias": make("L 1 H N", 0.0, "H") for name in weights}
+    weights |= {"wo": make("L H N D", into * back, "H"), "wo_bias": make("L D", 0.0),
+                "relative": make("L J H", 0.02, "H"),
+                "w_up": make("L D F", into, "F"), "w_up_bias": make("L 1 F", 0.0, "F"),
+                "w_down": make("L F D", int(known["mlp_ratio"] * D) ** -0.5 * back, "F"),
+                "w_down_bias": make("L D", 0.0),
+                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
+    return lora.with_adapters(weights, c.lora_rank)
+
+
+# -------------------------------------------------------------------------------------------
+# A block. The picture is `size` = (h, w) tokens, x [B, h * w, D]; `shift` is by how much it is
+# rolled, in tokens.
+
+def _attention(w, h, shift, size, window, c):
+    """h [B, T, D] -> [B, T, D]."""
+    pictures = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
+    pictures = windows.padded(pictures, window)         # (others see what is added, as a bias)
+    height, width = pictures.shape[1:3]
+    pictures = jnp.roll(pictures, (-shift, -shift), (1, 2))
+    rows = windows.cut(pictures, window)                                        # [B W, t, D]
+    q, k, v = shard.columns(rows, *[with_bias(w, name) for name in ("wq", "wk", "wv")],
+                            gathered=True)
+    table = w["relative"]
+    if q.shape[2] < table.shape[1]:
+        table = shard.own_part(table, 1)
+    info = _info(shift, height, width, window, len(rows))
+    out = shard.attend(
+        functools.partial(softmax_attention, c, functools.partial(relative_bias, c, table)),
+        q, k, v, functools.partial(_mask, window), info, info)
+    out = jnp.roll(windows.join(out, window, height, width), (shift, shift), (1, 2))
+    out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
+    return shard.row((out, w["wo"]), split_time=c.sequence_parallel) + w["wo_bias"]
+
+
+def _info(shift, height, width, window, count):
+    """Of each token in `count` windows [B W, t]: its place in the window, and the region that it
+    comes from."""
+    end, right = (jnp.arange(n) >= n - shift for n in (height, width))  # rolled from the other side
+    region = windows.cut((2 * end[:, None] + right)[None], window)
+    place = jnp.broadcast_to(jnp.arange(window**2), (count, window**2))
+    return {"place": place, "region": jnp.tile(region, (count // len(region), 1))}
+
+
+def _mask(window, query, key):
+    """Which keys a query sees [B W, 1, t, s]; and the number of their distance [1, t, s]."""
+    seen = query["region"][:, None, :, None] == key["region"][:, None, None, :]
+    (i, j), (k, m) = (divmod(place[:1], window) for place in (query["place"], key["place"]))
+    down, right = i[:, :, None] - k[:, None, :], j[:, :, None] - m[:, None, :]
+    return seen, (down + window - 1) * (2 * window - 1) + right + window - 1
+
+
+def _feed_forward(w, h, c):
+    """h [B, T, D] -> [B, T, D]."""
+    up, = shard.columns(h, with_bias(w, "w_up"))
+    y = shard.row((activate(c, up), w["w_down"]), split_time=c.sequence_parallel)
+    return y + w["w_down_bias"]
+
+
+def block(w: Params, x: Array, shift: Any, size: tuple[int, int], window: int, c: Config) -> Array:
+    w = lora.adapted(w)
+    x = x + _attention(w, norm(w, "attn_norm", x, c), shift, size, window, c)
+    return x + _feed_forward(w, norm(w, "mlp_norm", x, c), c)
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def _embed(params, pictures, c):
+    """Pictures [B, C, height, width] -> x [B, T, D], and how many tokens they are high and wide. (A
+    picture that no whole patches fill has zeros added.)"""
+    p = c.patch_size
+    x = lax.conv_general_dilated(
+        pictures.astype(params["patch"].dtype), params["patch"], (p, p),
+        [(0, -n % p) for n in pictures.shape[2:]], dimension_numbers=("NCHW", "IHWO", "NHWC"))
+    size = x.shape[1:3]
+    x = x.reshape(len(x), -1, c.d_model) + params["patch_bias"]
+    x = shard.residual_stream(x, c.sequence_parallel)
+    return norm(params, "embed_norm", x, c, eps=EPS), size
+
+
+def _merge(w, x, size, c):
+    """x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and what size that is."""
+    x = shard.time_of_block(x)
+    x = windows.padded(x.reshape(len(x), *size, -1), 2)
+    x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+    size = x.shape[1:3]
+    x = shard.residual_stream(x.reshape(len(x), -1, x.shape[-1]), c.sequence_parallel)
+    return matmul(norm(w, "merge_norm", x, c, eps=EPS), w["merge"]), size
+
+
+def _trunk(params, pictures, c, specs=None):
+    """The last norm's output [B, T, D], with all of the time."""
+    x, size = _embed(params, pictures, c)
+    window = record(c)["window_size"]
+    for stage in stages(c):
+        if min(size) < window:
+            raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
+                              f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
+                              f"windows, {window} x {window}")
+        # (In one window each sees all: nothing is rolled.)
+        shift = window // 2 if min(size) > window else 0
+
+        def layer(w, x, shift):
+            return block(w, x, shift, size, window, c), None
+
+        w, own = params[stage.name], specs and specs[stage.name]
+        x, _ = shard.layers(layer, w["layers"], x, shift * (jnp.arange(stage.layers) % 2),
+                            own and own["layers"], c.remat, c.sum_dtype)
+        if "merge" in w:
+            x, size = _merge(w, x, size, c)
+    return shard.whole_time(norm(params, "norm", x, c))
+
+
+def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
+    """float32 logits [B, labels] of pictures [B, C, height, width]; without a head vectors
+    [B, T, D]. Pictures may be of another size than config.image_size."""
+    params = cast(params, config.dtype)
+    x = _trunk(params, pictures, config, specs)
+    if config.head == "none":
+        return x
+    return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None,
+         with_aux: bool = False) -> tuple:
+    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and the number of
+    rows."""
+    if config.head == "none":
+        raise ConfigError("this model gives vectors, and has no head to train: give fit a loss")
+    logits = jax.nn.log_softmax(forward(params, batch["source"], config, specs))
+    chosen = jax.nn.one_hot(batch["labels"], config.labels)
+    return -jnp.sum(logits * chosen), jnp.float32(len(logits))
+
+
+def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch for the loss."""
+    c = config
+    return {"source": jax.ShapeDtypeStruct((rows, c.channels, c.image_size, c.image_size),
+                                           jnp.float32),
+            "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse what this model, or the mesh, cannot do."""
+    for axis, why in (("pipe", "its stages have layers that are not alike (ever wider, every "
+                               "other one rolled)"),
+                      ("seq", "its windows are of neighbours above and below, and need the time "
+                              "whole")):
+        if mesh.shape[axis] > 1:
+            raise ConfigError(f"mesh axis {axis}={mesh.shape[axis]}: a Swin cannot be split over "
+                              f"it, as {why}; give its devices to data, fsdp or tensor")
+    if c.dropout:
+        raise ConfigError(f"--dropout {c.dropout}: a Swin here has none; leave it out")
+
+
+# -------------------------------------------------------------------------------------------
+# Published ones
+
+DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, depths=[2, 2, 6, 2],
+                num_heads=[3, 6, 12, 24], window_size=7, mlp_ratio=4.0, qkv_bias=True,
+                hidden_act="gelu", use_absolute_embeddings=False, layer_norm_eps=1e-5)
+# What numbers the layers of each stage in published names. (e would be an expert.)
+LETTERS = "abcdfghi"
+
+
+def _fields(r):
+    # (Absolute ones have a row too many, and do not run in transformers either.)
+    refuse(r, use_absolute_embeddings=False)
+    heads = _check_stages(r)
+    kind = (r.get("architectures") or ["SwinModel"])[0]
+    if kind not in ("SwinForImageClassification", "SwinModel"):
+        raise ConfigError(f"config.json: the architecture {kind!r:.80} is not supported for "
+                          f"model_type swin; expected SwinForImageClassification or SwinModel")
+    head = dict(head="none")
+    if kind == "SwinForImageClassification":
+        labels = len(r["id2label"]) if r.get("id2label") else r.get("num_labels", 2)
+        head = dict(head="classes", labels=labels, pool="mean")
+    return dict(
+        layers=sum(r["depths"]), d_model=r["embed_dim"], heads=heads, stem="patches",
+        d_ff=int(r["mlp_ratio"] * r["embed_dim"]), image_size=r["image_size"],
+        patch_size=r["patch_size"], channels=count(r, "num_channels"), causal=False, gated=False,
+        norm="layer", norm_eps=r["layer_norm_eps"], positions="none", **head,
+        activation=activation(r["hidden_act"]),
+        **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True))
+
+
+def _check_stages(r):
+    """Refuse stages that are none. Gives the heads of the first."""
+    size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
+    depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
+    if not all(isinstance(a, list) for a in (depths, heads)) or not (
+            1 <= len(depths) == len(heads) <= len(LETTERS)):
+        raise ConfigError(f"config.json: depths {depths!r:.80} and num_heads {heads!r:.80}: "
+                          f"expected two lists of as many numbers, at most {len(LETTERS)}")
+    for layers, own_heads in zip(depths, heads):
+        count({"depths": layers}, "depths", MOST_LAYERS)
+        if width % count({"num_heads": own_heads}, "num_heads"):
+            raise ConfigError(f"config.json: num_heads {heads}: {own_heads} heads do not divide a "
+                              f"stage that is {width} wide")
+        if size < window:
+            raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
+                              f"{size} tokens")
+        if not 1 <= r["mlp_ratio"] * width <= MOST:
+            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is no "
+                              f"width of an MLP")
+        size, width = -(-size // 2), 2 * width
+    return heads[0]
+
+
+def _arrays(c):
+    patch = "embeddings.patch_embeddings.projection"
+    found = {f"{patch}.weight": "D C y x -> patch", f"{patch}.bias": "D -> patch_bias",
+             **layer_norm("embeddings.norm", "embed_norm"), **layer_norm("layernorm", "norm")}
+    for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
+        bias, name = record(c)["qkv_bias"], f"encoder.layers.{i}."
+        found |= under(
+            f"{name}blocks.{{{letter}}}.", layer_norm("layernorm_before", "attn_norm"),
+            columns("attention.self.query", "H N", "wq", bias),
+            columns("attention.self.key", "H N", "wk", bias),
+            columns("attention.self.value", "H N", "wv", bias),
+            {"attention.self.relative_position_bias_table": "J H -> relative"},
+            rows("attention.output.dense", "H N", "wo"), layer_norm("layernorm_after", "mlp_norm"),
+            columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"))
+        if i + 1 < len(stages(c)):
+            found |= {f"{name}downsample.reduction.weight": f"d m -> {stage.name}.merge",
+                      f"{name}downsample.norm.weight": f"m -> {stage.name}.merge_norm",
+                      f"{name}downsample.norm.bias": f"m -> {stage.name}.merge_norm_bias"}
+    head = {"classifier.weight": "A D -> classifier", "classifier.bias": "A -> classifier_bias"}
+    return under("swin.", found) | (head if c.head == "classes" else {})
+
+
+def _stacks(c):
+    return {letter: [(f"{stage.name}.layers", range(stage.layers))]
+            for stage, letter in zip(stages(c), LETTERS)}
+
+
+# (Which distance is whose follows from the window: transformers writes it as an array all the same,
+# and makes it itself where it is missing.)
+SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", (r".*relative_position_index",), stacks=_stacks,
+              aliases={"num_attention_heads": "num_heads"})
+
+NETWORK = Network(Config, table, loss, batch_shapes, {"swin": SWIN}, check)
+init, weight_shapes, weight_specs = NETWORK.init, NETWORK.weight_shapes, NETWORK.weight_specs
+load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
