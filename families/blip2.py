@@ -85,7 +85,7 @@ def _fields(r):
                           f"{text['vocab_size']}")
     towers.tower(None, "vision_config", _vision(r))
     towers.tower(None, "qformer_config", _qformer(r))
-    return text
+    return {name: value for name, value in text.items() if name != "published"}
 
 
 def _vision(r):
@@ -256,6 +256,7 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
          with_aux: bool = False) -> tuple[Array, Array]:
     """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
+    check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
     c, w, batch, x = prepared(params, batch, config, specs)
     x, _ = model.stack(w, "layers", x, c, batch, specs=specs and specs["text"])
     x, head = model.loss_head(w, x, c)
@@ -322,7 +323,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(c, mesh, "BLIP-2 has layers of three kinds, which are not alike")
+    towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
 
 
 BLIP2 = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
