@@ -19,7 +19,7 @@ Letters are model.py's; Q queries, X the width of the vision tower.
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def _fields(r):
                           f"{text['vocab_size']}")
     towers.tower(None, "vision_config", _vision(r))
     towers.tower(None, "qformer_config", _qformer(r))
-    return text
+    return {name: value for name, value in text.items() if name != "published"}
 
 
 def _vision(r):
@@ -256,12 +256,60 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
          with_aux: bool = False) -> tuple[Array, Array]:
     """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
+    check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
     c, w, batch, x = prepared(params, batch, config, specs)
     x, _ = model.stack(w, "layers", x, c, batch, specs=specs and specs["text"])
     x, head = model.loss_head(w, x, c)
     total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size,
                              loss_chunks(*x.shape[:2], padded(c.vocab_size)))
     return total, jnp.sum(batch["weights"])
+
+
+# -------------------------------------------------------------------------------------------
+# Captions
+
+def begin(params: Params, tokens: Array, start: Array, config: Any, source: Array, slots: int,
+          specs: Any = None) -> tuple[Array, Params]:
+    """The logits [B, V] after prompts [B, P] with their pictures, and the language model's cache,
+    of so many slots, from which model.extend goes on. Row b begins at start[b]; what lies before
+    is padding."""
+    (B, P), known = tokens.shape, jnp.broadcast_to(jnp.arange(slots), (len(tokens), slots))
+    mask = known >= start[:, None]
+    c, w, batch, x = prepared(params, {"tokens": tokens, "source": source, "mask": mask[:, :P]},
+                              config, specs)
+    c = dataclasses.replace(c, seq_len=slots)
+    batch |= {"slot": 0, "key": {"place": known, "document": mask - 1}}
+    cache = model.new_cache(w, c, B, slots)
+    x, cache = model.stack(w, "layers", x, c, batch, cache, specs and specs["text"])
+    x, head = model.loss_head(w, shard.whole_time(x)[:, -1:], c)
+    return shard.vocab_logits(x, head, c.vocab_size)[:, 0], cache
+
+
+@jax.jit(static_argnames=("config", "count"))
+def _greedy(params, tokens, start, source, config, count):
+    def turn(carry, t):
+        logits, cache = carry
+        ids = jnp.argmax(logits, -1).astype(jnp.int32)
+        return model.extend(params["text"], cache, ids[:, None], tokens.shape[1] + t, start,
+                            config), ids
+
+    first = begin(params, tokens, start, config, source, tokens.shape[1] + count)
+    return jax.lax.scan(turn, first, jnp.arange(count))[1].T
+
+
+def captions(params: Params, source: Array, config: Any, prompts: Sequence[Sequence[int]] = (),
+             tokens: int = 32) -> list[list[int]]:
+    """The likeliest ids that follow each picture and its prompt, one after the other, up to eos.
+    Without prompts the text begins. On a mesh the compiler splits this."""
+    r = published(config)
+    image, text = [r["image_token_index"]] * r["num_query_tokens"], r["text_config"]
+    prompts = [[*image, *prompt] for prompt in prompts or [[text["bos_token_id"]]] * len(source)]
+    longest = max(map(len, prompts))
+    start = np.array([longest - len(prompt) for prompt in prompts], np.int32)
+    padded = np.array([[0] * n + prompt for n, prompt in zip(start, prompts)], np.int32)
+    ids = np.asarray(_greedy(params, padded, start, source, config, tokens)).tolist()
+    eos = text["eos_token_id"]
+    return [row[:row.index(eos)] if eos in row else row for row in ids]
 
 
 # -------------------------------------------------------------------------------------------
@@ -275,7 +323,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(c, mesh, "BLIP-2 has layers of three kinds, which are not alike")
+    towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
 
 
 BLIP2 = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)

@@ -167,6 +167,7 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
     """(sum, count): for each row the cross-entropies of its text among all texts of the batch, by
     its picture, and of its picture among all pictures, by its text; half of each. A row counts 1.
     It follows from the whole batch: on a mesh each device has its rows' part."""
+    check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
     texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
     pictures = picture_vectors(params, _of(batch, "source"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
@@ -211,7 +212,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(c, mesh, "CLIP has two towers, whose layers are not alike")
+    towers.check_axes(mesh, "CLIP has two towers, whose layers are not alike")
     if (parts := getattr(c, "accumulate", 1)) > 1:
         raise ConfigError(f"--accumulate {parts}: CLIP compares every row of a batch with all "
                           f"others, and a part of a batch has fewer; give a smaller --batch, or "

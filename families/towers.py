@@ -42,9 +42,9 @@ def tower(c: Any, name: str, fields: Fields) -> Any:
                      {**fields, **{option: getattr(c, option) for option in TRAINED if c}})
 
 
-def check_axes(c: Any, mesh: Any, why: str) -> None:
+def check_axes(mesh: Any, why: str) -> None:
     """Refuse the axes that split layers which are alike, or one sequence."""
     for axis in ("pipe", "seq"):
-        if (size := mesh.shape[axis]) > 1:
+        if (size := mesh.shape.get(axis, 1)) > 1:
             raise ConfigError(f"mesh axis {axis}={size}: {why}; give its devices to data, fsdp or "
                               f"tensor")

@@ -75,7 +75,8 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
 def token_ids(c: Any) -> dict[str, Any]:
     """Which ids a published model gives a meaning: eos_token_id, pad_token_id and others."""
     record = json.loads(c.published or "{}")
-    defaults = FAMILIES[record["model_type"]].defaults if record else {}
+    family = FAMILIES.get(record.get("model_type"))     # (others are in families/)
+    defaults = family.defaults if family else {}
     return {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
 
 

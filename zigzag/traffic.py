@@ -27,13 +27,13 @@ from zigzag.rule import zero1_specs
 
 def expected_traffic(plan: Any) -> list[Collective]:
     """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
-    weights and, where the loss is the transformer of the configuration, between its blocks, its
-    stages, around its ring, and to its experts."""
+    weights and, where the loss is the transformer of the configuration and reads tokens, between
+    its blocks, its stages, around its ring, and to its experts."""
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
             *_overridden(weights, run)]
-    if plan.trusted and config.step == "shard_map":
+    if plan.trusted and "embed" in plan.params and config.step == "shard_map":
         rows += [*_tensor(run), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
         if config.experts:

@@ -269,6 +269,27 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [(), [[5], [9, 20, 30], [7, 8], [11]]], ids=["", "prompts"])
+def test_captions_are_those_of_transformers(prompts):
+    """A picture that later tokens do not see, or that padding moves."""
+    torch, name = peer("torch"), "blip2"
+    params, config = blip2.BLIP2.load_hf(reference(name).folder)
+    pictures, given = reference(name).batch["source"], {}
+    theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
+    ours = blip2.captions(params, pictures, config, prompts, tokens=10)
+    if prompts:
+        rows = [[IMAGE] * QUERIES + prompt for prompt in prompts]
+        longest = max(map(len, rows))
+        given = {"input_ids": torch.tensor([[1] * (longest - len(r)) + r for r in rows]),
+                 "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r)
+                                                 for r in rows])}
+    want = theirs.eval().generate(torch.tensor(pictures), **given, do_sample=False,
+                                  max_new_tokens=10, min_new_tokens=10)[:, -10:].tolist()
+    assert [row[:len(caption)] for row, caption in zip(want, ours)] == ours
+    assert max(map(len, ours)) == 10 and len({tuple(row) for row in ours}) > 1
+
+
 # -------------------------------------------------------------------------------------------
 # What is refused
 
