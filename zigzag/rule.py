@@ -283,7 +283,7 @@ class _Choice:
         ranked = [group for group in self.ranked(refused)
                   if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
         chosen = {}
-        for group in self.arriving(self.independent(ranked), refused):
+        for group in self.arriving(self.begun(self.independent(ranked), refused), refused):
             reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
             for leaf, d in self.members[group]:
                 if code_dims[leaf] not in (None, d):
@@ -321,6 +321,15 @@ class _Choice:
                     owner = {leaf: g for leaf, g in owner.items() if g not in out}
                     owner |= dict.fromkeys(leaves, group)
         return set(owner.values())
+
+    def begun(self, groups, refused):
+        """Without those that weights only read, of slices or joined parts of what is not split:
+        four neighbours of a residual stream side by side."""
+        reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
+        while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
+            reach |= new
+        refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
+        return groups & reach
 
     def arriving(self, groups, refused):
         """Without those that are only sliced into what weights read whole: the slices of a fused
