@@ -369,7 +369,7 @@ def loss_head(params, x, c):
 
 def _class_logits(params, x, c):
     """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
-    picture's patches."""
+    picture's patches. (Its last norm is then of the mean.)"""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
     x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
     if "norm" in params:
@@ -514,7 +514,6 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     if c.head == "classes":
         return _class_logits(params, x, c)
     if c.head == "none":
-        # (That of pool mean is of the mean.)
         x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
         x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
         return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
