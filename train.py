@@ -66,7 +66,7 @@ from zigzag.report import Reporter
 from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
 from zigzag.tokenizers import published_tokenizer
-from zigzag.traffic import expected_traffic
+from zigzag.traffic import expected_traffic, is_complete
 from zigzag.weights import count
 
 
@@ -294,7 +294,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
             report_header(program, say, count_parameters(program), HIDDEN)
             step = prepare(loop, weights)
             if step:
-                say.collectives(collectives(step), expected_traffic(program.plan))
+                say.collectives(collectives(step), expected_traffic(program.plan),
+                                is_complete(program.plan))
             run_loop(loop, step, stop)
     hosts.watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)

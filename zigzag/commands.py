@@ -28,7 +28,7 @@ from zigzag.mesh import (
 from zigzag.plan import resolve_dtype
 from zigzag.program import Program, compiled
 from zigzag.report import BenchReporter, Reporter
-from zigzag.traffic import expected_traffic
+from zigzag.traffic import expected_traffic, is_complete
 
 
 class Trained(NamedTuple):
@@ -102,7 +102,7 @@ def dry_run(config: Any, trained: Trained) -> None:
     say.line(describe_attention(config, program.mesh))
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
-                     expected=expected_traffic(program.plan))
+                     expected=expected_traffic(program.plan), complete=is_complete(program.plan))
 
 
 def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:

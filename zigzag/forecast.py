@@ -136,14 +136,14 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
 # A program for hardware that is not here
 
 def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporter, *, flops: float,
-            expected: Sequence[Collective]) -> None:
+            expected: Sequence[Collective], complete: bool = True) -> None:
     """Report what a compiled program says of itself: memory, arithmetic, what it sends, and what
     the chip's published rates make of that. `flops` are an update's, by the usual count."""
     chip, memory, flops = chip_of(mesh.devices.flat[0]), step.memory_analysis(), flops / mesh.size
     try:
         with _without_stderr():
             sends = collectives(step)
-        reporter.collectives(sends, expected)
+        reporter.collectives(sends, expected, complete)
         done = arithmetic(step, _share_in_groups(config, mesh))
     except jax.errors.JaxRuntimeError as e:
         sends, done = expected, flops

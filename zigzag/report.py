@@ -62,13 +62,16 @@ class Reporter:
         if timeline:
             self.line(timeline)
 
-    def collectives(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
-        """What an update really sends, beside what it was expected to send."""
+    def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
+                    ) -> None:
+        """What an update really sends, beside what it was expected to send. If that is not
+        complete, there are collectives for which there is no formula."""
         missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
         for c in found:
             wanted = missing.pop((c.kind, c.axis), "none")
+            known = wanted != "none" or is_complete
             self.line(f"sends    {human_bytes(c.bytes):>7} a device and update in {c.count} "
-                      f"{c.kind} over {c.axis} (expected: {wanted})")
+                      f"{c.kind} over {c.axis}" + (f" (expected: {wanted})" if known else ""))
         for (kind, axis), wanted in missing.items():
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 

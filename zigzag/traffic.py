@@ -27,13 +27,15 @@ from zigzag.rule import zero1_specs
 
 def expected_traffic(plan: Any) -> list[Collective]:
     """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
-    weights and, where the loss is the transformer of the configuration and reads tokens, between
-    its blocks, its stages, around its ring, and to its experts."""
+    weights and, where the loss is that of a decoder of model.py, between its blocks, its stages,
+    around its ring, and to its experts."""
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
             *_overridden(weights, run)]
-    if plan.trusted and "embed" in plan.params and config.step == "shard_map":
+    if plan.trusted and config.step == "shard_map":
+        if not is_complete(plan):
+            return add_up(_that_send(rows, run.sizes))
         rows += [*_tensor(run), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
         if config.experts:
@@ -42,6 +44,12 @@ def expected_traffic(plan: Any) -> list[Collective]:
         rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
                  for _, decision in weights for cost in decision.reductions]
     return add_up(_that_send(rows, run.sizes))
+
+
+def is_complete(plan: Any) -> bool:
+    """Whether there are formulas for a model's activations too: of our own, for decoders alone."""
+    c = plan.config
+    return not plan.trusted or "embed" in plan.params and c.causal and not c.encoder_layers
 
 
 def _that_send(rows, sizes):
