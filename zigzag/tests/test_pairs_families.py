@@ -69,7 +69,7 @@ CASES = {
 }
 QUICK, SLOW = ("t5",), ("t5 1.1", "bart", "whisper")
 EACH = ("t5", "bart", "whisper")
-each = functools.partial(cases, QUICK, SLOW, CASES)
+each = functools.partial(cases, quick=QUICK, slow=SLOW, names=CASES)
 
 
 def their_class(name):
@@ -262,15 +262,15 @@ def test_a_cache_gives_what_forward_gives(name, mesh):
     tokens = reference(name).batch["tokens"]
 
     def decode(params, specs, tokens, source):
-        cache = model.new_cache(params, config, *tokens.shape, specs, source)
-
         def turn(cache, t):
             now = jax.lax.dynamic_slice_in_dim(tokens, t, 1, 1)
             logits, cache = model.extend(params, cache, now, t, jnp.zeros(len(tokens), int), config,
                                          specs)
             return cache, logits
 
-        return jax.lax.scan(turn, cache, jnp.arange(tokens.shape[1]))[1].swapaxes(0, 1)
+        cache, first = turn(model.new_cache(params, config, *tokens.shape, specs, source), 0)
+        others = jax.lax.scan(turn, cache, jnp.arange(1, tokens.shape[1]))[1]
+        return jnp.concatenate([first[None], others]).swapaxes(0, 1)
 
     with sample._mesh_of_weights(params):
         got = jax.jit(lambda params, *rows: sample._on_mesh(decode, params, config, *rows))(
@@ -288,13 +288,13 @@ def sources(name):
 
 
 def written_by_theirs(name, count, **options):
-    torch = peer("torch")
+    torch, transformers = peer("torch"), peer("transformers")
     theirs = their_model(name, reference(name).folder)
-    theirs.generation_config = peer("transformers").GenerationConfig(
+    theirs.generation_config = transformers.GenerationConfig(
         decoder_start_token_id=families.start_id(loaded(name)[1]), pad_token_id=1,
         eos_token_id=None, max_new_tokens=count, do_sample=False, **options)
     with torch.no_grad():
-        ids = super(theirs.__class__, theirs).generate(**given_to_theirs(name)).numpy()
+        ids = transformers.GenerationMixin.generate(theirs, **given_to_theirs(name)).numpy()
     return ids[:, 1:].tolist()
 
 
