@@ -13,11 +13,30 @@ LLAMA3 = {**LLAMA, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0
 QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, qk_norm=True,
              kv_heads=8, head_dim=128)
 
+# Encoder-decoders. (T5 1.0's head is its embedding, multiplied; 1.1 has another, and gated MLPs.)
+T5 = dict(vocab_size=32128, seq_len=512, embed_scale=1.0, positions="none", relative="buckets",
+          attn_scale=1.0, head_dim=64)
+T5_1 = {**T5, "activation": "relu", "gated": False, "tied": True}
+T5_11 = {**T5, "activation": "gelu_tanh"}
+BART = dict(vocab_size=50265, seq_len=1024, norm="layer", norm_eps=1e-5, norm_place="post",
+            embed_norm=True, embed_scale=1.0, positions="learned", position_offset=2,
+            activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True)
+WHISPER = dict(vocab_size=51865, seq_len=448, source_len=1500, stem="frames", channels=80,
+               norm="layer", norm_eps=1e-5, embed_scale=1.0, positions="learned",
+               activation="gelu", gated=False, biases="qv,out,mlp", tied=True)
+
 
 def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
            **others: Any) -> dict[str, Any]:
     return {**family, "layers": layers, "d_model": d_model, "heads": heads,
             "d_ff": d_ff or 4 * d_model, **others}
+
+
+def _pair(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
+          **others: Any) -> dict[str, Any]:
+    """With as many layers in the encoder."""
+    scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
+    return _shape(family, layers, d_model, heads, d_ff, encoder_layers=layers, **scale, **others)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -63,4 +82,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         rotary_dim=64, q_rank=1536, kv_rank=512, v_head_dim=128, dense_layers=3, experts=256,
         experts_per_token=8, shared_experts=1, expert_d_ff=2048, router="sigmoid",
         router_scale=2.5, expert_groups=8, groups_per_token=4),
+    "t5-small": _pair(T5_1, 6, 512, 8), "t5-base": _pair(T5_1, 12, 768, 12),
+    "t5-large": _pair(T5_1, 24, 1024, 16), "t5-3b": _pair(T5_1, 24, 1024, 32, 16384, head_dim=128),
+    "t5-11b": _pair(T5_1, 24, 1024, 128, 65536, head_dim=128),
+    # Version 1.1. (Only it has an xl and an xxl.)
+    "t5-small-v1.1": _pair(T5_11, 8, 512, 6, 1024), "t5-base-v1.1": _pair(T5_11, 12, 768, 12, 2048),
+    "t5-large-v1.1": _pair(T5_11, 24, 1024, 16, 2816), "t5-xl": _pair(T5_11, 24, 2048, 32, 5120),
+    "t5-xxl": _pair(T5_11, 24, 4096, 64, 10240),
+    "bart-base": _pair(BART, 6, 768, 12), "bart-large": _pair(BART, 12, 1024, 16),
+    "whisper-tiny": _pair(WHISPER, 4, 384, 6), "whisper-base": _pair(WHISPER, 6, 512, 8),
+    "whisper-small": _pair(WHISPER, 12, 768, 12), "whisper-medium": _pair(WHISPER, 24, 1024, 16),
+    "whisper-large": _pair(WHISPER, 32, 1280, 20), "whisper-large-v2": _pair(WHISPER, 32, 1280, 20),
+    "whisper-large-v3": _pair(WHISPER, 32, 1280, 20, vocab_size=51866, channels=128),
 }

@@ -82,7 +82,17 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "deepseek-v3": 671_026_419_200}
+    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "deepseek-v3": 671_026_419_200,
+    # (Of T5, BART and Whisper the parameters of ForConditionalGeneration on torch's meta device;
+    # of BART with its final_logits_bias, which is a buffer there.)
+    "t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336, "t5-11b": 11_307_321_344, "t5-small-v1.1": 76_961_152,
+    "t5-base-v1.1": 247_577_856, "t5-large-v1.1": 783_150_080, "t5-xl": 2_849_757_184,
+    "t5-xxl": 11_135_332_352, "bart-base": 139_420_416 + 50_265,
+    "bart-large": 406_291_456 + 50_265, "whisper-tiny": 37_760_640, "whisper-base": 72_593_920,
+    "whisper-small": 241_734_912, "whisper-medium": 763_857_920, "whisper-large": 1_543_304_960,
+    "whisper-large-v2": 1_543_304_960, "whisper-large-v3": 1_543_490_560,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
