@@ -244,6 +244,14 @@ def _check_encoder(c):
                              or not c.causal):
         raise ConfigError(f"--encoder_layers {c.encoder_layers}: goes with causal layers of one "
                           f"half after the other, without experts, latent attention or groups")
+    if c.encoder_layers and c.encoder_heads != c.heads and c.d_model % c.encoder_heads:
+        raise ConfigError(f"--encoder_heads {c.encoder_heads}: must divide --d_model {c.d_model}, "
+                          f"or be --heads {c.heads}")
+    half = c.relative_buckets // 2
+    if c.relative == "buckets" and not (2 <= half <= 2**11 and half < c.relative_distance <= 2**20):
+        raise ConfigError(f"--relative_buckets {c.relative_buckets} --relative_distance "
+                          f"{c.relative_distance}: expected 4 to {2**12} buckets, and a distance "
+                          f"above half as many, up to {2**20}")
     if c.layer_groups and (c.layers % c.layer_groups or c.causal or c.dense_layers):
         raise ConfigError(f"--layer_groups {c.layer_groups}: must divide --layers {c.layers}, of "
                           f"an encoder (--causal false)")

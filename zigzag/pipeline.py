@@ -160,7 +160,8 @@ def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tupl
     and what the layers of this stage add to the loss, in each tick."""
     M, S, V = loss.microbatches, loss.stages, chunks
     me = lax.axis_index("pipe")
-    xs, batch = split_rows(x, M), split_rows(loss.batch, M)
+    # (Marked here: the sum of its gradients over stages is no part of a tick, which some skip.)
+    xs, batch = split_rows(x, M), mark_varying(split_rows(loss.batch, M), me)
     # In float32, in which autodiff then adds up their gradients in the loop.
     wide = split_rows(cast(weights, "float32"), V)
     indices = loss.indices.reshape(V, S, -1)

@@ -27,12 +27,30 @@ VIT = dict(stem="patches", causal=False, norm="layer", norm_eps=1e-12, positions
            activation="gelu", gated=False, biases="embed,qkv,out,mlp", head="classes", labels=1000)
 BEIT = {**VIT, "positions": "none", "relative": "grid", "relative_shared": False,
         "biases": "embed,qv,out,mlp", "layer_scale": True, "pool": "mean"}
+# Encoder-decoders. (T5 1.0's head is its embedding, multiplied; 1.1 has another, and gated MLPs.)
+T5 = dict(vocab_size=32128, seq_len=512, embed_scale=1.0, positions="none", relative="buckets",
+          attn_scale=1.0, head_dim=64)
+T5_1 = {**T5, "activation": "relu", "gated": False, "tied": True}
+T5_11 = {**T5, "activation": "gelu_tanh"}
+BART = dict(vocab_size=50265, seq_len=1024, norm="layer", norm_eps=1e-5, norm_place="post",
+            embed_norm=True, embed_scale=1.0, positions="learned", position_offset=2,
+            activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True)
+WHISPER = dict(vocab_size=51865, seq_len=448, source_len=1500, stem="frames", channels=80,
+               norm="layer", norm_eps=1e-5, embed_scale=1.0, positions="learned",
+               activation="gelu", gated=False, biases="qv,out,mlp", tied=True)
 
 
 def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
            **others: Any) -> dict[str, Any]:
     return {**family, "layers": layers, "d_model": d_model, "heads": heads,
             "d_ff": d_ff or 4 * d_model, **others}
+
+
+def _pair(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
+          **others: Any) -> dict[str, Any]:
+    """With as many layers in the encoder."""
+    scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
+    return _shape(family, layers, d_model, heads, d_ff, encoder_layers=layers, **scale, **others)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -85,4 +103,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vit-base": _shape(VIT, 12, 768, 12), "vit-large": _shape(VIT, 24, 1024, 16),
     "vit-huge": _shape(VIT, 32, 1280, 16, patch_size=14),
     "beit-base": _shape(BEIT, 12, 768, 12), "beit-large": _shape(BEIT, 24, 1024, 16),
+    "t5-small": _pair(T5_1, 6, 512, 8), "t5-base": _pair(T5_1, 12, 768, 12),
+    "t5-large": _pair(T5_1, 24, 1024, 16), "t5-3b": _pair(T5_1, 24, 1024, 32, 16384, head_dim=128),
+    "t5-11b": _pair(T5_1, 24, 1024, 128, 65536, head_dim=128),
+    # Version 1.1. (Only it has an xl and an xxl.)
+    "t5-small-v1.1": _pair(T5_11, 8, 512, 6, 1024), "t5-base-v1.1": _pair(T5_11, 12, 768, 12, 2048),
+    "t5-large-v1.1": _pair(T5_11, 24, 1024, 16, 2816), "t5-xl": _pair(T5_11, 24, 2048, 32, 5120),
+    "t5-xxl": _pair(T5_11, 24, 4096, 64, 10240),
+    "bart-base": _pair(BART, 6, 768, 12), "bart-large": _pair(BART, 12, 1024, 16),
+    "whisper-tiny": _pair(WHISPER, 4, 384, 6), "whisper-base": _pair(WHISPER, 6, 512, 8),
+    "whisper-small": _pair(WHISPER, 12, 768, 12), "whisper-medium": _pair(WHISPER, 24, 1024, 16),
+    "whisper-large": _pair(WHISPER, 32, 1280, 20), "whisper-large-v2": _pair(WHISPER, 32, 1280, 20),
+    "whisper-large-v3": _pair(WHISPER, 32, 1280, 20, vocab_size=51866, channels=128),
 }

@@ -88,7 +88,17 @@ PUBLISHED = {
     "roberta-large": 355_412_057, "albert-base": 11_221_680, "albert-large": 16_795_824,
     "albert-xlarge": 54_821_040, "albert-xxlarge": 206_368_944, "vit-base": 86_567_656,
     "vit-large": 304_326_632, "vit-huge": 632_045_800, "beit-base": 86_530_984,
-    "beit-large": 304_430_568}
+    "beit-large": 304_430_568,
+    # (Of T5, BART and Whisper the parameters of ForConditionalGeneration on torch's meta device;
+    # of BART with its final_logits_bias, which is a buffer there.)
+    "t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336, "t5-11b": 11_307_321_344, "t5-small-v1.1": 76_961_152,
+    "t5-base-v1.1": 247_577_856, "t5-large-v1.1": 783_150_080, "t5-xl": 2_849_757_184,
+    "t5-xxl": 11_135_332_352, "bart-base": 139_420_416 + 50_265,
+    "bart-large": 406_291_456 + 50_265, "whisper-tiny": 37_760_640, "whisper-base": 72_593_920,
+    "whisper-small": 241_734_912, "whisper-medium": 763_857_920, "whisper-large": 1_543_304_960,
+    "whisper-large-v2": 1_543_304_960, "whisper-large-v3": 1_543_490_560,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

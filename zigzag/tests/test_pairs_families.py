@@ -16,6 +16,7 @@ import train
 from zigzag import families
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path, shardings
+from zigzag.published_config import as_config
 from zigzag.tests.common import mesh_of, sums_and_gradients
 from zigzag.tests.test_families import (
     BY_HAND,
@@ -27,13 +28,14 @@ from zigzag.tests.test_families import (
     V,
     assert_close,
     assert_gradient,
+    assert_the_same_when_brief,
     batch_of,
     cases,
-    config_class,
     logits_of,
     numbers_of,
     peer,
     ready,
+    rewrite,
 )
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -69,7 +71,7 @@ CASES = {
 }
 QUICK, SLOW = ("t5",), ("t5 1.1", "bart", "whisper")
 EACH = ("t5", "bart", "whisper")
-each = functools.partial(cases, QUICK, SLOW, CASES)
+each = functools.partial(cases, quick=QUICK, slow=SLOW, names=CASES)
 
 
 def their_class(name):
@@ -262,15 +264,15 @@ def test_a_cache_gives_what_forward_gives(name, mesh):
     tokens = reference(name).batch["tokens"]
 
     def decode(params, specs, tokens, source):
-        cache = model.new_cache(params, config, *tokens.shape, specs, source)
-
         def turn(cache, t):
             now = jax.lax.dynamic_slice_in_dim(tokens, t, 1, 1)
             logits, cache = model.extend(params, cache, now, t, jnp.zeros(len(tokens), int), config,
                                          specs)
             return cache, logits
 
-        return jax.lax.scan(turn, cache, jnp.arange(tokens.shape[1]))[1].swapaxes(0, 1)
+        cache, first = turn(model.new_cache(params, config, *tokens.shape, specs, source), 0)
+        others = jax.lax.scan(turn, cache, jnp.arange(1, tokens.shape[1]))[1]
+        return jnp.concatenate([first[None], others]).swapaxes(0, 1)
 
     with sample._mesh_of_weights(params):
         got = jax.jit(lambda params, *rows: sample._on_mesh(decode, params, config, *rows))(
@@ -288,18 +290,19 @@ def sources(name):
 
 
 def written_by_theirs(name, count, **options):
-    torch = peer("torch")
+    """(Their cache has as many layers as the encoder, in 4.57.6: none.)"""
+    torch, transformers = peer("torch"), peer("transformers")
     theirs = their_model(name, reference(name).folder)
-    theirs.generation_config = peer("transformers").GenerationConfig(
+    theirs.generation_config = transformers.GenerationConfig(
         decoder_start_token_id=families.start_id(loaded(name)[1]), pad_token_id=1,
-        eos_token_id=None, max_new_tokens=count, do_sample=False, **options)
+        eos_token_id=None, max_new_tokens=count, do_sample=False, use_cache=False, **options)
     with torch.no_grad():
-        ids = super(theirs.__class__, theirs).generate(**given_to_theirs(name)).numpy()
+        ids = transformers.GenerationMixin.generate(theirs, **given_to_theirs(name)).numpy()
     return ids[:, 1:].tolist()
 
 
 @pytest.mark.parametrize("mesh", ["", "tensor=2"])
-@pytest.mark.parametrize("name", each(quick=(), slow=EACH, names=EACH))
+@pytest.mark.parametrize("name", each(quick=(), slow=EACH, names=("t5 1.1", *EACH)))
 def test_what_they_write_is_what_transformers_writes(name, mesh):
     """A source, or its mask, that beams of other rows see; a prompt that begins elsewhere."""
     params, config = placed(name, mesh)
@@ -324,3 +327,97 @@ def test_a_bad_source_is_refused(source, words):
     config = dataclasses.replace(config, stem="frames", channels=10, source_len=FRAMES)
     with pytest.raises(ConfigError, match=r"have the shape \[2, 10, 30\]; expected \[2, 10, 36\]"):
         sample.generate({}, [[1], [2]], config, source=np.zeros((2, 10, 30)))
+
+
+# -------------------------------------------------------------------------------------------
+# Folders
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_config_leaves_out_is_its_default(name):
+    """Each option of a tiny model, given or left out where it is the class's default."""
+    assert_the_same_when_brief(*CASES[name])
+
+
+def record_of(name, **changes):
+    kind, fields = CASES[name]
+    return {**fields, "model_type": kind.lower(), **changes}
+
+
+@pytest.mark.parametrize("proj, gated, activation", [
+    ("relu", False, "relu"), ("gated-gelu", True, "gelu_tanh"), ("gelu", False, "gelu"),
+    ("gated-silu", True, "silu"), ("gelu_new", False, "gelu_tanh")])
+def test_feed_forward_proj_is_parsed_as_transformers_does(proj, gated, activation):
+    """gated-gelu means the tanh approximation, and gelu does not."""
+    theirs = peer("transformers").T5Config(feed_forward_proj=proj)
+    assert theirs.is_gated_act == gated
+    ours = families.fields_of(record_of("t5", feed_forward_proj=proj))
+    assert (ours["gated"], ours["activation"]) == (gated, activation)
+    saved = json.loads(theirs.to_json_string(use_diff=False))
+    assert families.fields_of(saved)["activation"] == activation
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("t5", dict(is_encoder_decoder=False)), ("bart", dict(normalize_before=True)),
+    ("bart", dict(add_final_layer_norm=True)), ("bart", dict(static_position_embeddings=True)),
+    ("bart", dict(tie_word_embeddings=False)), ("whisper", dict(tie_word_embeddings=False)),
+    ("bart", dict(normalize_embedding=False))], ids=str)
+def test_options_that_we_do_not_compute_are_refused(name, changes):
+    """They change no shape: the model would load, and write nonsense."""
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported"):
+        families.fields_of(record_of(name, **changes))
+
+
+@pytest.mark.parametrize("name, field", [
+    ("t5", "feed_forward_proj"), ("t5", "d_kv"), ("t5", "num_layers"), ("t5", "num_decoder_layers"),
+    ("t5", "relative_attention_num_buckets"), ("t5", "relative_attention_max_distance"),
+    ("t5", "layer_norm_epsilon"), ("bart", "encoder_layers"),
+    ("bart", "encoder_attention_heads"),
+    ("bart", "decoder_ffn_dim"), ("bart", "max_position_embeddings"),
+    ("whisper", "max_source_positions"), ("whisper", "num_mel_bins"),
+    ("whisper", "scale_embedding"), ("whisper", "activation_function")])
+def test_hostile_values_end_in_one_line(name, field):
+    """A traceback, or memory for a model of 10^30 layers."""
+    for value in ("x", "gated-x", "gated-gelu-x", -1, 0, 7, 2.5, 10**30, [1], {}, True, 1e300):
+        try:
+            fields = families.fields_of(record_of(name, **{field: value}))
+            model.parameters(as_config(model.Config, "config.json", fields))
+        except ConfigError as e:
+            assert "\n" not in str(e) and len(str(e)) < 400
+
+
+def test_ids_with_a_meaning():
+    """What a decoder begins with, where config.json leaves it out."""
+    def start(**record):
+        return families.start_id(model.Config(published=json.dumps(record)))
+
+    assert start(model_type="bart") == 2 and start(model_type="whisper") == 50257
+    assert start(model_type="t5") == 0 and start(model_type="t5", pad_token_id=3) == 3
+    assert start(model_type="t5", decoder_start_token_id=5, pad_token_id=3) == 5
+    assert families.token_ids(model.Config(published='{"model_type": "bart"}'))["eos_token_id"] == 2
+
+
+@pytest.mark.slow
+def test_other_names_of_the_same_arrays(tmp_path):
+    """bart-large-cnn has its embedding under the decoder's name alone; bart-base has no logits'
+    bias, and no model. before its names; each refused as lacking something."""
+    folder, want = tmp_path / "bart", reference("bart")
+    folder.mkdir()
+    for file in want.folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    record = json.loads((folder / "config.json").read_text())
+
+    def changed(arrays):
+        embed = arrays.pop("model.shared.weight")
+        del arrays["final_logits_bias"]
+        return {name.removeprefix("model."): a for name, a in arrays.items()} | {
+            "decoder.embed_tokens.weight": embed}
+
+    rewrite(folder, changed, record)
+    params, config = model.load_hf(folder)
+    whole, _ = model.load_hf(want.folder)
+    assert not params.pop("head_bias").any() and whole.pop("head_bias").any()
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    rewrite(folder, lambda arrays: arrays | {"encoder.embed_tokens.weight": 2 * arrays[
+        "decoder.embed_tokens.weight"]}, record)
+    with pytest.raises(ConfigError, match="embed_tokens.weight differ; .*tied"):
+        model.load_hf(folder)
