@@ -235,7 +235,7 @@ def relative_bias(c: Any, table: Array, ids: Array) -> Array:
     """What a table [J, H] adds to the scores [1, H, T, S] of those ids. (A product: the gradient of
     a lookup would be a sum over all scores, one after the other.)"""
     chosen = jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype)
-    return jnp.einsum("btsj,jh->bhts", chosen, table, preferred_element_type=jnp.float32)
+    return jnp.einsum("btsj,jh->bhts", chosen, table).astype(jnp.float32)
 
 
 def counted(flags: Array, place: Array) -> Array:
