@@ -232,7 +232,8 @@ PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_s
 def _pictures(r):
     return {"layers": count(r, "num_hidden_layers", MOST_LAYERS),
             "d_model": count(r, "hidden_size"), "heads": count(r, "num_attention_heads"),
-            "d_ff": count(r, "intermediate_size"), "stem": "patches", "image_size": count(r, "image_size"),
+            "d_ff": count(r, "intermediate_size"), "stem": "patches",
+            "image_size": count(r, "image_size"),
             "patch_size": count(r, "patch_size", r["image_size"]),
             "channels": count(r, "num_channels"), "causal": False, "norm": "layer",
             "norm_eps": r["layer_norm_eps"], "gated": False,
