@@ -22,7 +22,7 @@ from families import blip2, clip
 from zigzag import published
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
-from zigzag.tests.common import mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import full, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import assert_close
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -60,7 +60,9 @@ CASES = {
     "blip2 odd": blip2_of(sizes(6, do_layer_norm_before=False, tie_word_embeddings=False),
                           sizes(3, layer_norm_eps=1e-3), sizes(3, qkv_bias=False)),
 }
-EACH = [pytest.param(name, marks=[pytest.mark.slow] if " " in name else []) for name in CASES]
+# The first of each kind in .ci/run, the others in .ci/full.
+EACH = [pytest.param(name, marks=pytest.mark.full if " " in name else pytest.mark.slow)
+        for name in CASES]
 
 
 class Reference(NamedTuple):
@@ -162,8 +164,9 @@ def assert_logits(name, got, want):
     assert_close(*pair, 1e-5)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name, shards", [
+    pytest.param(name, n, marks=pytest.mark.slow if " " in name or n == 2 else [])
+    for name in CASES for n in (1, 2, 4)])
 def test_logits_are_those_of_transformers(name, shards):
     """A convention of a tower that is not the published one; a device that reads another part than
     the one it has; heads, queries or a vocabulary that the shards do not divide."""
@@ -233,9 +236,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
         assert_logits(name, theirs_on(theirs.eval(), name, batch)[0].numpy(), ours)
 
 
-MESHES = ["fsdp=2,tensor=2", pytest.param("data=2", marks=pytest.mark.slow), "tensor=4",
-          pytest.param("data=2,fsdp=2", marks=pytest.mark.full),
-          pytest.param("expert=2,tensor=2", marks=pytest.mark.full)]
+MESHES = ["fsdp=2,tensor=2", "data=2", "tensor=4", full("data=2,fsdp=2"),
+          full("expert=2,tensor=2")]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -255,10 +257,10 @@ BY_HAND = [(r"\.(cross_)?w([qkv]|_up)(_bias)?$", P(None, None, "tensor")),
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if " " in name else
-                                               pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", EACH)
 def test_no_tower_sends_more_than_by_hand(name, shards):
-    """A product beside another tower's that the rule prices wrongly: more collectives."""
+    """A product beside another tower's that the rule prices wrongly: more collectives. And an axis
+    that the table does not give to tensor: a weight that every device has whole."""
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
@@ -266,7 +268,8 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
         total, count = network(name).loss(params, batch, config)
         return total / count
 
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
+    ours, _ = no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
+    assert network(name).weight_specs(config, mesh_of(f"tensor={shards}")) == ours
 
 
 @pytest.mark.slow
@@ -302,7 +305,8 @@ def test_captions_are_those_of_transformers(prompts):
 def test_what_would_be_another_loss_is_refused(name, changes, says):
     """Micro-batches in which a text has fewer others to be told from; a stage of layers that are
     not alike."""
-    _, config, _, _ = loaded(name)
+    config = network(name).hf_config(reference(name).folder)
+    config = train.Config(**dataclasses.asdict(config) | {"out": "", "batch": ROWS})
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}
     config = dataclasses.replace(config, **{k: v for k, v in changes.items() if k not in axes})
     mesh = mesh_of(",".join(f"{axis}={n}" for axis, n in axes.items()))
@@ -363,3 +367,17 @@ def test_what_a_config_leaves_out_is_its_default(name):
             assert value.items() - {("model_type", value["model_type"])} <= theirs.items()
         elif part not in ("model_type", *more):
             assert value == whole[part], part
+
+
+def test_an_older_config_of_clip_says_its_parts_twice():
+    """LAION's have both text_config and text_config_dict, of which the second counts."""
+    config, _ = classes("clip")
+    record = {"text_config": {"hidden_size": 64, "hidden_act": "gelu"},
+              "text_config_dict": {"hidden_size": 96, "num_hidden_layers": 3},
+              "vision_config": {"patch_size": 14}, "vision_config_dict": None}
+    theirs = config(**json.loads(json.dumps(record))).to_dict()
+    ours = clip._complete({"model_type": "clip", **record})
+    for part in ("text_config", "vision_config"):
+        value = ours[part].items() - {("model_type", ours[part]["model_type"])}
+        assert value <= theirs[part].items()
+    assert ours["text_config"]["hidden_act"] == "quick_gelu"
