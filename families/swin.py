@@ -12,10 +12,9 @@
       |   |   |   |           | |   |   | |     other side of the picture: they and the others do
       +---+---+---+           +-+---+---+-+     not see each other (its `region`).
 
-To each score a learned number is added, for the distance of the two tokens (`relative`). A token is
-of time h * w of a residual stream [B, T, D] as in model.py, and tensor may split it between blocks.
-Stages are not alike, nor are layers of even and odd numbers, and windows need the time whole: pipe
-and seq have nothing to split.
+To each score a learned number is added, for the distance of the two tokens (`relative`). Between
+blocks the tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows
+need the time whole, and layers are not alike: there is nothing that pipe and seq could split.
 
 B batch, T time, D width of a stage (d of the next, m of four tokens), H heads, N per head,
 F feed-forward, L layers of a stage, J distances in a window, A classes, C channels, y and x the
@@ -223,8 +222,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None,
          with_aux: bool = False) -> tuple:
-    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and the number of
-    rows."""
+    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and how many."""
     out = forward(params, batch["source"], config, specs)
     if config.head == "none":       # (from which the rule finds where weights lie)
         return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
@@ -322,8 +320,7 @@ def _stacks(c):
             for stage, letter in zip(stages(c), LETTERS)}
 
 
-# (Which distance is whose follows from the window: transformers writes it as an array all the same,
-# and makes it itself where it is missing.)
+# (The constant array that is ignored is one that transformers makes itself where it is missing.)
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", (r".*relative_position_index",), stacks=_stacks,
               aliases={"num_attention_heads": "num_heads"})
 

@@ -24,7 +24,7 @@ from zigzag.families import family_of, fields_of
 from zigzag.mesh import by_path
 from zigzag.tests.common import full, mesh_of, peer, program_of, slow, sums_and_gradients
 from zigzag.tests.test_families import assert_close
-from zigzag.tests.test_rule import no_worse_than_by_hand
+from zigzag.tests.test_rule import by_hand, no_worse_than_by_hand, sent_by
 
 # -------------------------------------------------------------------------------------------
 # Tiny models. Pictures that patches do not fill, tokens that windows do not, an odd row to merge.
@@ -237,6 +237,26 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     assert_gradient(network, config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
 
 
+@pytest.mark.full
+def test_a_table_that_is_whole_beside_heads_that_are_split():
+    """Numbers of other heads than those of the queries here."""
+    network, params, config, _, loss = loaded("swin")
+    want, config = reference("swin"), dataclasses.replace(config, override=("relative=-",))
+    gradient, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, want.batch)
+    assert total / count == pytest.approx(loss, rel=2e-6)
+    assert_gradient(network, config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["swin", "sam"])
+def test_in_bfloat16(name):
+    """A product that is computed in float32 alone."""
+    _, params, config, _, loss = loaded(name)
+    config = dataclasses.replace(config, dtype="bfloat16")
+    _, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, reference(name).batch)
+    assert total / count == pytest.approx(loss, rel=0.05)
+
+
 # Megatron's table: heads and hidden out of the stream are columns, into it rows.
 BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
            (r"\.(wo|w_down)$", P(None, "tensor"))]
@@ -245,15 +265,23 @@ BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
 @pytest.mark.parametrize("name, shards", [
     slow("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):
-    """A part of these models that the rule prices wrongly: more collectives, or more bytes."""
+    """A part of these models that the rule prices wrongly: more collectives, or more bytes. Of a
+    merge it must not split the four neighbours side by side, which nobody makes in parts. (SAM's
+    last convolution it would split, where the code does not: its norm then needs three more.)"""
     network, params, config, *_ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
+    params, mesh = jax.device_get(params), mesh_of(f"tensor={shards}")
 
     def mean(params, batch):
         total, count = network.loss(params, batch, config)
         return total / count
 
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
+    if name.startswith("swin"):
+        no_worse_than_by_hand(mean, params, (batch,), BY_HAND, shards)
+    for fn in (mean, jax.value_and_grad(mean)):
+        ours, hand = (sent_by(fn, params, (batch,), specs, mesh)[1] for specs in (
+            network.weight_specs(config, mesh), by_hand(params, BY_HAND, shards)))
+        assert ours[0] <= hand[0] and ours[1] <= hand[1], (ours, hand)
 
 
 # -------------------------------------------------------------------------------------------
