@@ -375,6 +375,9 @@ class _Choice:
         if tables and not columns and all(
                 SHORT * n <= self.sizes[w] // n for n, w in zip(lengths, tables)):
             return f"{lengths[0]} rows are not worth a reduction"
+        has, sent = 4 * self.size(group), sum(c.bytes for c in self.facts.costs[group])
+        if tables and not columns and has < LATENCY and sent > SHORT * has:
+            return f"{lengths[0]} rows, each looked up often, are not worth a reduction"
         if tables or self.size_by_form[self.form(group)] >= ENDS * sum(self.sizes):
             return ""
         if columns and all(self.groups(w, "contracted") <= self.raw for w in columns):

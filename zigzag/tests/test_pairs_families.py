@@ -234,10 +234,6 @@ BOTH_BY_HAND = [(r"cross_w[qkv](_bias)?$", COLUMNS), (r"cross_wo$", ROWS_OF), *B
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH))
 def test_no_family_sends_more_than_by_hand(name, shards):
     """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
-    if shards == 4 and CASES[name][0] == "T5":
-        pytest.xfail("of heads that do not divide the rule splits the table of distances by its "
-                     "buckets, and sums scores: 15 collectives, 9 by hand (model.py's plan, which "
-                     "has tensor_dims, does not)")
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
