@@ -224,8 +224,8 @@ def check(c: Config, mesh: Any) -> None:
     """Refuse what this model, or the mesh, cannot do."""
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: SAM here has none; leave it out")
-    towers.check_axes(c, mesh, "SAM's layers are not alike (some have windows, some see all), and "
-                               "windows need the time whole")
+    towers.check_axes(mesh, "SAM's layers are not alike (some have windows, some see all), and "
+                            "windows need the time whole")
 
 
 # -------------------------------------------------------------------------------------------

@@ -242,8 +242,8 @@ def check(c: Config, mesh: Any) -> None:
         raise ConfigError("this Swin gives vectors, and has no loss of its own; give fit a loss")
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: a Swin here has none; leave it out")
-    towers.check_axes(c, mesh, "a Swin's stages have layers that are not alike, and its windows "
-                               "need the time whole")
+    towers.check_axes(mesh, "a Swin's stages have layers that are not alike, and its windows "
+                            "need the time whole")
 
 
 # -------------------------------------------------------------------------------------------
