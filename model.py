@@ -1,11 +1,12 @@
-"""The transformer and its loss, and where its weights come from.
+"""The transformer and its loss. Its options are in zigzag/config.py, its weights in tables.py.
 
     tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
 
 A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. What
-published models do otherwise is an option, an `if` in the one function of its concern; to read the
-plain decoder, pass these over. The weights are nested dicts of arrays with the layers stacked along
-a leading dimension L; q, k and v keep their heads as a dimension of their own.
+published models do otherwise is an option, an `if` in the one function of its concern: to read the
+plain decoder, pass these over, and stop at the last section, which is for encoders. The weights are
+nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v keep their
+heads as a dimension of their own.
 
 There is no mesh and no axis in this file. Where a collective may be needed it calls shard.py:
 `columns` into a block, `row` out of it, `embed_lookup`, `attend`, `experts`, `token_loss`. Without
@@ -171,29 +172,6 @@ def _attention(w, h, c, i, batch, cache):
     return _plus_bias(w, shard.row((heads, w["wo"]), split_time=c.sequence_parallel), "wo"), cache
 
 
-def _cross_attention(w, h, c, batch, cache):
-    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
-    has already."""
-    q, = shard.columns(h, with_bias(w, "cross_wq"))
-    if cache is None:
-        k, v = _cross_keys(w, batch["encoded"], c)
-        key = batch["source_info"]
-    else:
-        k, v, key = cache["cross_k"], cache["cross_v"], {"document": cache["cross_document"]}
-    out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
-                       _source_mask, batch["query"], key)
-    out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
-    return _plus_bias(w, out, "cross_wo")
-
-
-def _cross_keys(w, encoded, c):
-    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
-
-
-def _source_mask(query, key):
-    return (key["document"] >= 0)[:, None, None, :]
-
-
 def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
@@ -306,12 +284,6 @@ def embedding(params, batch, c):
     return x
 
 
-def _padded(x):
-    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
-    more = -x.shape[1] % time_parts()
-    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
-
-
 def block(w, x, i, c, batch, cache=None):
     """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
     w = lora.adapted(w)
@@ -367,18 +339,6 @@ def loss_head(params, x, c):
     return x, with_bias({**params, **head}, "head")
 
 
-def _class_logits(params, x, c):
-    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
-    picture's patches. (Its last norm is then of the mean.)"""
-    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
-    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
-    if "norm" in params:
-        x = norm(params, "norm", x, c)
-    if c.pool_dense:
-        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
-    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
-
-
 def _with_info(batch, c):
     """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
     queries and of keys, the place in the row and the document, which decide who sees whom. (Where a
@@ -400,45 +360,7 @@ def _with_info(batch, c):
 
 
 # -------------------------------------------------------------------------------------------
-# An encoder's source. (A reader of the plain decoder goes on at "The network".)
-
-def _source(batch, c):
-    """The batch of an encoder: of its source this device's part of the time."""
-    is_text, shape = c.own_stem == "tokens", batch["source"].shape
-    length = shape[1] if is_text else stems.length(c)
-    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
-    if is_text:
-        known["tokens"] = batch["source"]
-    known = jax.tree.map(_padded, known)
-    shape = known["mask"].shape
-    known["places"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    known = batch | shard.own_time(known)
-    if "seeds" in batch:        # for other numbers than the decoder's
-        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
-    return _with_info(known, c)
-
-
-def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
-    """What the encoder makes of a batch's source, and where it is none."""
-    e = encoder_config(c)
-    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
-    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
-    known = _source(given, e)
-    x = embedding(params, known, e)
-    known = {name: known[name] for name in ("query", "key", "positions", "seeds") if name in known}
-
-    def layer(w, x, i, batch):
-        return block(w, x, i, e, batch)[:2]
-
-    weights, specs = _layers(params, specs and specs["encoder"])
-    x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
-                               c.sum_dtype)
-    x = norm(params, "norm", x, e) if "norm" in params else x
-    return {"encoded": gather(x), "source_info": {"document": gather(known["key"]["document"])}}
-
-
-# -------------------------------------------------------------------------------------------
-# The network
+# The network: all layers, logits, loss
 
 def _layers(params, specs=None):
     """The weights of the layers, each with what all of them share, and their specs."""
@@ -470,17 +392,6 @@ def stack(params, name, x, c, batch, cache=None, specs=None):
     remat = c.remat if cache is None else "none"
     return shard.layers(layer, weights, x, (jnp.arange(first, first + count), own), specs, remat,
                         c.sum_dtype)
-
-
-def _repeat(w, x, group, c, batch):
-    """A group of layers with the same weights."""
-    times = c.layers // c.layer_groups
-
-    def layer(x, i):
-        return block(w, x, i, c, batch)[0], None
-
-    layer = layer if c.remat == "none" else jax.checkpoint(layer)
-    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
 def trunk(params, c, batch, cache=None, specs=None):
@@ -631,6 +542,97 @@ def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array
     x, cache = trunk(params, config, batch, cache, specs)
     x, head = loss_head(params, shard.whole_time(x)[:, -1:], config)
     return shard.vocab_logits(x, head, config.vocab_size, config.logit_softcap)[:, 0], cache
+
+
+# -------------------------------------------------------------------------------------------
+# Encoders: a source, attention to what was made of it, a class of a whole row. A reader of the
+# plain decoder has read all.
+
+def _source(batch, c):
+    """The batch of an encoder: of its source this device's part of the time."""
+    is_text, shape = c.own_stem == "tokens", batch["source"].shape
+    length = shape[1] if is_text else stems.length(c)
+    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
+    if is_text:
+        known["tokens"] = batch["source"]
+    known = jax.tree.map(_padded, known)
+    shape = known["mask"].shape
+    known["places"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    known = batch | shard.own_time(known)
+    if "seeds" in batch:        # for other numbers than the decoder's
+        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
+    return _with_info(known, c)
+
+
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
+    """What the encoder makes of a batch's source, and where it is none."""
+    e = encoder_config(c)
+    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
+    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
+    known = _source(given, e)
+    x = embedding(params, known, e)
+    known = {name: known[name] for name in ("query", "key", "positions", "seeds") if name in known}
+
+    def layer(w, x, i, batch):
+        return block(w, x, i, e, batch)[:2]
+
+    weights, specs = _layers(params, specs and specs["encoder"])
+    x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
+                               c.sum_dtype)
+    x = norm(params, "norm", x, e) if "norm" in params else x
+    return {"encoded": gather(x), "source_info": {"document": gather(known["key"]["document"])}}
+
+
+def _padded(x):
+    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
+    more = -x.shape[1] % time_parts()
+    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+
+
+def _cross_attention(w, h, c, batch, cache):
+    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
+    has already."""
+    q, = shard.columns(h, with_bias(w, "cross_wq"))
+    if cache is None:
+        k, v = _cross_keys(w, batch["encoded"], c)
+        key = batch["source_info"]
+    else:
+        k, v, key = cache["cross_k"], cache["cross_v"], {"document": cache["cross_document"]}
+    out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
+                       _source_mask, batch["query"], key)
+    out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
+    return _plus_bias(w, out, "cross_wo")
+
+
+def _cross_keys(w, encoded, c):
+    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
+
+
+def _source_mask(query, key):
+    return (key["document"] >= 0)[:, None, None, :]
+
+
+def _class_logits(params, x, c):
+    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
+    picture's patches. (Its last norm is then of the mean.)"""
+    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.pool_dense:
+        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
+    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+
+
+def _repeat(w, x, group, c, batch):
+    """A group of layers with the same weights."""
+    times = c.layers // c.layer_groups
+
+    def layer(x, i):
+        return block(w, x, i, c, batch)[0], None
+
+    layer = layer if c.remat == "none" else jax.checkpoint(layer)
+    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
 # (zigzag/network.py has what follows.)

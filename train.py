@@ -493,7 +493,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
             "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels})
         yield config, lambda: Task(
             examples.collate_arrays, None, arrays.train, arrays.held_out, None,
-            flops_of_update(config), None), {"fingerprint": arrays.fingerprint}, arrays
+            None, None), {"fingerprint": arrays.fingerprint}, arrays
     elif config.encoder_layers:
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)

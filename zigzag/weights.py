@@ -73,15 +73,20 @@ def parameters(table: Any, c: Any, padding: int) -> tuple[int, int]:
 def flops(table: Any, c: Any, tokens: int) -> float:
     """Arithmetic of training on that many tokens: 6 per weight of a product and token (4 of one
     that is frozen), and the attention's two products with every key (causal or not), 12 T H N a
-    layer and token."""
+    layer and token. An encoder's weights meet the tokens of the source."""
+    share = c.source_len / c.seq_len if c.encoder_layers else 0.0
+
     def of_product(path, w):
         name, axes = path[-1].key, [a for a in w.axes if a not in "L1"]
         is_product = len(axes) > 1 and "P" not in axes and not name.endswith("_bias")
         if not is_product or name == ("head" if c.tied else "embed"):
             return 0
         each = 4 if c.lora_rank and "r" not in w.axes else 6
+        if path[0].key == "encoder" or name in ("cross_wk", "cross_wv"):
+            each *= share
         return each * math.prod(w.shape) * _visited(path, c)
 
     products = sum(jax.tree.leaves(jax.tree.map_with_path(of_product, table)))
     heads = c.heads * (c.head_dim + (c.v_head_dim or c.head_dim))
-    return tokens * (products + 6.0 * c.layers * c.seq_len * heads)
+    keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
+    return tokens * (products + 6.0 * keys * heads)
