@@ -599,17 +599,14 @@ def _cross_attention(w, h, c, batch, cache):
     else:
         k, v, key = cache["cross_k"], cache["cross_v"], {"document": cache["cross_document"]}
     out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
-                       _source_mask, batch["query"], key)
+                       lambda query, key: (key["document"] >= 0)[:, None, None, :],
+                       batch["query"], key)
     out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
     return _plus_bias(w, out, "cross_wo")
 
 
 def _cross_keys(w, encoded, c):
     return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
-
-
-def _source_mask(query, key):
-    return (key["document"] >= 0)[:, None, None, :]
 
 
 def _class_logits(params, x, c):
