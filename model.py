@@ -86,12 +86,11 @@ def softmax_attention(c, bias, q, k, v, mask):
 def _attention_mask(c, i, query, key):
     """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (The
     device's kernel knows only the first half: name any other mask in `is_plain` of _heads.)"""
-    seen = key["document"][:, None, :] == query["document"][:, :, None]
-    if c.causal:
-        seen &= key["place"][:, None, :] <= query["place"][:, :, None]
+    seen = key["place"][:, None, :] <= query["place"][:, :, None]
     if c.window:
         seen &= key["place"][:, None, :] > query["place"][:, :, None] - layer_window(c, i)
-    seen = seen[:, None]
+    same = key["document"][:, None, :] == query["document"][:, :, None]
+    seen = (seen & same if c.causal else same)[:, None]
     if c.relative:
         return seen, relative_ids(c, query["place"], key["place"])
     return (seen, key["position"][:, None, None, :]) if "position" in key else seen
