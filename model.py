@@ -566,9 +566,7 @@ def _source(batch, c):
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     """What the encoder makes of a batch's source, and where it is none."""
-    if c.stem == "tokens":      # (for a longer source there may be no positions)
-        c = dataclasses.replace(c, source_len=batch["source"].shape[1])
-    e = encoder_config(c)
+    e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
     known = _source(given, e)

@@ -492,9 +492,9 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
         arrays = examples.open_arrays(config.data, shapes, {
             "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels,
             "source": config.vocab_size, "token_types": config.token_types})
-        yield config, lambda: Task(
-            examples.collate_arrays, None, arrays.train, arrays.held_out, None,
-            flops_of_update(config), None), {"fingerprint": arrays.fingerprint}, arrays
+        make = functools.partial(Task, examples.collate_arrays, None, arrays.train, arrays.held_out)
+        yield config, lambda: make(None, flops_of_update(config), None), {
+            "fingerprint": arrays.fingerprint}, arrays
     elif config.encoder_layers:
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)
