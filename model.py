@@ -273,7 +273,7 @@ def embedding(params, batch, c):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
         table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
-        x = x + table[places].astype(x.dtype)
+        x = x + jnp.asarray(table)[places].astype(x.dtype)
     if c.token_types:
         x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
     if c.embed_norm:
@@ -350,9 +350,9 @@ def _with_info(batch, c):
     if "mask" in batch:
         document = jnp.where(batch["mask"] > 0, document, -1)
     more = {"token_types": jnp.zeros_like(place)} if c.token_types else {}
-    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
     if c.pad_id >= 0:
-        batch["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
+        more["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
+    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
     if c.positions.startswith("alibi"):
         info["position"] = batch["positions"]
     return {**batch, "query": info, "key": info}
@@ -565,7 +565,7 @@ def _source(batch, c):
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     """What the encoder makes of a batch's source, and where it is none."""
-    e = encoder_config(c)
+    e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
     known = _source(given, e)

@@ -490,10 +490,11 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
     if not reads_text(config):
         shapes = families.network_of(config).batch_shapes(config, 1)
         arrays = examples.open_arrays(config.data, shapes, {
-            "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels})
-        yield config, lambda: Task(
-            examples.collate_arrays, None, arrays.train, arrays.held_out, None,
-            None, None), {"fingerprint": arrays.fingerprint}, arrays
+            "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels,
+            "source": config.vocab_size, "token_types": config.token_types})
+        make = functools.partial(Task, examples.collate_arrays, None, arrays.train, arrays.held_out)
+        yield config, lambda: make(None, flops_of_update(config), None), {
+            "fingerprint": arrays.fingerprint}, arrays
     elif config.encoder_layers:
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)
@@ -623,7 +624,7 @@ def train_language(config: Config, mesh: Any) -> None:
     weights, tokenizer, noted = first_weights(config)
     # Before its data is looked at, or anything written.
     check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, Config,
-                     ("tokenizer",))
+                     ("tokenizer",) if reads_text(config) else ())
     is_process_0 = jax.process_index() == 0
     if not is_process_0:
         hosts.process_allgather("the data is there")

@@ -257,9 +257,15 @@ def _check_encoder(c):
                           f"an encoder (--causal false)")
     if c.own_stem == "frames" and c.causal:     # (the encoder itself is not)
         raise ConfigError("--stem frames: give --encoder_layers; text follows from sound")
-    if c.own_stem == "patches" and (c.causal or c.head not in ("classes", "none")):
-        raise ConfigError("--stem patches: pictures have --causal false, and --head classes or "
-                          "none")
+    if c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")):
+        raise ConfigError(f"--stem {c.stem}: pictures and sound have --causal false, and --head "
+                          f"classes or none")
+    if c.stem == "patches" and c.patch_size > c.image_size:
+        raise ConfigError(f"--patch_size {c.patch_size}: expected at most --image_size "
+                          f"{c.image_size}")
+    if c.head == "classes" and (c.experts or c.pool == "mean" and c.stem != "patches"):
+        raise ConfigError("--head classes: goes without --experts, and --pool mean is for --stem "
+                          "patches")
     if c.relative == "grid" and c.own_stem != "patches":
         raise ConfigError("--relative grid: is for --stem patches")
     if not c.causal and (c.window or c.positions.startswith("alibi")):

@@ -231,12 +231,20 @@ def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, 
     if len(paths) != 1:
         raise ConfigError(f"--data {' '.join(paths)}: expected one .npz, or one folder of .npy "
                           f"files, with {', '.join(shapes)}: a row in each for each example")
-    arrays = Arrays(paths[0], list(shapes),
-                    {name: limits[name] for name in shapes if limits.get(name)})
+    arrays = Arrays(paths[0], list(shapes))
+    if "tokens" in shapes:      # what a batch may have beside
+        more = {"mask": np.float32, **dict.fromkeys(("token_types", "segments", "positions"), int)}
+        shapes = {**{name: np.broadcast_to(np.zeros((), dtype), shapes["tokens"].shape)
+                     for name, dtype in more.items() if name in arrays.arrays}, **shapes}
     for name, shape in shapes.items():
-        if (found := arrays.arrays[name].shape[1:]) != shape.shape[1:]:
-            raise ConfigError(f"--data {paths[0]}: {name} has rows of {list(found)}; this model "
-                              f"has {list(shape.shape[1:])}")
+        found, is_whole = arrays.arrays[name], shape.dtype.kind == "i"
+        if found.shape[1:] != shape.shape[1:]:
+            raise ConfigError(f"--data {paths[0]}: {name} has rows of {list(found.shape[1:])}; "
+                              f"this model has {list(shape.shape[1:])}")
+        if is_whole and found.dtype.kind not in "iu":
+            raise ConfigError(f"--data {paths[0]}: {name} is {found.dtype}; expected whole numbers")
+        if is_whole and limits.get(name):
+            arrays.below[name] = limits[name]
     return arrays
 
 

@@ -100,27 +100,29 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
         record |= dict(model_type="mixtral", architectures=["MixtralForCausalLM"],
                        num_local_experts=c.experts, num_experts_per_tok=c.experts_per_token,
                        sliding_window=c.window or None)
-    # Its embedding is saved multiplied, and its head by itself.
-    scale = c.embed_scale or c.d_model**0.5
-    params = {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
-    mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,
-                               published=json.dumps(record))
-    there = fields_of(record)
-    if c.rope_scaling and parse_scaling(c.rope_scaling) == parse_scaling(there["rope_scaling"]):
-        there["rope_scaling"] = c.rope_scaling
-    other = [name for name, value in there.items() if value != getattr(mine, name)
-             and name != "published" and (value or name != "head_dim")]
     plain = dict(norm="rms", norm_place="pre", positions="rotary", gated=True, biases="",
                  parallel=False, qk_norm=False, embed_norm=False, local_layers="",
                  window=c.window if c.experts else 0, local_theta=0.0, embed_dim=0, attn_scale=0.0,
                  attn_softcap=0.0, logit_softcap=0.0, kv_rank=0, shared_experts=0, dense_layers=0,
                  router="softmax", router_norm=True, router_scale=1.0, expert_groups=1,
-                 expert_d_ff=0)
-    other += [name for name, value in plain.items() if getattr(c, name) != value]
+                 expert_d_ff=0, causal=True, encoder_layers=0, stem="tokens", token_types=0,
+                 head="tokens", pool_dense=False, head_scale=0.0, layer_groups=0,
+                 layer_scale=False, relative="", pad_id=-1)
+    other = [name for name, value in plain.items() if getattr(c, name) != value]
+    mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,
+                               published=json.dumps(record))
+    there = {} if other else fields_of(record)
+    if there and c.rope_scaling and (
+            parse_scaling(c.rope_scaling) == parse_scaling(there["rope_scaling"])):
+        there["rope_scaling"] = c.rope_scaling
+    other += [name for name, value in there.items() if value != getattr(mine, name)
+             and name != "published" and (value or name != "head_dim")]
     if other:
         raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "
                           f"--{other[0]} {getattr(c, other[0])}")
-    return params, mine
+    # Its embedding is saved multiplied, and its head by itself.
+    scale = c.embed_scale or c.d_model**0.5
+    return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}, mine
 
 
 # -------------------------------------------------------------------------------------------

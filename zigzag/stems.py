@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from zigzag.errors import ConfigError
+
 
 def length(c: Any) -> int:
     """How many vectors a stem makes."""
@@ -39,8 +41,15 @@ def weights(c: Any, table: Any) -> dict[str, Any]:
             "conv2": table("k d D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
 
 
+def _check(source, c):
+    if source.shape != (shape := source_shape(c, len(source))):
+        raise ConfigError(f"a source has the shape {list(source.shape)}; this model reads "
+                          f"{list(shape)}")
+
+
 def patches(params: Any, pictures: Array, c: Any) -> Array:
     """[B, C, height, width] -> [B, 1 + patches, D]."""
+    _check(pictures, c)
     B, size, side = len(pictures), c.patch_size, c.image_size // c.patch_size
     w = params["patch"]
     x = pictures[:, :, :side * size, :side * size].astype(w.dtype)
@@ -53,6 +62,7 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 
 def frames(params: Any, sound: Array, c: Any) -> Array:
     """[B, C, 2 T] -> [B, T, D]."""
+    _check(sound, c)
     x = sound.swapaxes(1, 2).astype(params["conv1"].dtype)
     for name, stride in (("conv1", 1), ("conv2", 2)):
         x = jax.lax.conv_general_dilated(x, params[name], (stride,), [(1, 1)],

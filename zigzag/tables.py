@@ -132,8 +132,11 @@ def _has_bias(c, product):
     return product in c.biases.split(",")
 
 
-def encoder_config(c: Any) -> Any:
-    """The configuration of the encoder of an encoder-decoder."""
+def encoder_config(c: Any, length: int = 0) -> Any:
+    """The configuration of the encoder of an encoder-decoder, for a text of this length. (For a
+    longer one than it knows there may be no positions.)"""
+    if length and c.stem == "tokens":
+        c = dataclasses.replace(c, source_len=length)
     return dataclasses.replace(
         c, layers=c.encoder_layers, encoder_layers=0, causal=False, head="none", tied=True,
         heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,

@@ -477,3 +477,51 @@ def test_labels_are_counted_as_transformers_does(labels):
     record = json.loads(config.to_json_string()) | {"architectures": ["ViTForImageClassification"]}
     assert ("id2label" in record) == (labels != 2)
     assert families.fields_of(record)["labels"] == labels
+
+
+# -------------------------------------------------------------------------------------------
+# Encoders of our own
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(head="classes", labels=3, pool="mean"), "--pool mean is for --stem patches"),
+    (dict(head="classes", labels=3, experts=4), "goes without --experts"),
+    (dict(stem="frames", source_len=8), "--stem frames: .* --head classes"),
+    (dict(stem="patches", head="none", image_size=8, patch_size=9), "--patch_size 9: .* 8"),
+], ids=str)
+def test_an_encoder_that_none_can_be_is_refused(fields, words):
+    """The mean of no patches, which is no number; experts that look for weights of tokens; a loss
+    that looks for targets: tracebacks, in the middle of a step."""
+    with pytest.raises(ConfigError, match=words):
+        model.Config(causal=False, **fields)
+
+
+@pytest.mark.parametrize("fields", [
+    dict(causal=False), dict(encoder_layers=1), dict(relative="buckets"), dict(token_types=2),
+    dict(head_scale=0.5), dict(causal=False, stem="patches", head="none", image_size=32),
+    dict(causal=False, head="classes", labels=3), dict(pad_id=1)], ids=str)
+def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
+    """A folder from which transformers makes another model, with other logits."""
+    config = model.Config(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
+    params = model.weight_shapes(config)
+    with pytest.raises(ConfigError, match="neither has --"):
+        model.save_hf(tmp_path / "out", params, config)
+
+
+def test_positions_that_are_given_are_taken():
+    """RoBERTa's count of its own in their place."""
+    config = model.Config(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4, causal=False,
+                          positions="learned", pad_id=1, position_offset=2)
+    params, tokens = model.init(config, jax.random.key(0)), np.array([[5, 6, 1, 7]])
+    own = model.forward(params, tokens, config)
+    same = model.forward(params, tokens, config, positions=np.array([[0, 1, -1, 2]]))
+    np.testing.assert_array_equal(own, same)
+    assert np.abs(own - model.forward(params, tokens, config,
+                                      positions=np.array([[2, 2, 2, 2]]))).max() > 1e-3
+
+
+def test_a_picture_of_another_size_is_refused():
+    """A larger one, cut without a word."""
+    config = model.Config(layers=1, d_model=16, heads=2, causal=False, stem="patches", head="none",
+                          image_size=8, patch_size=4)
+    with pytest.raises(ConfigError, match=r"\[1, 3, 12, 12\]; this model reads \[1, 3, 8, 8\]"):
+        model.forward(model.init(config, jax.random.key(0)), np.ones((1, 3, 12, 12)), config)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import data
+import model
+import train
 from zigzag import examples, tokenizers
 from zigzag.errors import ConfigError
 from zigzag.examples import Arrays, Pairs, collate_arrays
@@ -403,3 +405,43 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
         Arrays(tmp_path / "b.npz")
     assert re.search("18 examples to learn from, 2 held out, of bytes uint8.5., lab", str(
         Arrays(folder_of(tmp_path / "e", good))))
+
+
+def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
+    """Numbers that are no ids; a kind of token that a device would take another for; a traceback
+    in the middle of a step."""
+    tokens, labels = np.ones((8, 4), int), np.zeros(8, int)
+    config = model.Config(causal=False, head="classes", labels=2, vocab_size=9, seq_len=4)
+    limits = {"tokens": 9, "labels": 2, "token_types": 2}
+    good = {"tokens": tokens, "labels": labels, "mask": np.ones((8, 4), bool)}
+
+    def says(text, **changes):
+        np.savez(tmp_path / "a.npz", **{**good, **changes})
+        with pytest.raises(ConfigError, match=text):
+            examples.open_arrays([str(tmp_path / "a.npz")], model.batch_shapes(config, 1),
+                                 limits).train[0]
+
+    says("tokens is float64; expected whole numbers", tokens=tokens * 1.0)
+    says("labels is bool", labels=labels > 0)
+    says("tokens has rows of .5.; this model has .4.", tokens=np.ones((8, 5), int))
+    says("token_types has rows of .1.", token_types=tokens[:, :1])
+    says("token_types has 2 in row 0; expected 0 to 1", token_types=tokens * 2)
+    says("segments is float64", segments=tokens * 1.0)
+    np.savez(tmp_path / "a.npz", **good, token_types=tokens)
+    examples.open_arrays([str(tmp_path / "a.npz")], model.batch_shapes(config, 1), limits).train[0]
+
+
+@pytest.mark.slow
+def test_a_run_of_arrays_goes_on(tmp_path, capsys):
+    """A run that says of itself that it is another task's, as it has no tokenizer; and --bench."""
+    np.savez(tmp_path / "a.npz", tokens=np.ones((8, 4), int), labels=np.zeros(8, int),
+             mask=np.ones((8, 4)))
+    words = ["--data", tmp_path / "a.npz", "--causal", "false", "--head", "classes", "--labels", 2,
+             "--vocab_size", 9, "--seq_len", 4, "--layers", 1, "--d_model", 8, "--heads", 2,
+             "--batch", 8, "--warmup", 1, "--lr", 0.01, "--out", tmp_path / "out"]
+    for steps in (1, 2):
+        train.main([str(word) for word in (*words, "--steps", steps)])
+    assert "at step 1" in capsys.readouterr().out
+    with train.opened_data(train.parse([str(word) for word in words]), None, tmp_path) as (
+            _, make_task, *_):
+        assert make_task().flops > 0

@@ -329,6 +329,22 @@ def test_a_bad_source_is_refused(source, words):
         sample.generate({}, [[1], [2]], config, source=np.zeros((2, 10, 30)))
 
 
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_a_source_for_which_there_are_no_positions(positions):
+    """The last position, for all tokens that come after it."""
+    config = model.Config(layers=1, encoder_layers=1, d_model=16, heads=2, vocab_size=32,
+                          seq_len=8, positions=positions)
+    params, tokens = model.init(config, jax.random.key(0)), np.ones((1, 4), int)
+    forward = jax.jit(functools.partial(model.forward, params, tokens, config))
+    if positions == "learned":
+        with pytest.raises(ConfigError, match="--source_len 12: .* only 8"):
+            forward(source=np.arange(12)[None])
+        return
+    longer = dataclasses.replace(config, source_len=12)
+    np.testing.assert_allclose(forward(source=np.arange(12)[None]), model.forward(
+        params, tokens, longer, source=np.arange(12)[None]), atol=1e-5)
+
+
 # -------------------------------------------------------------------------------------------
 # Folders
 
