@@ -4,6 +4,7 @@ A field is an option of model.py and a flag of train.py; the comment beside it i
 """
 
 import dataclasses
+import json
 from typing import Any
 
 from zigzag import presets, stems
@@ -184,7 +185,19 @@ def check(c: Any) -> None:
     if set(c.local_layers) - set("lg"):
         raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
                           f"(with the window) or g (without)")
+    _check_published(c)
     _check_parts(c)
+
+
+def _check_published(c):
+    """Refuse a config.json that is none, in a run that somebody else wrote."""
+    try:
+        known = json.loads(c.published or '{"model_type": ""}')
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
+        raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
+                          f"model, with its model_type")
 
 
 def _longest(c):

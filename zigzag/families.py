@@ -77,14 +77,22 @@ def token_ids(c: Any) -> dict[str, Any]:
     record = json.loads(c.published or "{}")
     family = FAMILIES.get(record.get("model_type"))     # (others are in families/)
     defaults = family.defaults if family else {}
-    return {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
+    ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
+    for name, i in ids.items():
+        if i is not None and not isinstance(i, int):
+            raise ConfigError(f"config.json: {name} {i!r:.80}: expected an id")
+    return ids
 
 
 def start_id(c: Any) -> int:
     """With which id an encoder-decoder begins what it writes: T5 with its padding."""
     ids = token_ids(c)
     start = ids.get("decoder_start_token_id")
-    return start if start is not None else ids.get("pad_token_id") or 0
+    start = start if start is not None else ids.get("pad_token_id") or 0
+    if c.vocab_size and not 0 <= start < c.vocab_size:
+        raise ConfigError(f"config.json: decoder_start_token_id {start}: expected an id below the "
+                          f"vocab_size {c.vocab_size}")
+    return start
 
 
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:

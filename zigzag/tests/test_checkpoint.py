@@ -186,7 +186,10 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
 @pytest.mark.parametrize("record, says", [
     (b"", "not a JSON object"), (b"{", "not a JSON object"), (b"[1]", "not a JSON object"),
     (b"null", "not a JSON object"), (b"\xff", "not a JSON object"),
-    (b'{"name": 1}', "no configuration"), (None, "cannot be read")])
+    (b'{"name": 1}', "no configuration"), (None, "cannot be read"),
+    (b'{"layers": 2, "published": "{}"}', "with its model_type"),
+    (b'{"layers": 2, "published": "[3"}', "with its model_type"),
+    (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])
 def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
     """A traceback for a damaged config.json, or a folder that is no run's."""
     if record is not None:
