@@ -297,8 +297,7 @@ def _check_writes(c, what):
     """Refuse a model that writes no text."""
     if families.network_of(c) is not model.TRANSFORMER or c.head != "tokens" or not c.causal:
         gives = {"classes": "classes", "none": "vectors"}.get(c.head, "numbers for each token")
-        raise ConfigError(f"{what}: this model gives {gives} (forward computes them) and writes no "
-                          f"text")
+        raise ConfigError(f"{what}: this model gives {gives}, and writes no text")
 
 
 def special_ids(c: model.Config, tokenizer: data.Tokenizer) -> tuple[int, int, int]:
@@ -345,6 +344,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _source_of(config, c, tokenizer):
     """What an encoder is given: the prompt, or the numbers of a file."""
     if c.stem == "tokens":
+        if config.source:
+            raise ConfigError(f"--source {config.source}: this model reads text, give --prompt")
         return tokenizer.with_ends(config.prompt)
     try:
         return np.load(config.source, allow_pickle=False)

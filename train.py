@@ -119,7 +119,8 @@ class Config(model.Config):
 # How a model is computed, and what else may change of one that has its weights already.
 COMPUTED = ("remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks",
             "sum_dtype")
-TRAINED = ("seq_len", "dropout", "dtype", "balance", "router_z", "lora_rank", *COMPUTED)
+TRAINED = ("seq_len", "source_len", "dropout", "dtype", "balance", "router_z", "lora_rank",
+           *COMPUTED)
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
 SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in COMPUTED) + (
@@ -393,13 +394,10 @@ def flops_of_update(config: Config) -> float:
     return families.network_of(config).flops(config, config.batch * config.seq_len)
 
 
-def weight_shapes(config: Config) -> Any:
-    return families.network_of(config).weight_shapes(config)
-
-
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    weight_shapes, flops_of_update, count_parameters,
+    lambda config: families.network_of(config).weight_shapes(config), flops_of_update,
+    count_parameters,
     data.Bytes.vocab_size, HIDDEN)
 
 
@@ -445,10 +443,12 @@ def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
                 if k not in ("dtype", "lora_rank", *COMPUTED)} | {"model": ""}
     else:
         base = dataclasses.asdict(families.hf_config(source))
-        base["seq_len"] = min(base["seq_len"], FINE_TUNING_LENGTH)
+        lengths = ("seq_len", "source_len") if base["stem"] == "tokens" else ("seq_len",)
+        base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in lengths}
     base["remat"] = "full"      # (trained models tend to be as large as a memory allows)
     for name, value in given.items():
-        if name in base.keys() - {*TRAINED} and value != base[name]:
+        may = name in TRAINED and (name != "source_len" or base["stem"] == "tokens")
+        if name in base and not may and value != base[name]:
             raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
                               f"weights are made for that; what may change is how it is trained "
                               f"(--{', --'.join(TRAINED)})")
@@ -478,7 +478,7 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
 
 def reads_text(config: Config) -> bool:
     """Whether --data is text, which needs a tokenizer; pictures, sound and classes are arrays."""
-    return (config.stem == "tokens" and config.head == "tokens"
+    return (config.stem == "tokens" and config.head == "tokens" and config.causal
             and families.network_of(config) is model.TRANSFORMER)
 
 
@@ -502,6 +502,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
             "fingerprint": pairs.fingerprint, "tokenizer_sha256": "",
             **data.tokenizer_record(pairs.tokenizer)}, pairs
         if not ready and pairs.tokenizer.kind != "bytes":
+            run.mkdir(parents=True, exist_ok=True)
             data.copy_files(pairs.tokenizer, run)
     else:
         with data.opened(config.data, run, ready, tokenizer) as corpus:

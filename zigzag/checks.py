@@ -35,6 +35,8 @@ def check_config(c: Any) -> None:
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(value, known))
+    if len(c.fields) == 1 and c.fields[0].count(",") == 1:
+        object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
     if len(c.fields) != 2:
         raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
                           f"of the target")

@@ -229,8 +229,9 @@ def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, 
     """The arrays of --data for a model whose batch has these shapes; ids and classes are below
     their `limits`."""
     if len(paths) != 1:
-        raise ConfigError(f"--data {' '.join(paths)}: expected one .npz, or one folder of .npy "
-                          f"files, with {', '.join(shapes)}: a row in each for each example")
+        raise ConfigError(f"--data {' '.join(paths) or 'is not given'}: expected one .npz, or one "
+                          f"folder of .npy files, with {', '.join(shapes)}: a row in each for each "
+                          f"example")
     arrays = Arrays(paths[0], list(shapes))
     if "tokens" in shapes:      # what a batch may have beside
         more = {"mask": np.float32, **dict.fromkeys(("token_types", "segments", "positions"), int)}
