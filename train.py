@@ -478,7 +478,7 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
 
 def reads_text(config: Config) -> bool:
     """Whether --data is text, which needs a tokenizer; pictures, sound and classes are arrays."""
-    return (config.stem == "tokens" and config.head == "tokens"
+    return (config.stem == "tokens" and config.head == "tokens" and config.causal
             and families.network_of(config) is model.TRANSFORMER)
 
 
