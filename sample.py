@@ -348,8 +348,8 @@ def _source_of(config, c, tokenizer):
             raise ConfigError(f"--source {config.source}: this model reads text, give --prompt")
         return tokenizer.with_ends(config.prompt)
     try:
-        return np.load(config.source, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as e:
+        return np.asarray(np.load(config.source, allow_pickle=False), np.float32)
+    except (OSError, ValueError, TypeError, EOFError) as e:
         raise ConfigError(f"--source {config.source!r}: expected a .npy file with an array of "
                           f"{list(stems.source_shape(c, 1)[1:])} ({one_line(e)})") from None
 

@@ -525,3 +525,9 @@ def test_a_picture_of_another_size_is_refused():
                           image_size=8, patch_size=4)
     with pytest.raises(ConfigError, match=r"\[1, 3, 12, 12\]; this model reads \[1, 3, 8, 8\]"):
         model.forward(model.init(config, jax.random.key(0)), np.ones((1, 3, 12, 12)), config)
+
+
+def test_an_encoder_of_tokens_reads_no_running_text():
+    """A token that sees the next one learns to copy it, to a loss of 0."""
+    assert train.reads_text(train.Config())
+    assert not train.reads_text(train.Config(causal=False))

@@ -329,6 +329,18 @@ def test_a_bad_source_is_refused(source, words):
         sample.generate({}, [[1], [2]], config, source=np.zeros((2, 10, 30)))
 
 
+@pytest.mark.parametrize("save", [
+    lambda file: np.savez(file, x=np.ones((4, 16))), lambda file: np.save(file, np.array(["a"])),
+    lambda file: file.write(b"RIFF")], ids=["npz", "text", "sound"])
+def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
+    """A traceback for a .npz, or for words."""
+    with open(tmp_path / "a.npy", "wb") as file:
+        save(file)
+    config = model.Config(encoder_layers=1, stem="frames", channels=4, source_len=8)
+    with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
+        sample._source_of(sample.Config(source=str(tmp_path / "a.npy")), config, None)
+
+
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 def test_a_source_for_which_there_are_no_positions(positions):
     """The last position, for all tokens that come after it."""
