@@ -344,8 +344,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _source_of(config, c, tokenizer):
     """What an encoder is given: the prompt, or the numbers of a file."""
     if c.stem == "tokens":
-        if config.source:
-            raise ConfigError(f"--source {config.source}: this model reads text, give --prompt")
         return tokenizer.with_ends(config.prompt)
     try:
         return np.asarray(np.load(config.source, allow_pickle=False), np.float32)
