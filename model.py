@@ -636,8 +636,8 @@ TRANSFORMER = Network(Config, table, loss, batch_shapes, FAMILIES, check_model)
 init, weight_shapes = TRANSFORMER.init, TRANSFORMER.weight_shapes
 tensor_dims, weight_specs = TRANSFORMER.tensor_dims, TRANSFORMER.weight_specs
 parameters, flops, load_run = TRANSFORMER.parameters, TRANSFORMER.flops, TRANSFORMER.load_run
-load_hf, save_hf, plan_weights = (
-    TRANSFORMER.load_hf, TRANSFORMER.save_hf, TRANSFORMER.plan_weights)
+load_hf, save_hf, read_hf = TRANSFORMER.load_hf, TRANSFORMER.save_hf, TRANSFORMER.read_hf
+plan_weights = TRANSFORMER.plan_weights
 
 
 if __name__ == "__main__":
