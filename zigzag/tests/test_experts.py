@@ -7,7 +7,7 @@ import pytest
 
 import model
 import shard
-from zigzag import experts
+from zigzag import experts, network
 from zigzag import mesh as mesh_tools
 from zigzag.experts import _by_blocks
 from zigzag.tests.common import batch_of, gradients_of, learn, make, slow
@@ -161,14 +161,14 @@ def test_experts_equal_a_loop_over_all_of_them():
 def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
     """Room for the usual number of tokens alone. A router of zeros: every token chooses the first
     two, which are on one device."""
-    c, real = make(experts=4, balance=0.0), model.init
+    c, real = make(experts=4, balance=0.0), network.Network.init
 
-    def init(config, key):
-        params = real(config, key)
+    def init(self, config, key):
+        params = real(self, config, key)
         layers = {**params["layers"], "router": 0 * params["layers"]["router"]}
         return {**params, "layers": layers}
 
-    monkeypatch.setattr(model, "init", init)
+    monkeypatch.setattr(network.Network, "init", init)
     got, value = gradients_of(c, mesh, batch_of(c))
     want, alone = gradients_of(c, "", batch_of(c))
     assert value == pytest.approx(alone, rel=2e-6)
