@@ -54,6 +54,15 @@ def peer(name):
     return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
 
 
+def mean_loss(loss, config):
+    """The mean loss, as a function of weights and a batch."""
+    def mean(params, batch):
+        total, count = loss(params, batch, config)
+        return total / count
+
+    return mean
+
+
 def published_files(folder, text):
     """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
     of the files in `text`."""

@@ -13,6 +13,7 @@ import pytest
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
+import families
 import model
 import shard
 import train
@@ -279,8 +280,9 @@ def test_documents_stay_apart(mesh, monkeypatch):
     config = make(kv_heads=2)
     batch = with_documents(config)
     shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items() if k != "seeds"}
-    monkeypatch.setattr(model, "batch_shapes", lambda c, rows: {
+    network = dataclasses.replace(model.TRANSFORMER, batch_shapes=lambda c, rows: {
         k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype) for k, v in shapes.items()})
+    monkeypatch.setattr(families, "network_of", lambda c: network)
     got, value = gradients_of(config, mesh, batch)
     plain = {k: jnp.asarray(v) for k, v in batch.items() if k != "seeds"}
 

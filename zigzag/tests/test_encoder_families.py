@@ -19,7 +19,7 @@ from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
 from zigzag.published import Folder
 from zigzag.published_config import as_config
-from zigzag.tests.common import assert_same_on, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import assert_same_on, mean_loss, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import (
     BY_HAND,
     COLUMNS,
@@ -226,11 +226,8 @@ def loaded(name):
     params, config = model.load_hf(want.folder, **fields)
     config = train.Config(**dataclasses.asdict(config) | dict(batch=ROWS, dtype="float32", out=""))
 
-    def mean(params):
-        total, count = model.loss(params, want.batch, config)
-        return total / count
-
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params)
+    mean = mean_loss(model.loss, config)
+    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return params, config, gradient, float(loss)
 
 
@@ -357,10 +354,7 @@ def test_no_encoder_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    def mean(params, batch):
-        total, count = model.loss(params, batch, config)
-        return total / count
-
+    mean = mean_loss(model.loss, config)
     specs = model.weight_specs(config, mesh_of(f"tensor={shards}"))
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), MEGATRON, shards, specs)
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -24,7 +23,7 @@ import train
 from zigzag import families, families_gpt, published, tables
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
-from zigzag.tests.common import mesh_of, sums_and_gradients
+from zigzag.tests.common import mean_loss, mesh_of, peer, sums_and_gradients
 from zigzag.tests.readme import README
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -125,13 +124,6 @@ def cases(quick=QUICK, slow=SLOW, names=CASES):
     return [pytest.param(name, id=name, marks=[] if name in quick else
                          pytest.mark.slow if name in slow else pytest.mark.full)
             for name in names]
-
-
-def peer(name):
-    """A reference to compare with: where it is missing the test skips; in .ci/run it fails."""
-    if os.environ.get("ZIGZAG_CI"):
-        return __import__(name)
-    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
 
 
 class Reference(NamedTuple):
@@ -301,11 +293,8 @@ def ready(want, **fields):
     config = train.Config(**dataclasses.asdict(config) | dict(
         batch=rows, dtype="float32", out="", balance=0.0, router_z=0.0))
 
-    def mean(params):
-        total, count = model.loss(params, want.batch, config)
-        return total / count
-
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params)
+    mean = mean_loss(model.loss, config)
+    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return params, config, gradient, float(loss)
 
 
@@ -402,10 +391,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    def mean(params, batch):
-        total, count = model.loss(params, batch, config)
-        return total / count
-
+    mean = mean_loss(model.loss, config)
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
 
 

@@ -17,7 +17,7 @@ from zigzag import families
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path, shardings
 from zigzag.published_config import as_config
-from zigzag.tests.common import mesh_of, sums_and_gradients
+from zigzag.tests.common import mean_loss, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import (
     BY_HAND,
     COLUMNS,
@@ -33,7 +33,6 @@ from zigzag.tests.test_families import (
     cases,
     logits_of,
     numbers_of,
-    peer,
     ready,
     rewrite,
 )
@@ -237,10 +236,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    def mean(params, batch):
-        total, count = model.loss(params, batch, config)
-        return total / count
-
+    mean = mean_loss(model.loss, config)
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BOTH_BY_HAND, shards)
 
 

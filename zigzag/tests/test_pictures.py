@@ -22,7 +22,7 @@ from zigzag import published
 from zigzag.errors import ConfigError
 from zigzag.families import family_of, fields_of
 from zigzag.mesh import by_path
-from zigzag.tests.common import full, mesh_of, peer, program_of, slow, sums_and_gradients
+from zigzag.tests.common import full, mean_loss, mesh_of, peer, program_of, slow, sums_and_gradients
 from zigzag.tests.test_families import assert_close
 from zigzag.tests.test_rule import by_hand, no_worse_than_by_hand, sent_by
 
@@ -125,11 +125,8 @@ def loaded(name):
     config = train.Config(**dataclasses.asdict(config) | dict(
         batch=ROWS, dtype="float32", out="", fsdp_min=64))
 
-    def mean(params):
-        total, count = network.loss(params, want.batch, config)
-        return total / count
-
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params)
+    mean = mean_loss(network.loss, config)
+    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return network, params, config, gradient, float(loss)
 
 
@@ -272,10 +269,7 @@ def test_no_more_is_sent_than_by_hand(name, shards):
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
     params, mesh = jax.device_get(params), mesh_of(f"tensor={shards}")
 
-    def mean(params, batch):
-        total, count = network.loss(params, batch, config)
-        return total / count
-
+    mean = mean_loss(network.loss, config)
     if name.startswith("swin"):
         no_worse_than_by_hand(mean, params, (batch,), BY_HAND, shards)
     for fn in (mean, jax.value_and_grad(mean)):

@@ -22,7 +22,7 @@ from families import blip2, clip
 from zigzag import published
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
-from zigzag.tests.common import full, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import full, mean_loss, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import assert_close
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -143,7 +143,7 @@ def reference(name):
 
 
 def network(name):
-    return clip.CLIP if name.startswith("clip") else blip2.BLIP2
+    return clip.NETWORK if name.startswith("clip") else blip2.NETWORK
 
 
 def logits_of(name, params, config, batch, mesh=None):
@@ -184,11 +184,8 @@ def loaded(name):
     config = train.Config(**dataclasses.asdict(config) | dict(
         batch=ROWS, dtype="float32", out=""))
 
-    def mean(params):
-        total, count = network(name).loss(params, want.batch, config)
-        return total / count
-
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params)
+    mean = mean_loss(network(name).loss, config)
+    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return params, config, gradient, float(loss)
 
 
@@ -264,10 +261,7 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    def mean(params, batch):
-        total, count = network(name).loss(params, batch, config)
-        return total / count
-
+    mean = mean_loss(network(name).loss, config)
     ours, _ = no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
     assert network(name).weight_specs(config, mesh_of(f"tensor={shards}")) == ours
 
@@ -277,7 +271,7 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
 def test_captions_are_those_of_transformers(prompts):
     """A picture that later tokens do not see, or that padding moves."""
     torch, name = peer("torch"), "blip2"
-    params, config = blip2.BLIP2.load_hf(reference(name).folder)
+    params, config = blip2.NETWORK.load_hf(reference(name).folder)
     pictures, given = reference(name).batch["source"], {}
     theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
     ours = blip2.captions(params, pictures, config, prompts, tokens=10)
