@@ -10,7 +10,7 @@ from zigzag.network import Network
 from zigzag.published import read_config
 
 # By the model_type of a published config.json.
-KINDS: dict[str, Network] = {"blip-2": blip2.BLIP2, "clip": clip.CLIP, "swin": swin.NETWORK,
+KINDS: dict[str, Network] = {"blip-2": blip2.NETWORK, "clip": clip.NETWORK, "swin": swin.NETWORK,
                              "sam": sam.NETWORK, "sam_vision_model": sam.NETWORK}
 
 

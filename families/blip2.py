@@ -326,4 +326,5 @@ def check(c: Any, mesh: Any) -> None:
     towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
 
 
-BLIP2 = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
+NETWORK = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
+load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf

@@ -219,4 +219,5 @@ def check(c: Any, mesh: Any) -> None:
                           f"more devices of data or fsdp")
 
 
-CLIP = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
+NETWORK = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
+load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
