@@ -96,18 +96,18 @@ def _attention_mask(c, i, query, key):
     return (seen, key["position"][:, None, None, :]) if "position" in key else seen
 
 
+def heads_of(q, a, dim):
+    """Of an array of all heads those that this device has of the queries."""
+    return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
+
+
 def _score_bias(w, q, c):
     """What is added to the scores of these queries, as a function: by learned numbers for each
     distance (`relative`), or by slopes of the heads (ALiBi)."""
     if c.relative:
-        table = w["relative"]
-        if q.shape[2] < table.shape[1]:
-            table = shard.own_part(table, 1)
-        return functools.partial(relative_bias, c, table)
+        return functools.partial(relative_bias, c, heads_of(q, w["relative"], 1))
     if c.positions.startswith("alibi"):
-        slopes = jnp.asarray(alibi_slopes(c.heads))
-        slopes = shard.own_part(slopes, 0) if q.shape[2] < c.heads else slopes
-        return functools.partial(alibi_bias, c, slopes)
+        return functools.partial(alibi_bias, c, heads_of(q, jnp.asarray(alibi_slopes(c.heads)), 0))
     return None
 
 
@@ -175,13 +175,9 @@ def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
-def _quick_gelu(x):
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
                "gelu": functools.partial(jax.nn.gelu, approximate=False),
-               "quick_gelu": _quick_gelu}
+               "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
 
 
 def activate(c, first, *gated):
@@ -195,7 +191,7 @@ def _into_dense(w):
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
-def _feed_forward(w, h, c, i, batch):
+def feed_forward(w, h, c, i=0, batch=None):
     """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
     y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
     return _plus_bias(w, y, "w_down"), aux
@@ -294,7 +290,7 @@ def block(w, x, i, c, batch, cache=None):
     if "cross_wq" in w:
         y = _cross_attention(w, x if is_post else norm(w, "cross_norm", x, c), c, batch, cache)
         x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
-    y, aux = _feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
+    y, aux = feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
     return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
 
 
@@ -464,9 +460,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
     def head(params, x, batch):
         if c.head == "classes":
-            logits = jax.nn.log_softmax(_class_logits(params, x, c))
-            chosen = jax.nn.one_hot(batch["labels"], c.labels)
-            return -jnp.sum(logits * chosen), jnp.float32(len(logits))
+            return class_loss(_class_logits(params, x, c), batch["labels"])
         if c.head == "none":        # (from which the rule finds where weights lie)
             return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = loss_head(params, x, c)
@@ -618,6 +612,12 @@ def _class_logits(params, x, c):
     if c.pool_dense:
         x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
     return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+
+
+def class_loss(logits, labels):
+    """The sum over rows of the cross-entropy of labels [B], and how many rows there are."""
+    chosen = jax.nn.one_hot(labels, logits.shape[1])
+    return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
 
 
 def _repeat(w, x, group, c, batch):

@@ -30,7 +30,7 @@ from jax import Array, lax
 
 import shard
 from families import towers
-from model import activate, norm, softmax_attention, with_bias
+from model import feed_forward, norm, softmax_attention, with_bias
 from zigzag import lora, stems, windows
 from zigzag.config import Config
 from zigzag.errors import ConfigError
@@ -154,17 +154,10 @@ def _mask(has_bias, query, key):
     return (everything, query) if has_bias else everything
 
 
-def _feed_forward(w, h, c):
-    """h [B, T, D] -> [B, T, D]."""
-    up, = shard.columns(h, with_bias(w, "w_up"))
-    y = shard.row((activate(c, up), w["w_down"]), split_time=c.sequence_parallel)
-    return y + w["w_down_bias"]
-
-
 def block(w: Params, x: Array, window: int, c: Config) -> Array:
     w = lora.adapted(w)
     x = x + _attention(w, norm(w, "attn_norm", x, c), window, c)
-    return x + _feed_forward(w, norm(w, "mlp_norm", x, c), c)
+    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
 
 
 # -------------------------------------------------------------------------------------------

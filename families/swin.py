@@ -31,7 +31,7 @@ from jax import Array, lax
 
 import shard
 from families import towers
-from model import activate, norm, softmax_attention, with_bias
+from model import class_loss, feed_forward, heads_of, norm, softmax_attention, with_bias
 from zigzag import lora, stems, windows
 from zigzag.config import Config
 from zigzag.errors import ConfigError
@@ -119,9 +119,7 @@ def _attention(w, h, shift, size, window, c):
     rows = windows.cut(jnp.roll(pictures, (-shift, -shift), (1, 2)), window)    # [B W, t, D]
     q, k, v = shard.columns(rows, *[with_bias(w, name) for name in ("wq", "wk", "wv")],
                             gathered=True)
-    table = w["relative"]
-    if q.shape[2] < table.shape[1]:
-        table = shard.own_part(table, 1)
+    table = heads_of(q, w["relative"], 1)
     info = _info(shift, height, width, window, len(rows))
     out = shard.attend(
         functools.partial(softmax_attention, c, functools.partial(relative_bias, c, table)),
@@ -148,17 +146,10 @@ def _mask(window, query, key):
     return seen, (down + window - 1) * (2 * window - 1) + right + window - 1
 
 
-def _feed_forward(w, h, c):
-    """h [B, T, D] -> [B, T, D]."""
-    up, = shard.columns(h, with_bias(w, "w_up"))
-    y = shard.row((activate(c, up), w["w_down"]), split_time=c.sequence_parallel)
-    return y + w["w_down_bias"]
-
-
 def block(w: Params, x: Array, shift: Any, size: tuple[int, int], window: int, c: Config) -> Array:
     w = lora.adapted(w)
     x = x + _attention(w, norm(w, "attn_norm", x, c), shift, size, window, c)
-    return x + _feed_forward(w, norm(w, "mlp_norm", x, c), c)
+    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
 
 
 # -------------------------------------------------------------------------------------------
@@ -226,8 +217,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     out = forward(params, batch["source"], config, specs)
     if config.head == "none":       # (from which the rule finds where weights lie)
         return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
-    chosen = jax.nn.one_hot(batch["labels"], config.labels)
-    return -jnp.sum(jax.nn.log_softmax(out) * chosen), jnp.float32(len(out))
+    return class_loss(out, batch["labels"])
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -151,8 +151,8 @@ class Plan:
             raise ConfigError(
                 f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
                 f"by its rows, as a pooled one does, and each device has a part of the time; let "
-                f"it count the sum of the batch's weights, and multiply each row's loss by the "
-                f"sum of the row's; {ANY_LOSS}")
+                f"it pool what shard.whole_time gives, or count the sum of the batch's weights, "
+                f"and multiply each row's loss by the sum of the row's; {ANY_LOSS}")
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
                             (total, count, aux))
         return keep_on_first(sums, self.shared_row_axes)

@@ -1,5 +1,5 @@
-"""Every weight of the transformer, once: its axes, the deviation of its first values, and the axis
-that tensor may split in model.py's code. The letters are model.py's; more of them:
+"""Every weight of the transformer, once: its axes, the deviation of its first values (none: ones),
+and the axis that tensor may split in model.py's code. The letters are model.py's; more of them:
 
 J rows of learned scores by distance, Z kinds of tokens, A classes, C channels (of a picture or of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
@@ -15,8 +15,7 @@ from zigzag.weights import Table
 
 
 def table(c: Any) -> dict[str, Any]:
-    """Every weight, once: its axes, the deviation of its first values (none: ones), and the axis
-    that tensor may split in the code below."""
+    """The weights of a model, and of its encoder if it has one, as a tree of Weight."""
     D, W = c.d_model, c.embed_dim or c.d_model
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
                  J=relative_rows(c), H=c.heads, Z=c.token_types, C=c.channels, y=c.patch_size,
