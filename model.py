@@ -19,7 +19,7 @@ P rows of positions. Latent attention: Q, R short vectors, U the turned part of 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import shard
+from zigzag import cache as kept_tokens
 from zigzag import folders, lora, stems
 from zigzag.checks import check_model
 from zigzag.config import PRESETS as PRESETS
@@ -49,7 +50,7 @@ from zigzag.positions import (
     rotate,
     sinusoids,
 )
-from zigzag.products import loss_chunks, matmul, on_columns
+from zigzag.products import loss_chunks, matmul, on_columns, whole
 from zigzag.tables import encoder_config, table
 
 # -------------------------------------------------------------------------------------------
@@ -117,7 +118,9 @@ def with_bias(w, name):
     return w[name] if bias is None else (w[name], bias)
 
 
-def _into_heads(w, c):
+def _into_heads(w, c, cache=None):
+    if cache is not None:           # (whose heads are not repeated)
+        return [with_bias(w, name) for name in ("wq", "wk", "wv")]
     return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
 
 
@@ -125,16 +128,38 @@ def _into_keys(w, c, *names):
     return [on_columns(lambda a: shard.repeat_kv(a, c.heads), with_bias(w, n)) for n in names]
 
 
-def _latent_heads(w, h, c):
-    """Queries, keys and values [B, T, H, N] of latent attention. (Its own norms have always had an
-    epsilon of 1e-6, whatever that of the others.)"""
+def _latent(w, h, c):
+    """Queries of latent attention [B, T, H, N], the vector [B, T, R] of which its keys and values
+    are made, and the part of a key that all heads have. (Its own norms have always had an epsilon
+    of 1e-6, whatever that of the others.)"""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
+    return q, latent, shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]
+
+
+def _latent_heads(w, h, c):
+    """Queries, keys and values [B, T, H, N] of latent attention."""
+    q, latent, turned = _latent(w, h, c)
     k, v = shard.columns(latent, w["wk"], w["wv"])
-    turned = shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]          # of all heads
     turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
     return q, jnp.concatenate([turned, k], -1), v
+
+
+def _latent_from_cache(w, h, c, i, batch, cache):
+    """Latent attention that keeps the latent vectors, and makes no keys and values of them: it
+    multiplies queries with what would make the keys, and the result with what makes values."""
+    (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
+    turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
+    latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
+    kept = kept_tokens.put(cache["latent"], latent, batch["slot"], 1)
+    wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
+    q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
+    q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
+    out = kept_tokens.attend(
+        functools.partial(softmax_attention, c, None), q, kept, kept[..., U:],
+        functools.partial(_attention_mask, c, i), batch, c.heads, 1)
+    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": kept}
 
 
 def _heads(w, qkv, c, i, batch, cache=None):
@@ -145,18 +170,18 @@ def _heads(w, qkv, c, i, batch, cache=None):
         q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
     if c.positions == "rotary":
         q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
-    q = _scaled(q, c)
+    q, bias = _scaled(q, c), _score_bias(w, q, c)
+    attention, mask = functools.partial(softmax_attention, c, bias), functools.partial(
+        _attention_mask, c, i)
     if cache is not None:
-        cache = cache | {name: jax.lax.dynamic_update_slice_in_dim(cache[name], a, batch["slot"], 1)
-                 for name, a in (("k", k), ("v", v))}
-        k, v = cache["k"], cache["v"]                                           # [B, S, K, N]
-    bias = _score_bias(w, q, c)
-    is_plain = c.causal and not (
-        c.window or c.attn_softcap or c.kv_rank or bias is not None or cache is not None
-        or {"segments", "places", "mask"} & batch.keys())
-    return shard.attend(functools.partial(softmax_attention, c, bias), q, k, v,
-                        functools.partial(_attention_mask, c, i), batch["query"], batch["key"],
-                        causal=c.causal and cache is None, kernel=c.kernel and is_plain), cache
+        kept = {name: kept_tokens.put(cache[name], a, batch["slot"], c.kv_heads)
+                for name, a in (("k", k), ("v", v))}
+        return kept_tokens.attend(attention, q, *kept.values(), mask, batch, c.heads, c.kv_heads,
+                                  bias is None), cache | kept
+    is_plain = c.causal and not (c.window or c.attn_softcap or c.kv_rank or bias is not None
+                                 or {"segments", "places", "mask"} & batch.keys())
+    return shard.attend(attention, q, k, v, mask, batch["query"], batch["key"], causal=c.causal,
+                        kernel=c.kernel and is_plain), None
 
 
 def _scaled(q, c):
@@ -166,8 +191,11 @@ def _scaled(q, c):
 
 def _attention(w, h, c, i, batch, cache):
     """h [B, T, D] -> [B, T, D]."""
-    qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c))
-    heads, cache = _heads(w, qkv, c, i, batch, cache)
+    if c.kv_rank and cache is not None:
+        heads, cache = _latent_from_cache(w, h, c, i, batch, cache)
+    else:
+        qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c, cache))
+        heads, cache = _heads(w, qkv, c, i, batch, cache)
     return _plus_bias(w, shard.row((heads, w["wo"]), split_time=c.sequence_parallel), "wo"), cache
 
 
@@ -309,9 +337,9 @@ def _parallel_block(w, x, i, c, batch, cache):
     both."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
-        q, k, v, *dense = shard.columns(h, *_into_heads(w, c), *_into_dense(w))
+        q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
     else:
-        q, k, v = shard.columns(h, *_into_heads(w, c))
+        q, k, v = shard.columns(h, *_into_heads(w, c, cache))
         h = norm(w, "mlp_norm", x, c)
         dense = shard.columns(h, *_into_dense(w))
     heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
@@ -368,34 +396,32 @@ def _layers(params, specs=None):
     return layers, specs
 
 
-def stack(params, name, x, c, batch, cache=None, specs=None):
-    """x through "dense_layers" or "layers", and their part of the cache."""
+def stack(params, name, x, c, batch, specs=None):
+    """x through "dense_layers" or "layers"."""
     first, count = (0, c.dense_layers) if name == "dense_layers" else (
         c.dense_layers, c.layers - c.dense_layers)
 
-    def layer(w, x, each):
-        i, layer_cache = each
-        if c.layer_groups:
-            return _repeat(w, x, i, c, batch)[0], None
-        x, _, layer_cache = block(w, x, i, c, batch, layer_cache)
-        return x, layer_cache
+    def layer(w, x, i):
+        return _repeat(w, x, i, c, batch)[0] if c.layer_groups else block(w, x, i, c, batch)[0], ()
 
-    own = jax.tree.map(lambda a: a[first:first + count], cache)
     weights, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
         _layers(params, specs))
-    count = c.layer_groups or count
-    remat = c.remat if cache is None else "none"
-    return shard.layers(layer, weights, x, (jnp.arange(first, first + count), own), specs, remat,
-                        c.sum_dtype)
+    numbers = jnp.arange(first, first + (c.layer_groups or count))
+    return shard.layers(layer, weights, x, numbers, specs, c.remat, c.sum_dtype)[0]
 
 
-def trunk(params, c, batch, cache=None, specs=None):
-    """The last block's output [B, T, D], and the cache with these T tokens in it."""
-    x, parts = embedding(params, batch, c), []
+def trunk(params, c, batch):
+    """The last block's output [B, T, D]."""
+    x = embedding(params, batch, c)
     for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
-        x, part = stack(params, name, x, c, batch, cache, specs)
-        parts.append(part)
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        x = stack(params, name, x, c, batch)
+    return x
+
+
+def head_logits(params, x, c):
+    """float32 logits [B, T, V] of the token that follows each of x [B, T, D]."""
+    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
+    return logits[..., :c.vocab_size]
 
 
 def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
@@ -416,15 +442,14 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
                  source_mask=source_mask, token_types=token_types)
     batch = {name: a for name, a in given.items() if a is not None}
     c, params, batch = prepared(params, batch, c)
-    x, _ = trunk(params, c, batch)
+    x = trunk(params, c, batch)
     if c.head == "classes":
         return _class_logits(params, x, c)
     if c.head == "none":
         x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
         x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
         return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
-    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
-    return logits[..., :c.vocab_size]
+    return head_logits(params, x, c)
 
 
 def prepared(params, batch, c, specs=None):
@@ -451,7 +476,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     def embed(params, batch):
         x = embedding(params, batch, c)
         if c.dense_layers:
-            x, _ = stack(params, "dense_layers", x, c, batch, specs=specs)
+            x = stack(params, "dense_layers", x, c, batch, specs)
         return x
 
     def layer(w, x, i, batch):
@@ -494,47 +519,47 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding with a cache
+# Decoding: tokens after those that a cache has (zigzag/cache.py)
 
-def new_cache(params: Params, config: Config, rows: int, slots: int, specs: Params | None = None,
-              source: dict[str, Array] | None = None) -> Params:
-    """Room for the keys and values of `slots` tokens in each row, of the heads that this device
-    has of them. With a source (and its source_mask), what the layers need of it."""
+def apart(tree: Any, config: Config, of_layer: Callable = lambda w, i: w[i]) -> Any:
+    """A tree of weights, or of what each has, with that of each layer apart, in a list."""
+    names = ("dense_layers", "layers") if config.dense_layers else ("layers",)
+    count = {"dense_layers": config.dense_layers, "layers": config.layers - config.dense_layers}
+    return {**{name: w for name, w in tree.items() if name not in names}, "layers": [
+        jax.tree.map(lambda w: of_layer(w, i), tree[name])
+        for name in names for i in range(count[name])]}
+
+
+def encode_source(params: Params, source: dict[str, Array], config: Config,
+                  specs: Params | None = None) -> list[Params]:
+    """What each layer's cache has of a source (and its source_mask): keys and values."""
     c = config
-
-    def zeros(name, width):
-        w = jax.eval_shape(lambda w: shard.repeat_kv(w[0], c.heads), params["layers"][name])
-        return jnp.zeros((c.layers, rows, slots, w.shape[1], width), w.dtype)
-
-    cache = {"k": zeros("wk", c.head_dim), "v": zeros("wv", c.v_head_dim or c.head_dim)}
-    if source:
-        whole = functools.partial(shard.whole_time, in_parts=True)
-        encoded, info = _encode(params, source, c, specs, whole).values()
-        _, (k, v) = shard.layers(lambda w, x, _: (x, _cross_keys(w, encoded, c)),
-                                 params["layers"], jnp.zeros(()), None, specs and specs["layers"])
-        document = jnp.broadcast_to(info["document"], (c.layers, *info["document"].shape))
-        cache |= {"cross_k": k, "cross_v": v, "cross_document": document}
-    return cache
+    all_time = functools.partial(shard.whole_time, in_parts=True)
+    encoded, info = _encode(params, source, c, specs, all_time).values()
+    keys = (_cross_keys(shard.gather(w, specs and specs["layers"][i]), encoded, c)
+            for i, w in enumerate(params["layers"]))
+    return [{"cross_k": k, "cross_v": v, "cross_document": info["document"]} for k, v in keys]
 
 
-def extend(params: Params, cache: Params, tokens: Array, slot: Any, start: Array,
-           config: Config, specs: Params | None = None) -> tuple[Array, Params]:
-    """Put `tokens` [B, T] into the cache's slots from `slot` on. Gives the logits [B, V] after
-    the last of them, and the cache. Row b begins at slot start[b]; what lies before is padding.
-    Weights of layers that `specs` split over fsdp are gathered layer by layer."""
-    (B, T), S = tokens.shape, cache["k"].shape[2]
-    slots = jnp.broadcast_to(slot + jnp.arange(T), (B, T))
-    keys = jnp.broadcast_to(jnp.arange(S), (B, S))
-    position, key_position = (jnp.maximum(a - start[:, None], 0) for a in (slots, keys))
-    batch = {"tokens": tokens, "positions": position, "slot": slot,
-             "query": {"place": slots, "document": jnp.zeros_like(slots)},
-             "key": {"place": keys, "document": jnp.where(keys < start[:, None], -1, 0)}}
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
+           config: Config, length: int, specs: Params | None = None) -> tuple[Array, list[Params]]:
+    """Put `tokens` [B, T] into the cache, from place `slot` on. Gives the last block's output
+    [B, T, D], whole, and the cache. Row b begins at place start[b]; before that is padding. Rows
+    become no longer than `length`. The weights (and specs) are `apart`."""
+    config = dataclasses.replace(config, seq_len=length)
+    place = jnp.broadcast_to(slot + jnp.arange(tokens.shape[1]), tokens.shape)
+    position = jnp.maximum(place - start[:, None], 0)
+    batch = {"tokens": tokens, "positions": position, "slot": slot, "start": start,
+             "query": {"place": place, "document": jnp.zeros_like(place)}}
     if config.positions.startswith("alibi"):
-        batch["query"]["position"], batch["key"]["position"] = position, key_position
-    config = dataclasses.replace(config, seq_len=S)
-    x, cache = trunk(params, config, batch, cache, specs)
-    x, head = loss_head(params, shard.whole_time(x)[:, -1:], config)
-    return shard.vocab_logits(x, head, config.vocab_size, config.logit_softcap)[:, 0], cache
+        batch["query"]["position"] = position
+    shared = {name: params[name] for name in ("relative",) if name in params}
+    x, kept = embedding(params, batch, config), []
+    for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
+        w = shard.gather(w, specs and specs["layers"][i])
+        x, _, layer = block({**w, **shared}, x, i, config, batch, layer)
+        kept.append(layer)
+    return shard.whole_time(x), kept
 
 
 # -------------------------------------------------------------------------------------------

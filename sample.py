@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,227 +29,337 @@ import families
 import model
 import shard
 from zigzag import stems
+from zigzag.cache import CHUNK, layer_specs, new_layer
 from zigzag.checkpoint import read_run, run_config
+from zigzag.decoding import NONE, Choice, add_choice, choose_on, ids_seen, search_on
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.families import start_id, token_ids
 from zigzag.flags import from_flags, run_main
-from zigzag.mesh import (
-    batch_spec,
-    cast,
-    mark_alike,
-    mesh_of,
-    row_groups,
-    simulate_devices,
-    spec_axes,
-    varying,
-    without_axis,
-)
+from zigzag.mesh import batch_spec, cast, mesh_of, shardings, simulate_devices, without_axis
 from zigzag.plan import resolve_dtype
+from zigzag.positions import decoding_length
+from zigzag.products import LOGITS
+from zigzag.rows import (
+    on_host,
+    overlapping,
+    padded_prompts,
+    room,
+    seeds_of,
+    source_arrays,
+    stops_at,
+    until,
+    whole_groups,
+)
 from zigzag.tokenizers import published_tokenizer
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-             seed: int = 0, source: Any = None) -> list[list[int]]:
-    """The `tokens` new ids of each prompt. Temperature 0 is greedy. top_k keeps that many of the
-    likeliest ids (0: all), top_p the likeliest that together have that share. An encoder-decoder
-    is given a source for each prompt, a list of ids or what a stem reads, and goes on from
+             min_p: float = 0.0, repetition_penalty: float = 1.0,
+             seed: int | Sequence[int] = 0, stop: Sequence[int | str] = (),
+             logprobs: bool = False, source: Any = None, tokenizer: Any = None) -> list:
+    """The new ids of each prompt: `tokens`, or fewer where an id is in `stop`, which is not given
+    out, or where they spell a text in `stop` (give the tokenizer). With logprobs, pairs of the ids
+    and the model's log-probability of each.
+
+    Temperature 0 is greedy. top_k keeps so many of the likeliest ids (0: all), top_p the likeliest
+    that together have that share, min_p those with that share of the likeliest's;
+    repetition_penalty makes ids less likely that were there already. What is chosen follows from
+    the prompt and its seed: one for all, or one for each. An encoder-decoder is given a source for
+    each prompt, a list of ids or what a stem reads, and goes on from
     [[zigzag.families.start_id(config)]]."""
-    padded, start = _pad(prompts, config)
-    source = _encoder_batch(source, config, len(padded))
+    texts = [text for text in stop if isinstance(text, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    found = [([], []) for _ in prompts]
+    for part in stream(params, prompts, config, tokens, temperature, top_k, top_p, min_p,
+                       repetition_penalty, seed, [i for i in stop if i not in texts], source,
+                       16 if texts else tokens, logprobs=True):
+        for row, new in zip(found, part):
+            row[0].extend(new[0])
+            row[1].extend(new[1])
+        if texts and all(stops_at(texts, ids, tokenizer.decode) for ids, _ in found):
+            break
+    if texts:
+        found = [(ids[:(n := stops_at(texts, ids, tokenizer.decode))], logs[:n])
+                 for ids, logs in found]
+    return found if logprobs else [ids for ids, _ in found]
+
+
+def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, tokens: int = 128,
+           temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+           repetition_penalty: float = 1.0, seed: int | Sequence[int] = 0,
+           stop: Sequence[int] = (), source: Any = None, piece: int = 8, logprobs: bool = False
+           ) -> Iterator[list]:
+    """What generate gives, as it comes: of each prompt the next ids, first one, then at most
+    `piece`, and none once it has ended."""
+    choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
     with _mesh_of_weights(params):
-        new = generate_ids(params, padded, start, config, tokens, temperature, top_k, top_p, seed,
-                           source)
-    return np.asarray(new).tolist()
+        params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
+        state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
+        at, is_open = 0, np.ones(len(prompts), bool)
+        while True:
+            upto = int(on_host(state["at"]))
+            new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
+            counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
+            part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
+            yield part if logprobs else [ids for ids, _ in part]
+            is_open &= np.array(counts) == upto - at
+            at = upto
+            if at >= tokens or not is_open.any():
+                return
+            state = _go_on(params, state, np.int32(min(at + piece, tokens)), config, length, choice)
 
 
 def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
-                beams: int = 4, tokens: int = 128, eos: int | None = None, source: Any = None
-                ) -> list[list[tuple[list[int], float]]]:
-    """For each prompt the `beams` likeliest continuations found, as (ids, sum of log
-    probabilities), best first. A continuation ends where its id is `eos`."""
-    padded, start = _pad(prompts, config)
-    source = _encoder_batch(source, config, len(padded))
+                beams: int = 4, tokens: int = 128, length_penalty: float = 1.0,
+                early_stop: bool | str = False, eos: int | Sequence[int] | None = None,
+                source: Any = None) -> list[list[tuple[list[int], float]]]:
+    """For each prompt the `beams` likeliest continuations found, as (ids, score), best first. The
+    score is the sum of log-probabilities over the length to the power of length_penalty. One ends
+    with an id `eos`, which counts and is not given out. The search ends when none that goes on can
+    become better at its present length; with early_stop True as soon as there are as many as asked
+    for, with "never" when none can at any length."""
+    if not 1 <= beams <= config.vocab_size:
+        raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
+    ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
     with _mesh_of_weights(params):
-        ids, parents, scores = map(np.asarray, _beams(
-            params, padded, start, config, beams, tokens, -1 if eos is None else eos, source))
-    return [_follow(*beams_of_prompt, eos) for beams_of_prompt in zip(ids, parents, scores)]
+        params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
+        state, length = _read_prompts(params, rows, config, tokens)
+        found = _search(params, state | {"ends": ends, "limit": np.int32(tokens)}, config, length,
+                        beams, room(tokens), float(length_penalty), early_stop)
+        ids, scores, lengths = (on_host(found[n]) for n in ("found", "found_scores", "lengths"))
+    return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k]))
+             for k in range(beams) if scores[row, k] > NONE / 2] for row in range(len(prompts))]
 
 
-def _follow(ids, parents, scores, eos):
-    """The beams of one prompt, from ids and parents [tokens, beams]: each back to its start."""
-    best = []
-    for k in np.argsort(-scores, kind="stable"):
-        path, at = [], k
-        for new, parent in zip(ids[::-1], parents[::-1]):
-            path.insert(0, int(new[at]))
-            at = parent[at]
-        best.append((until([eos], path), float(scores[k])))
-    return best
-
-
-def until(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
-    """The ids before the first end."""
-    return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
-
-
-def _pad(prompts, config, what="prompt"):
-    """Prompts as [B, P], padded on the left, and where each begins. (Sources on the right.)"""
-    if not len(prompts) or not all(map(len, prompts)):
-        raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
-    longest = max(map(len, prompts))
-    padded = np.zeros((len(prompts), longest), np.int32)
-    for row, p in enumerate(prompts):
-        if wrong := [i for i in p if not 0 <= i < config.vocab_size]:
-            raise ConfigError(f"{what} {row} has the id {wrong[0]}; the model knows 0 to "
-                              f"{config.vocab_size - 1}")
-        begin = longest - len(p) if what == "prompt" else 0
-        padded[row, begin:begin + len(p)] = p
-    return padded, np.array([longest - len(p) for p in prompts], np.int32)
-
-
-def _encoder_batch(source, config, rows):
-    """What an encoder is given of these sources; nothing, where there is no encoder."""
-    if (source is None) == (config.encoder_layers > 0):
-        raise ConfigError("this model has an encoder: give it a source" if source is None else
-                          "this model has no encoder to give a source to")
-    if source is None:
-        return {}
-    if len(source) != rows:
-        raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
-    if config.stem == "tokens":
-        padded, missing = _pad(source, config, "source")
-        mask = np.arange(padded.shape[1]) < padded.shape[1] - missing[:, None]
-        return {"source": padded, "source_mask": mask.astype(np.float32)}
-    shape, array = stems.source_shape(config, rows), np.asarray(source, np.float32)
-    if array.shape != shape:
-        raise ConfigError(f"sources have the shape {list(array.shape)}; expected {list(shape)}")
-    return {"source": array}
-
-
-def _mesh_of_weights(params):
-    """The mesh that the weights lie on, as jax's ambient one."""
-    mesh = mesh_of(params)
-    return jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sources: Any = None,
+          batch: int = 8) -> list[tuple[float, int]]:
+    """Of each row of ids the sum of log-probabilities, and of how many: the first id is given. A
+    row longer than the context is read in windows that overlap by half."""
+    found, windows = np.zeros((len(rows), 2)), list(overlapping(rows, config.seq_len))
+    with _mesh_of_weights(params):
+        params = for_decoding(params, config)
+        for first in range(0, len(windows), batch):
+            numbers, texts, given = zip(*windows[first:first + batch])
+            part = _rows(texts, config, 0, sources and [sources[row] for row in numbers])
+            known = part["tokens"].shape[1] - np.array([len(t) - g for t, g in zip(texts, given)])
+            weights = np.arange(part["tokens"].shape[1]) >= known[:, None]
+            sums = on_host(_sums(params, part, whole_groups(weights), config))
+            np.add.at(found, list(numbers), np.stack([sums[:len(texts)], weights.sum(1)], 1))
+    return [(float(total), int(count)) for total, count in found]
 
 
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
+@contextlib.contextmanager
+def _mesh_of_weights(params):
+    """The mesh that the weights lie on, as jax's ambient one."""
+    mesh = mesh_of(params)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        yield
+
+
 @functools.cache
-def _decoding_specs(config, mesh):
-    """How decoding splits the weights: as training does, but each device has all layers."""
-    return without_axis(families.network_of(config).weight_specs(config, mesh), "pipe")
-
-
-def _on_mesh(decode, params, config, *rows):
-    """decode(params, specs, *rows) on the ambient mesh, if there is one: rows [B, ...] and results
-    are split over groups of devices where B divides, else every group has them all."""
-    mesh = jax.sharding.get_abstract_mesh()
-    params = cast(params, config.dtype)
+def _specs(config, mesh):
+    """How decoding splits the weights: as training does, but each device has all layers, apart."""
     if mesh.empty:
-        return decode(params, None, *rows)
-    specs = _decoding_specs(config, mesh)
-    split = batch_spec(mesh) if len(rows[0]) % row_groups(mesh) == 0 else P()
+        return None
+    specs = without_axis(families.network_of(config).weight_specs(config, mesh), "pipe")
+    return model.apart(specs, config, lambda spec, i: P(*spec[1:]))
 
-    def local(params, *rows):
-        rows = mark_alike(rows, rows, params)
-        params = _gather_all_but_layers(params, specs)
 
-        def same(x):        # equal copies, as the one value that they are
-            axes = tuple(sorted(varying(x) - spec_axes(split)))
-            return lax.pmax(x, axes) if axes else x
+def for_decoding(params: Any, config: model.Config) -> Any:
+    """The weights with those of each layer apart, in config.dtype, all layers on each device. (Who
+    generates often with the same weights does it once.)"""
+    return params if isinstance(params["layers"], list) else _for_decoding(params, config)
 
-        return jax.tree.map(same, decode(params, specs, *rows))
 
-    return jax.shard_map(local, in_specs=(specs, *[split] * len(rows)), out_specs=split)(
-        params, *rows)
+@jax.jit(static_argnames="config")
+def _for_decoding(params, config):
+    mesh, params = jax.sharding.get_abstract_mesh(), model.apart(cast(params, config.dtype), config)
+    specs = _specs(config, mesh)
+    return params if specs is None else lax.with_sharding_constraint(params, shardings(specs, mesh))
+
+
+WHOLE = {"at", "slot", "ends", "limit"}     # what all rows of a state have in common
+
+
+def _on_mesh(fn, params, state, config, gives):
+    """fn(params, specs, state) on the ambient mesh, if there is one: dicts with the names `gives`
+    of a state. Rows are split over groups of devices, the cache also as its heads are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = _specs(config, mesh)
+    if specs is None:
+        return fn(params, None, state)
+    rows, cache = batch_spec(mesh), _cache_specs(config, specs, mesh)
+
+    def specs_of(names):
+        return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
+                       for layer in cache] if name in ("cache", "cross") else
+                P() if name in WHOLE else rows for name in names}
+
+    def local(params, state):
+        return fn(_gather_all_but_layers(params, specs), specs, state)
+
+    return jax.shard_map(local, in_specs=(specs if params else {}, specs_of(state)),
+                         out_specs=specs_of(gives))(params, state)
+
+
+def _cache_specs(config, specs, mesh):
+    return [layer_specs(config, w, batch_spec(mesh), mesh.shape["tensor"])
+            for w in specs["layers"]]
 
 
 def _gather_all_but_layers(params, specs):
     """Whole weights over fsdp, but for those of layers, which are gathered one after the other."""
-    return {name: w if name.endswith("layers") else _gather_all_but_layers(w, specs[name])
+    return {name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
             if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
 
+# -------------------------------------------------------------------------------------------
+# Passes over the network
 
-def _prefill(params, specs, padded, start, config, tokens, source):
-    """The logits after the prompts [B, P], and the cache with room for so many more tokens."""
-    slots = padded.shape[1] + tokens
-    cache = model.new_cache(params, config, len(padded), slots, specs, source)
-    return model.extend(params, cache, padded, 0, start, config, specs)
-
-
-@jax.jit(static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
-def generate_ids(params: Any, padded: Array, start: Array, config: model.Config,
-                 tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
-                 source: dict[str, Array] = {}) -> Array:
-    """Prompts [B, P] as arrays, with what their encoder is given -> new ids [B, tokens]."""
-    def decode(params, specs, padded, start, row, source):
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), row)
-
-        def turn(carry, t):
-            logits, cache = carry
-            now = jax.vmap(jax.random.fold_in, (0, None))(keys, t)
-            ids = _draw(logits, now, temperature, top_k, top_p)
-            return model.extend(params, cache, ids[:, None], padded.shape[1] + t, start, config,
-                                specs), ids
-
-        # The last turn's logits go unused: one pass too many, and no special case.
-        first = _prefill(params, specs, padded, start, config, tokens, source)
-        return lax.scan(turn, first, jnp.arange(tokens))[1].T
-
-    return _on_mesh(decode, params, config, padded, start, jnp.arange(padded.shape[0]), source)
+def _rows(prompts, config, tokens, source):
+    """Prompts and sources as arrays, of as many rows as groups of devices can share."""
+    padded, start = padded_prompts(prompts, config, tokens)
+    return {name: whole_groups(x) for name, x in {
+        "tokens": padded, "start": start, **source_arrays(source, config, len(prompts))}.items()}
 
 
-def _draw(logits, keys, temperature, top_k, top_p):
-    """One id for each row of logits [B, V], with each row's own key."""
-    if temperature == 0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / temperature
-    if top_k and top_k < logits.shape[-1]:
-        least = lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p < 1:
-        ranked = jnp.sort(logits, descending=True)
-        share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p: the likeliest always stays.
-        stay = jnp.cumsum(share, -1) - share < top_p
-        least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+@jax.jit(static_argnames=("config", "slots"))
+def _new_cache(params, rows, config, slots):
+    """An empty cache for these rows, with what its layers keep of the rows' sources."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs, tensor = _specs(config, mesh), mesh.shape.get("tensor", 1)
+    cache = [new_layer(config, i, len(rows["start"]), slots, params["embed"].dtype,
+                       specs and specs["layers"][i], tensor) for i in range(config.layers)]
+    source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
+    if source:
+        cross = _on_mesh(lambda params, specs, source: {"cross": model.encode_source(
+            params, source, config, specs)}, params, source, config, ["cross"])["cross"]
+        cache = [layer | more for layer, more in zip(cache, cross)]
+    return cache if specs is None else lax.with_sharding_constraint(cache, shardings(
+        _cache_specs(config, specs, mesh), mesh))
 
 
-@jax.jit(static_argnames=("config", "beams", "tokens"))
-def _beams(params, padded, start, config, beams, tokens, eos, source):
-    """ids and parents [B, tokens, beams], scores [B, beams]."""
-    def decode(params, specs, padded, start, source):
-        B, length = padded.shape
-        logits, cache = _prefill(params, specs, padded, start, config, tokens, source)
-        cache = jax.tree.map(lambda c: jnp.repeat(c, beams, axis=1), cache)
-        logits = jnp.repeat(logits, beams, axis=0)
-        # All beams of a row begin equal, so all but the first begin with no chance.
-        scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf) + 0 * logits[::beams, :1]
+@jax.jit(static_argnames=("config", "length"), donate_argnames="cache")
+def _read(params, cache, rows, config, length):
+    """The cache with the rows' tokens [B, T], and the logits [B, V] after them; or, where there are
+    targets, the sum of their weighted log-probabilities [B]."""
+    def read(params, specs, state):
+        x, cache = model.extend(params, state["cache"], state["tokens"], state["slot"],
+                                state["start"], config, length, specs)
+        if "targets" not in state:
+            return {"cache": cache, "logits": model.head_logits(params, x[:, -1:], config)[:, 0]}
+        logs = jax.nn.log_softmax(model.head_logits(params, x, config))
+        logs = jnp.take_along_axis(logs, state["targets"][..., None], 2)[..., 0]
+        return {"cache": cache, "sums": jnp.sum(logs * state["weights"], 1)}
 
-        def turn(carry, t):
-            logits, cache, scores, ended = carry
-            V = logits.shape[-1]
-            each = jax.nn.log_softmax(logits).reshape(B, beams, V)
-            # What has ended repeats eos, at no cost.
-            each = jnp.where(ended[..., None], jnp.where(jnp.arange(V) == eos, 0.0, -jnp.inf), each)
-            scores, best = lax.top_k((scores[..., None] + each).reshape(B, -1), beams)
-            parent, ids = best // V, (best % V).astype(jnp.int32)
-            ended = jnp.take_along_axis(ended, parent, 1) | (ids == eos)
-            rows = (jnp.arange(B)[:, None] * beams + parent).reshape(-1)
-            cache = jax.tree.map(lambda c: c[:, rows], cache)
-            logits, cache = model.extend(params, cache, ids.reshape(-1, 1), length + t,
-                                         jnp.repeat(start, beams), config, specs)
-            return (logits, cache, scores, ended), (ids, parent)
+    return _on_mesh(read, params, {**rows, "cache": cache}, config,
+                    ("cache", "sums" if "targets" in rows else "logits"))
 
-        carry = (logits, cache, scores, jnp.isnan(scores))      # none has ended
-        (_, _, scores, _), (ids, parents) = lax.scan(turn, carry, jnp.arange(tokens))
-        return ids.swapaxes(0, 1), parents.swapaxes(0, 1), scores
 
-    return _on_mesh(decode, params, config, padded, start, source)
+def _read_rows(params, rows, config, tokens, chunk=CHUNK):
+    """Rows read chunk by chunk, into a cache with room for so many tokens more: what _read gives
+    for each chunk."""
+    (_, P), timed = rows["tokens"].shape, ("tokens", "targets", "weights")
+    slots = P + (room(tokens) if tokens else 0)
+    length, cache = decoding_length(config, P + tokens, slots), _new_cache(params, rows, config,
+                                                                           slots)
+    for begin in range(0, P, chunk):
+        part = {name: x[:, begin:begin + chunk] if name in timed else x
+                for name, x in rows.items() if not name.startswith("source")}
+        out = _read(params, cache, {**part, "slot": np.int32(begin)}, config, length)
+        cache = out["cache"]
+        yield out, length
+
+
+def _read_prompts(params, rows, config, tokens):
+    """The state after the prompts, and by what length positions are scaled."""
+    *_, (out, length) = _read_rows(params, rows, config, tokens)
+    return {**out, "start": rows["start"], "slot": np.int32(rows["tokens"].shape[1])}, length
+
+
+def _sums(params, rows, weights, config):
+    """Of each row the sum of weights times the log-probabilities of its tokens."""
+    def next_of(x):
+        return np.roll(x, -1, 1)
+
+    chunk, (B, P) = CHUNK, rows["tokens"].shape
+    while chunk > 16 and B * chunk * config.vocab_size > LOGITS:
+        chunk //= 2
+    rows = rows | {"targets": next_of(rows["tokens"]), "weights": next_of(weights)}
+    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0,
+                                                             min(chunk, P)))
+
+
+def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):
+    """The state after the first new ids."""
+    state, length = _read_prompts(params, rows, config, tokens)
+    B, logits = len(rows["start"]), state.pop("logits")
+    state |= {"ids": xp.zeros((B, room(tokens)), np.int32), "at": np.int32(0), "seeds": seeds,
+              "logprobs": xp.zeros((B, room(tokens)), np.float32),
+              "ended": xp.zeros(B, bool), "ends": np.array([*ends, -1], np.int32)}
+    if choice.repetition_penalty != 1:
+        state["seen"] = ids_seen(rows["tokens"], rows["start"], config.vocab_size)
+    return _choose(state, logits, config, choice), length
+
+
+@jax.jit(static_argnames=("config", "choice"), donate_argnames="state")
+def _choose(state, logits, config, choice):
+    """The state with one more id for each row, chosen by these logits."""
+    return _on_mesh(lambda params, specs, state: add_choice(
+        {n: x for n, x in state.items() if n != "logits"}, state["logits"], choice), {},
+        state | {"logits": logits}, config, state)
+
+
+@jax.jit(static_argnames=("config", "length", "choice"), donate_argnames="state")
+def _go_on(params, state, limit, config, length, choice):
+    """The state with so many ids in all, or until all rows have ended."""
+    def go_on(params, specs, state):
+        limit = state.pop("limit")
+        return choose_on(_next_logits(params, state["start"], config, length, specs), state, limit,
+                         choice)
+
+    return _on_mesh(go_on, params, state | {"limit": limit}, config, state)
+
+
+def _next_logits(params, start, config, length, specs):
+    """The next logits [B, V] as the loops of zigzag/decoding.py ask for them."""
+    def next_logits(ids, cache, slot):
+        x, cache = model.extend(params, cache, ids, slot, start, config, length, specs)
+        return model.head_logits(params, x, config)[:, 0], cache
+
+    return next_logits
+
+
+@jax.jit(static_argnames=("config", "length", "beams", "tokens", "length_penalty", "early_stop"))
+def _search(params, state, config, length, beams, tokens, length_penalty, early_stop):
+    """The best beams of each prompt: found [B, beams, tokens], found_scores, lengths."""
+    def search(params, specs, state):
+        start = jnp.repeat(state["start"], beams, 0)
+        found = search_on(_next_logits(params, start, config, length, specs), state["cache"],
+                          state["logits"], state["slot"], state["ends"], beams, tokens,
+                          state["limit"], length_penalty, early_stop)
+        return {name: found[name] for name in ("found", "found_scores", "lengths")}
+
+    return _on_mesh(search, params, state, config, ("found", "found_scores", "lengths"))
+
+
+@jax.jit(static_argnames=("config", "tokens", "choice", "ends"))
+def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, tokens: int,
+                 choice: Choice = Choice(), seed: int = 0, ends: tuple[int, ...] = ()) -> Array:
+    """generate within a compiled function: rows of `tokens` [B, P], with `start` [B] where they are
+    padded, and what their encoder is given -> new ids [B, tokens]. After an end they mean
+    nothing."""
+    count = len(rows["tokens"])
+    rows = {"start": jnp.zeros(count, jnp.int32), **rows}
+    rows = {name: whole_groups(x, jnp) for name, x in rows.items()}
+    params = for_decoding(params, config)
+    state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed, jnp), ends,
+                           jnp)
+    return _go_on(params, state, tokens, config, length, choice)["ids"][:count, :tokens]
 
 
 # -------------------------------------------------------------------------------------------

@@ -128,17 +128,22 @@ def _attention_factor(known):
 # -------------------------------------------------------------------------------------------
 # What differs from layer to layer
 
-def _is_local(c: Any, i: Array) -> Array:
-    """Whether a layer has the window."""
+def _has_window(c):
+    """Of each layer, whether it has the window."""
     kinds = (c.local_layers or "l") * c.layers
-    return jnp.array([kind == "l" for kind in kinds[:c.layers]])[i]
+    return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
+
+
+def layer_slots(c: Any, i: int) -> int:
+    """How many keys any query of a layer sees at most; 0 where all before it are seen."""
+    return c.window if _has_window(c)[i] else 0
 
 
 def layer_window(c: Any, i: Array) -> Any:
     """How many keys a query sees in a layer."""
     if "g" not in c.local_layers:
         return c.window
-    return jnp.where(_is_local(c, i), c.window, 2**30)
+    return jnp.where(jnp.array(_has_window(c))[i], c.window, 2**30)
 
 
 def _rates(c, length):
@@ -151,8 +156,20 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
     if not c.local_theta:
         return rates, factor
     local, _ = rotary_rates(c.rotary_dim or c.head_dim, c.local_theta)
-    is_local = _is_local(c, i)
+    is_local = jnp.array(_has_window(c))[i]
     return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+
+
+def decoding_length(c: Any, tokens: int, slots: int) -> int:
+    """The length by which positions are scaled, for rows that have so many tokens at the end and
+    room for more: where they depend on it, that of the tokens, or one that scales as it does."""
+    known = parse_scaling(c.rope_scaling)
+    trained = known.get("original_max_position_embeddings", 0)
+    if known["rope_type"] not in ("dynamic", "longrope"):
+        return slots
+    if tokens <= trained:
+        return min(slots, trained)
+    return slots if known["rope_type"] == "longrope" else tokens
 
 
 def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:

@@ -47,6 +47,11 @@ def on_rows(fn: Callable, w: Array | Adapted) -> Any:
     return Adapted(fn(w.w), fn(w.a), w.b) if isinstance(w, Adapted) else fn(w)
 
 
+def whole(w: Array | Adapted) -> Array:
+    """A weight as one array."""
+    return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, Adapted) else w
+
+
 def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
     """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
     w. `dtype` is the result's, if not x's."""
