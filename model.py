@@ -19,7 +19,7 @@ P rows of positions. Latent attention: Q, R short vectors, U the turned part of 
 
 import dataclasses
 import functools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ from zigzag.positions import (
     sinusoids,
 )
 from zigzag.products import loss_chunks, matmul, on_columns, whole
-from zigzag.tables import encoder_config, table
+from zigzag.tables import batch_shapes, encoder_config, table
 
 # -------------------------------------------------------------------------------------------
 # The parts of a block
@@ -501,34 +501,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     return result if with_aux else result[:2]
 
 
-def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
-    c = config
-    ids, weights, source = (jax.ShapeDtypeStruct((rows, T), dtype) for T, dtype in (
-        (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))
-    batch = {"tokens": ids, "targets": ids, "weights": weights}
-    if c.head == "classes":
-        batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-    if c.own_stem != "tokens":
-        batch = {name: batch[name] for name in ("labels",) if name in batch}
-    if c.stem != "tokens":
-        batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
-    elif c.encoder_layers:
-        batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
-    return batch
-
-
 # -------------------------------------------------------------------------------------------
 # Decoding: tokens after those that a cache has (zigzag/cache.py)
-
-def apart(tree: Any, config: Config, of_layer: Callable = lambda w, i: w[i]) -> Any:
-    """A tree of weights, or of what each has, with that of each layer apart, in a list."""
-    names = ("dense_layers", "layers") if config.dense_layers else ("layers",)
-    count = {"dense_layers": config.dense_layers, "layers": config.layers - config.dense_layers}
-    return {**{name: w for name, w in tree.items() if name not in names}, "layers": [
-        jax.tree.map(lambda w: of_layer(w, i), tree[name])
-        for name in names for i in range(count[name])]}
-
 
 def encode_source(params: Params, source: dict[str, Array], config: Config,
                   specs: Params | None = None) -> list[Params]:

@@ -12,7 +12,6 @@ one token at a time, which has no time to split, `shard.row` is an all-reduce.
     python sample.py --run out --prompt "def main("
 """
 
-import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -21,21 +20,20 @@ from typing import Any, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.sharding import PartitionSpec as P
+from jax import Array
 
 import data
 import families
 import model
 import shard
-from zigzag import stems
-from zigzag.cache import CHUNK, layer_specs, new_layer
+from zigzag import passes, stems
+from zigzag.cache import CHUNK
 from zigzag.checkpoint import read_run, run_config
 from zigzag.decoding import NONE, Choice, add_choice, choose_on, ids_seen, search_on
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.families import start_id, token_ids
 from zigzag.flags import from_flags, run_main
-from zigzag.mesh import batch_spec, cast, mesh_of, shardings, simulate_devices, without_axis
+from zigzag.mesh import simulate_devices
 from zigzag.plan import resolve_dtype
 from zigzag.positions import decoding_length
 from zigzag.products import LOGITS
@@ -94,7 +92,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     """What generate gives, as it comes: of each prompt the next ids, first one, then at most
     `piece`, and none once it has ended."""
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
-    with _mesh_of_weights(params):
+    with passes.mesh_of_weights(params):
         params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
         state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
         at, is_open = 0, np.ones(len(prompts), bool)
@@ -123,7 +121,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     if not 1 <= beams <= config.vocab_size:
         raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
     ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
-    with _mesh_of_weights(params):
+    with passes.mesh_of_weights(params):
         params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
         state, length = _read_prompts(params, rows, config, tokens)
         found = _search(params, state | {"ends": ends, "limit": np.int32(tokens)}, config, length,
@@ -138,7 +136,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
     """Of each row of ids the sum of log-probabilities, and of how many: the first id is given. A
     row longer than the context is read in windows that overlap by half."""
     found, windows = np.zeros((len(rows), 2)), list(overlapping(rows, config.seq_len))
-    with _mesh_of_weights(params):
+    with passes.mesh_of_weights(params):
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
             numbers, texts, given = zip(*windows[first:first + batch])
@@ -151,74 +149,38 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
 
 
 # -------------------------------------------------------------------------------------------
-# On a mesh
-
-@contextlib.contextmanager
-def _mesh_of_weights(params):
-    """The mesh that the weights lie on, as jax's ambient one."""
-    mesh = mesh_of(params)
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        yield
-
+# Passes over the network
 
 @functools.cache
-def _specs(config, mesh):
-    """How decoding splits the weights: as training does, but each device has all layers, apart."""
-    if mesh.empty:
-        return None
-    specs = without_axis(families.network_of(config).weight_specs(config, mesh), "pipe")
-    return model.apart(specs, config, lambda spec, i: P(*spec[1:]))
+def _specs_on(mesh, config):
+    weight_specs = families.network_of(config).weight_specs
+    return None if mesh.empty else passes.decoding_specs(weight_specs(config, mesh), config)
+
+
+def _specs(config):
+    """How the ambient mesh splits the weights of decoding; None where there is none."""
+    return _specs_on(jax.sharding.get_abstract_mesh(), config)
 
 
 def for_decoding(params: Any, config: model.Config) -> Any:
-    """The weights with those of each layer apart, in config.dtype, all layers on each device. (Who
-    generates often with the same weights does it once.)"""
-    return params if isinstance(params["layers"], list) else _for_decoding(params, config)
-
-
-@jax.jit(static_argnames="config")
-def _for_decoding(params, config):
-    mesh, params = jax.sharding.get_abstract_mesh(), model.apart(cast(params, config.dtype), config)
-    specs = _specs(config, mesh)
-    return params if specs is None else lax.with_sharding_constraint(params, shardings(specs, mesh))
-
-
-WHOLE = {"at", "slot", "ends", "limit"}     # what all rows of a state have in common
+    """The weights as generating has them. (Who generates often with the same does it once.)"""
+    with passes.mesh_of_weights(params):
+        return passes.for_decoding(params, config, _specs(config))
 
 
 def _on_mesh(fn, params, state, config, gives):
-    """fn(params, specs, state) on the ambient mesh, if there is one: dicts with the names `gives`
-    of a state. Rows are split over groups of devices, the cache also as its heads are."""
-    mesh = jax.sharding.get_abstract_mesh()
-    specs = _specs(config, mesh)
-    if specs is None:
-        return fn(params, None, state)
-    rows, cache = batch_spec(mesh), _cache_specs(config, specs, mesh)
-
-    def specs_of(names):
-        return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
-                       for layer in cache] if name in ("cache", "cross") else
-                P() if name in WHOLE else rows for name in names}
-
-    def local(params, state):
-        return fn(_gather_all_but_layers(params, specs), specs, state)
-
-    return jax.shard_map(local, in_specs=(specs if params else {}, specs_of(state)),
-                         out_specs=specs_of(gives))(params, state)
-
-
-def _cache_specs(config, specs, mesh):
-    return [layer_specs(config, w, batch_spec(mesh), mesh.shape["tensor"])
-            for w in specs["layers"]]
+    """fn(params, specs, state) on the ambient mesh: a state with the names `gives`."""
+    specs = _specs(config)
+    return passes.on_mesh(lambda params, state: fn(_gather_all_but_layers(params, specs), specs,
+                                                   state), params, state, config, specs, gives)
 
 
 def _gather_all_but_layers(params, specs):
     """Whole weights over fsdp, but for those of layers, which are gathered one after the other."""
     return {name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
-            if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
+            if isinstance(w, dict) else shard.gather(w, specs and specs[name])
+            for name, w in params.items()}
 
-# -------------------------------------------------------------------------------------------
-# Passes over the network
 
 def _rows(prompts, config, tokens, source):
     """Prompts and sources as arrays, of as many rows as groups of devices can share."""
@@ -230,17 +192,14 @@ def _rows(prompts, config, tokens, source):
 @jax.jit(static_argnames=("config", "slots"))
 def _new_cache(params, rows, config, slots):
     """An empty cache for these rows, with what its layers keep of the rows' sources."""
-    mesh = jax.sharding.get_abstract_mesh()
-    specs, tensor = _specs(config, mesh), mesh.shape.get("tensor", 1)
-    cache = [new_layer(config, i, len(rows["start"]), slots, params["embed"].dtype,
-                       specs and specs["layers"][i], tensor) for i in range(config.layers)]
+    cache = passes.empty_cache(config, len(rows["start"]), slots, params["embed"].dtype,
+                               _specs(config))
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
     if source:
         cross = _on_mesh(lambda params, specs, source: {"cross": model.encode_source(
             params, source, config, specs)}, params, source, config, ["cross"])["cross"]
         cache = [layer | more for layer, more in zip(cache, cross)]
-    return cache if specs is None else lax.with_sharding_constraint(cache, shardings(
-        _cache_specs(config, specs, mesh), mesh))
+    return cache
 
 
 @jax.jit(static_argnames=("config", "length"), donate_argnames="cache")
@@ -262,11 +221,11 @@ def _read(params, cache, rows, config, length):
 
 def _read_rows(params, rows, config, tokens, chunk=CHUNK):
     """Rows read chunk by chunk, into a cache with room for so many tokens more: what _read gives
-    for each chunk."""
-    (_, P), timed = rows["tokens"].shape, ("tokens", "targets", "weights")
+    for each chunk, and the length by which positions are scaled."""
+    P, timed = rows["tokens"].shape[1], ("tokens", "targets", "weights")
     slots = P + (room(tokens) if tokens else 0)
-    length, cache = decoding_length(config, P + tokens, slots), _new_cache(params, rows, config,
-                                                                           slots)
+    length = decoding_length(config, P + tokens, slots)
+    cache = _new_cache(params, rows, config, slots)
     for begin in range(0, P, chunk):
         part = {name: x[:, begin:begin + chunk] if name in timed else x
                 for name, x in rows.items() if not name.startswith("source")}
@@ -276,20 +235,17 @@ def _read_rows(params, rows, config, tokens, chunk=CHUNK):
 
 
 def _read_prompts(params, rows, config, tokens):
-    """The state after the prompts, and by what length positions are scaled."""
+    """The state after the prompts."""
     *_, (out, length) = _read_rows(params, rows, config, tokens)
     return {**out, "start": rows["start"], "slot": np.int32(rows["tokens"].shape[1])}, length
 
 
 def _sums(params, rows, weights, config):
     """Of each row the sum of weights times the log-probabilities of its tokens."""
-    def next_of(x):
-        return np.roll(x, -1, 1)
-
     chunk, (B, P) = CHUNK, rows["tokens"].shape
     while chunk > 16 and B * chunk * config.vocab_size > LOGITS:
         chunk //= 2
-    rows = rows | {"targets": next_of(rows["tokens"]), "weights": next_of(weights)}
+    rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
     return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0,
                                                              min(chunk, P)))
 
@@ -309,9 +265,9 @@ def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):
 @jax.jit(static_argnames=("config", "choice"), donate_argnames="state")
 def _choose(state, logits, config, choice):
     """The state with one more id for each row, chosen by these logits."""
-    return _on_mesh(lambda params, specs, state: add_choice(
+    return passes.on_mesh(lambda _, state: add_choice(
         {n: x for n, x in state.items() if n != "logits"}, state["logits"], choice), {},
-        state | {"logits": logits}, config, state)
+        state | {"logits": logits}, config, _specs(config), state)
 
 
 @jax.jit(static_argnames=("config", "length", "choice"), donate_argnames="state")

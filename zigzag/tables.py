@@ -8,6 +8,9 @@ frame of sound), y and x the sides of a patch, k frames under a convolution, d a
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from zigzag import lora, stems
 from zigzag.config import padded
 from zigzag.positions import relative_rows
@@ -142,3 +145,20 @@ def encoder_config(c: Any, length: int = 0) -> Any:
         head_dim=c.head_dim if c.encoder_heads == c.heads else 0,
         positions="fixed" if c.stem == "frames" else c.positions,
         position_rows=0 if c.stem == "frames" else c.position_rows)
+
+
+def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch for the loss."""
+    c = config
+    ids, weights, source = (jax.ShapeDtypeStruct((rows, T), dtype) for T, dtype in (
+        (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))
+    batch = {"tokens": ids, "targets": ids, "weights": weights}
+    if c.head == "classes":
+        batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    if c.own_stem != "tokens":
+        batch = {name: batch[name] for name in ("labels",) if name in batch}
+    if c.stem != "tokens":
+        batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
+    elif c.encoder_layers:
+        batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
+    return batch
