@@ -95,17 +95,18 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     with passes.mesh_of_weights(params):
         params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
         state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
-        at, is_open = 0, np.ones(len(prompts), bool)
-        while True:
-            upto = int(on_host(state["at"]))
-            new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
-            counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
-            part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
-            yield part if logprobs else [ids for ids, _ in part]
-            is_open &= np.array(counts) == upto - at
-            at = upto
-            if at >= tokens or not is_open.any():
-                return
+    at, is_open = 0, np.ones(len(prompts), bool)
+    while True:
+        upto = int(on_host(state["at"]))
+        new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
+        counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
+        part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
+        yield part if logprobs else [ids for ids, _ in part]
+        is_open &= np.array(counts) == upto - at
+        at = upto
+        if at >= tokens or not is_open.any():
+            return
+        with passes.mesh_of_weights(params):
             state = _go_on(params, state, np.int32(min(at + piece, tokens)), config, length, choice)
 
 

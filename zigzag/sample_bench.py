@@ -1,0 +1,91 @@
+"""python sample.py --bench: how fast a model generates here, beside the least that it could take.
+
+A token of a single row needs every weight once, so it takes at least as long as reading them from
+memory. That is measured too, on an array as large, in turns with what it is compared with; the
+medians count. With transformers and torch installed, a published model is run by them as well.
+"""
+
+import statistics
+import time
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zigzag.errors import human_bytes
+
+PROMPT, TOKENS, TURNS = 128, 128, 5
+
+
+def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
+    """Print how many tokens a second `stream`, sample.py's, gives with these weights, those that
+    each device has; greedily, of batches of 1 and 8."""
+    held = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
+    peer, rng = _transformers(folder), np.random.default_rng(0)
+    print(f"{human_bytes(held)} of weights on a device; prompts of {PROMPT} tokens, {TOKENS} new "
+          f"ones, greedy; medians of {TURNS}")
+    for rows in (1, 8):
+        prompts, ours, theirs, read = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist(), [], [], []
+        _tokens_per_second(stream, params, c, prompts)      # compiles
+        for _ in range(TURNS):
+            ours.append(_tokens_per_second(stream, params, c, prompts))
+            read.append(_read_seconds(held))
+            if peer:
+                theirs.append(peer(prompts))
+        whole, each = (statistics.median(x) for x in zip(*ours))
+        least = statistics.median(read)
+        print(f"batch {rows}   {whole:7.1f} tokens/s   a token after the first in {each * 1e3:6.1f} "
+              f"ms, {each / least:.2f} times that of reading the weights ({least * 1e3:.1f} ms at "
+              f"{human_bytes(held / least)}/s)")
+        if theirs:
+            ratio = statistics.median(a / b for (a, _), b in zip(ours, theirs))
+            print(f"          {statistics.median(theirs):7.1f} tokens/s by transformers; ours are "
+                  f"{ratio:.2f} times as many")
+
+
+def _tokens_per_second(stream, params, c, prompts):
+    """Of all, the prompts included; and how long one token after the first takes."""
+    begin = time.perf_counter()
+    parts = stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS)
+    next(parts)
+    first = time.perf_counter()
+    for _ in parts:
+        pass
+    end = time.perf_counter()
+    return len(prompts) * TOKENS / (end - begin), (end - first) / (TOKENS - 1)
+
+
+def _read_seconds(size):
+    """How long a device takes to read so many bytes from its memory."""
+    array, total = jnp.ones(size // 4, jnp.float32), jax.jit(jnp.sum)
+    total(array).block_until_ready()
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        total(array).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _transformers(folder):
+    """Their tokens per second for some prompts, where they are installed."""
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        return None
+    if not folder:
+        return None
+    transformers.logging.set_verbosity_error()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def run(prompts):
+        ids, begin = torch.tensor(prompts), time.perf_counter()
+        with torch.no_grad():
+            theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS,
+                            min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        return len(prompts) * TOKENS / (time.perf_counter() - begin)
+
+    run([[1] * PROMPT])
+    return run
