@@ -42,11 +42,14 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
-    known = ["eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
-             *(f"eval_{name}" for name, x in program.plan.sums[2].items() if not x.shape),
-             *(metrics.names(config.metric) if config.metric else [])]
-    if config.metric or not task.metric:        # (what else a metric gives, it has to be run for)
-        _check_best(config.best, known)
+    if config.best and (config.metric or not task.metric):      # else a metric has to be run first
+        plan = program.plan
+        batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
+        _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
+        _check_best(config.best, [
+            "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
+            *(f"eval_{name}" for name, x in others.items() if not x.shape),
+            *(metrics.names(config.metric) if config.metric else [])])
 
 
 def _check_best(best, known):
