@@ -11,7 +11,7 @@ this file is only its first user:
     collate(examples) -> batch          a list of raw examples to a dict of arrays [B, ...]
     loss(params, batch) -> sum, count   over the batch; divided once, when all is summed (a third,
                                         a dict of other sums, is divided too, and logged)
-    predict(params, batch) -> outputs   shown after each evaluation
+    predict(params, batch) -> outputs   of held-out examples, at each evaluation
 
 zigzag/plan.py finds out how a loss runs on a mesh, zigzag/loss_check.py compares somebody else's
 loss on the mesh with the same loss on one device.
@@ -23,6 +23,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,18 +40,20 @@ import families
 import model
 import sample
 import shard
-from zigzag import commands, examples, hosts, lora, presets
+from zigzag import commands, examples, hosts, init_from, lora, metrics
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder, read_run, run_config, run_steps
+from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
-from zigzag.errors import ConfigError, did_you_mean, fill_in
+from zigzag.errors import ConfigError, fill_in
+from zigzag.evaluation import check_task, evaluate
 from zigzag.flags import parse_flags, run_main
 from zigzag.hlo import collectives
+from zigzag.init_from import COMPUTED, fields_with_weights
 from zigzag.loop import (
     Fit,
     Loop,
+    Samples,
     Task,
-    evaluate,
     flush_metrics,
     frozen_state,
     prepare,
@@ -59,13 +62,13 @@ from zigzag.loop import (
     save,
 )
 from zigzag.loss_check import check_loss, check_traceable
-from zigzag.mesh import abstract_mesh, cast, mark_varying, mesh_sizes, pmean_all, row_groups
+from zigzag.mesh import cast, mark_varying, pmean_all, row_groups
 from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
+from zigzag.presets import fields_of_preset
 from zigzag.program import Program, make_program, shapes_hash
+from zigzag.prompts import answers, continuations
 from zigzag.report import Reporter
-from zigzag.rule import parse_overrides
 from zigzag.storage import stored_to_used
-from zigzag.tokenizers import published_tokenizer
 from zigzag.traffic import expected_traffic, is_complete
 from zigzag.weights import count
 
@@ -96,6 +99,11 @@ class Config(model.Config):
     zero: int = 0                   # 1: optimizer state split over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
+    eval_first: bool = False        # evaluate once before the first update, too
+    metric: str = ""                # of answers to held-out pairs of texts: exact, f1 or rouge
+    best: str = ""                  # smallest:NAME or largest:NAME, of an evaluation's numbers: the
+                                    # checkpoint that is kept beside the newest
+    sample_prompts: str = ""        # a file of prompts, from which an evaluation writes samples
     keep: int = 3                   # checkpoints that are kept
     verify: str = "on"              # checksums of a checkpoint that is read: on or off
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
@@ -116,11 +124,6 @@ class Config(model.Config):
                 warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
 
 
-# How a model is computed, and what else may change of one that has its weights already.
-COMPUTED = ("remat", "kernel", "sequence_parallel", "microbatches", "schedule", "chunks",
-            "sum_dtype")
-TRAINED = ("seq_len", "source_len", "dropout", "dtype", "balance", "router_z", "lora_rank",
-           *COMPUTED)
 # What decides a run's numbers. To continue it these must be what they were; the rest (how long,
 # where, how fast, how often it is saved) may change.
 SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in COMPUTED) + (
@@ -224,18 +227,18 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
 
 def make_evaluate(plan: Plan) -> Callable:
-    """(params, batch) -> the sum and the count over a batch, which every group of devices computes
-    in full where its rows do not divide."""
+    """(params, batch) -> the sums over a batch, which every group of devices computes in full where
+    its rows do not divide."""
     def evaluate(params, batch):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
         def local(params, batch):
             weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)))
-            sums = plan.on_device(plan.local_sums)(weights, batch)[:2]
+            sums = plan.on_device(plan.local_sums)(weights, batch)
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
             return pmean_all(shard.sum_gradients(plan.mark(sums), axes))
 
-        return plan.on_mesh(local, (P(), P()), shard.shard_time, splits_rows)(params, batch)
+        return plan.on_mesh(local, P(), shard.shard_time, splits_rows)(params, batch)
 
     return evaluate
 
@@ -259,24 +262,32 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         show: Callable | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
         mesh: Any = None, say: Reporter | None = None,
-        overrides: Sequence[tuple[str, P]] = (), weights: Callable | None = None) -> Fit:
+        overrides: Sequence[tuple[str, P]] = (), weights: Callable | None = None,
+        metric: Callable | None = None, predicted: int | None = None,
+        samples: Samples | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
-    show(outputs) makes a text of predict's outputs. flops is the arithmetic of an update, for
-    MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is saved
-    with the configuration and must be the same when the run continues. `say` reports to a person.
+    At each evaluation predict is given all held-out examples, or the first `predicted`, in batches;
+    its outputs, any tree of arrays with a row for each example, are put together in their order, on
+    the host of every process. metric(outputs, examples) makes a number of them, or a dict of
+    numbers, show(outputs) a text. `samples` are texts that the model writes besides. flops is the
+    arithmetic of an update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What
+    is in `record` is saved with the configuration and must be the same when the run continues.
+    `say` reports to a person.
     `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after --override: of
     those that match a weight the last wins. weights(places), of shapes with shardings, gives the
     weights that a new run begins with, in place of init's."""
     stop: list[int] = []
-    task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat)
+    task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat, metric, predicted,
+                samples)
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop):
         shapes = batch_shapes(config.batch, collate, examples)
         build_program = functools.partial(build, config, mesh, init, loss, shapes, overrides)
         program = build_program()
         config, say = program.config, say or Reporter(config.steps)
+        check_task(config, program, task)
         facts = {"weights": shapes_hash(program.state["params"]), **(record or {})}
         record = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_RECORDED}
         record |= facts
@@ -299,7 +310,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                                 is_complete(program.plan))
             run_loop(loop, step, stop)
     hosts.watchdog.arm("")
-    return Fit(program.permute(loop.state["params"], back=True), loop.at, loop.score, loop.outputs)
+    return Fit(program.permute(loop.state["params"], back=True), loop.at,
+               loop.evaluation.get("eval_loss"), loop.outputs, loop.evaluation,
+               next(iter(loop.best), None))
 
 
 def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
@@ -307,6 +320,10 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     numbers of the one before are written down."""
     program, folder, config = loop.program, loop.folder, loop.program.config
     loop.clock = time.perf_counter()
+    if config.eval_first and loop.at < config.steps:
+        is_best = evaluate(loop, is_new=not folder or folder.restored is None)
+        if folder and is_best:
+            save(loop)
     while loop.at < config.steps and not stop:
         batch = training_batch(config, program.mesh, loop.task, program.batch, loop.at)
         loop.state, metrics = step(loop.state, batch)
@@ -314,10 +331,10 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         profile(loop)
         flush_metrics(loop)         # of the step before
         loop.pending = loop.at, metrics
-        is_last = loop.at == config.steps
+        is_last, is_best = loop.at == config.steps, False
         if is_last or loop.at % config.eval_every == 0:
-            evaluate(loop, folder)
-        if folder and (is_last or loop.at % config.save_every == 0):
+            is_best = evaluate(loop)
+        if folder and (is_last or is_best or loop.at % config.save_every == 0):
             save(loop)
         hosts.share_stop(stop)
     flush_metrics(loop)
@@ -327,8 +344,8 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         loop.reporter.line(
             f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
             + (f", saved in {config.out}: run the same command to continue" if folder else ""))
-    elif loop.score is None:        # a finished run was asked for again
-        evaluate(loop, None)
+    elif not loop.evaluation:       # a finished run was asked for again
+        evaluate(loop, is_new=False)
 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
@@ -396,9 +413,7 @@ def flops_of_update(config: Config) -> float:
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    lambda config: families.network_of(config).weight_shapes(config), flops_of_update,
-    count_parameters,
-    data.Bytes.vocab_size, HIDDEN)
+    families.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, HIDDEN)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -415,62 +430,15 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     name = given.get("model", "tiny")       # a preset's name means the preset, gpt2/ a folder
     if given.get("init_from") or name not in model.PRESETS and Path(name).is_dir():
         given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
-        return Config(**{**fields_with_weights(given), **given})
-    if name not in model.PRESETS:
-        raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
-                          f"{', '.join(model.PRESETS)}" + did_you_mean(name, model.PRESETS))
-    # What is given for another width follows from the new one.
-    dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
-    dropped |= {"d_ff"} if "d_model" in given else set()
-    base = {k: v for k, v in presets.PRESETS[name].items() if k not in dropped}
-    return Config(**{**base, **given})
-
-
-# Rows of a published model that is fine-tuned, where nothing is said: it may know far longer ones.
-FINE_TUNING_LENGTH = 512
-
-
-def fields_with_weights(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model that has its weights already, a published one or a run's, of which
-    flags may only say how it is trained."""
-    source = given.get("init_from") or given["model"]
-    if given.get("init_from"):
-        if "model" in given:
-            raise ConfigError(f"--model {given['model']} --init_from {source}: both say which "
-                              f"model; give one of them")
-        config = run_config(source, model.Config, "--init_from")
-        base = {k: v for k, v in dataclasses.asdict(config).items()
-                if k not in ("dtype", "lora_rank", *COMPUTED)} | {"model": ""}
+        base = fields_with_weights(given, model.Config, families.hf_config)
     else:
-        base = dataclasses.asdict(families.hf_config(source))
-        lengths = ("seq_len", "source_len") if base["stem"] == "tokens" else ("seq_len",)
-        base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in lengths}
-    base["remat"] = "full"      # (trained models tend to be as large as a memory allows)
-    for name, value in given.items():
-        may = name in TRAINED and (name != "source_len" or base["stem"] == "tokens")
-        if name in base and not may and value != base[name]:
-            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
-                              f"weights are made for that; what may change is how it is trained "
-                              f"(--{', --'.join(TRAINED)})")
-    return {**base, "init_from": source}
+        base = fields_of_preset(name, given)
+    return Config(**{**base, **given})
 
 
 def show_sharding(argv: Sequence[str] | None = None) -> None:
     """python shard.py --model llama-7b --shards 4: the table, without making the model."""
-    config = parse(argv)
-    if config.topology:
-        return commands.dry_run(config, TRANSFORMER)
-    mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or data.Bytes.vocab_size)
-    network = families.network_of(config)
-    network.check(config, mesh)
-    decisions = network.plan_weights(config, mesh, overrides=parse_overrides(config.override),
-                                   fsdp_min=config.fsdp_min)
-    shapes = network.weight_shapes(config)
-    if config.lora_rank:
-        decisions = lora.mark_frozen(decisions)
-        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
-    print(shard.explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
+    commands.show_sharding(parse(argv), TRANSFORMER)
 
 
 # -------------------------------------------------------------------------------------------
@@ -517,8 +485,10 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
 
 def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
     """Text from text, by an encoder and a decoder."""
-    tokenizer = pairs.tokenizer
+    tokenizer, width = pairs.tokenizer, config.source_len
     start, end, pad = sample.special_ids(config, tokenizer)
+    collate = functools.partial(data.collate_pairs, source_len=width, target_len=config.seq_len,
+                                start=start, end=end, pad=pad)
 
     def predict(params, batch):
         source = {name: batch[name] for name in ("source", "source_mask")}
@@ -527,15 +497,21 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
                                   config.seq_len - 1, 0.0, 0, 1.0, config.seed, source)
         return batch["source"], batch["source_mask"], new
 
+    def text(ids):
+        return tokenizer.decode(sample.until([end], ids.tolist()))
+
     def show(outputs):
         source, mask, new = (x[0] for x in outputs)
-        return " ==> ".join(tokenizer.decode(ids) for ids in (
-            source[mask > 0], sample.until([end], new.tolist())))
+        return f"{tokenizer.decode(source[mask > 0])} ==> {text(new)}"
 
-    return Task(
-        functools.partial(data.collate_pairs, source_len=config.source_len,
-                          target_len=config.seq_len, start=start, end=end, pad=pad), predict,
-        pairs.train, pairs.held_out, show, flops_of_update(config), None)
+    def metric(outputs, examples):
+        return metrics.OF_TEXTS[config.metric](
+            list(map(text, outputs[2])), [tokenizer.decode(target) for _, target in examples])
+
+    samples = answers(config.sample_prompts, lambda sources: collate(
+        [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[2]))
+    return Task(collate, predict, pairs.train, pairs.held_out, show, flops_of_update(config), None,
+                metric if config.metric else None, None if config.metric else 1, samples)
 
 
 # Held-out text that is judged: the same windows each time, spread over all of it.
@@ -545,26 +521,30 @@ HELD_OUT_TOKENS = 2**17
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, begin, more = tokenizer.vocab_size, min(32, T), 160
+    ids, begin, room = tokenizer.vocab_size, min(32, T), sys.maxsize
     if config.positions == "learned":       # and there are no more of them
-        begin = min(32, -(-T // 2))
-        more = min(160, config.position_rows - config.position_offset - begin)
+        begin, room = min(32, -(-T // 2)), config.position_rows - config.position_offset
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
+    def write(params, batch):
+        tokens = batch["tokens"]
+        return sample.generate_ids(params, tokens, batch["start"], config, min(
+            160, room - tokens.shape[1]), 0.8, 0, 1.0, config.seed)
+
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
-        start = jnp.zeros(tokens.shape[0], jnp.int32)
-        new = sample.generate_ids(params, tokens, start, config, more, 0.8, 0, 1.0,
-                                  config.seed)
+        new = write(params, {"tokens": tokens, "start": jnp.zeros(len(tokens), jnp.int32)})
         return jnp.concatenate([tokens, new], 1)
 
     return Task(
         lambda examples: data.collate(examples, T), predict,
         data.Windows(corpus.train, T, vocab_size=ids), held_out,
         lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
-        flops_of_update(config), len(targets) / size / math.log(2) if size else None)
+        flops_of_update(config), len(targets) / size / math.log(2) if size else None,
+        predicted=1,
+        samples=continuations(config.sample_prompts, tokenizer, room, write, sample.until))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -598,24 +578,8 @@ def first_weights(config: Config
                   ) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
     """How fit reads the weights that the model has already, if it has, its tokenizer, and what a
     run notes of them."""
-    source, own, network = config.init_from, Path(config.out), families.network_of(config)
-    if not source:
-        return None, None, {}
-    if source == config.model:
-        whole = dataclasses.replace(config, lora_rank=0)
-        network.read_hf(source, whole)      # is everything there?
-        return (functools.partial(network.read_hf, source, whole), published_tokenizer(
-            source, config.vocab_size) if reads_text(config) else None, {})
-    record = read_run(source, model.Config, "--init_from")
-    if "tokenizer" not in record and reads_text(config):
-        raise ConfigError(f"--init_from {source}: a run of another task, with no tokenizer to read "
-                          f"text with")
-    # The other run may have gone on since this one began.
-    begun = read_run(own, Config, "--out") if (own / "config.json").exists() else {}
-    step = begun.get("base_step") or run_steps(source, "--init_from")[0]
-    return (functools.partial(network.read_run_weights, source, step=step, flag="--init_from"),
-            data.tokenizer_of(Path(source), record) if reads_text(config) else None,
-            {"base_step": step})
+    return init_from.first_weights(config, model.Config, families.network_of(config),
+                                   data.tokenizer_of if reads_text(config) else None)
 
 
 def train_language(config: Config, mesh: Any) -> None:

@@ -2,14 +2,19 @@
 
     out/config.json             what the run is; continuing it with something else is refused
     out/metrics.jsonl           a line for each step and each evaluation
+    out/samples.jsonl           a line for each sample of --sample_prompts
     out/lock                    held while a process writes there
     out/checkpoints/STEP/       params    the weights alone
                                 opt       what only training needs
-                                meta      step, shapes, and a checksum of every array
+                                meta      step, shapes, a checksum of every array, and the
+                                          numbers of an evaluation at this step
 
 orbax writes the arrays, in the background, and renames a folder when it is complete. What it does
 not notice (a flipped byte restores silently) the checksums do. A damaged checkpoint is renamed,
 and the one before it is used. Process 0 writes, but for arrays: each process writes its own part.
+
+The newest checkpoints are kept, and the best (--best). Which one is best is written nowhere: it
+follows from the evaluations in the checkpoints that are there.
 """
 
 import contextlib
@@ -52,6 +57,17 @@ WAITS_FROM = 2**28
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. One that
     is younger than the run has its default, or what follows from the others."""
+    record, path = _read_record(folder, flag), Path(folder) / "config.json"
+    known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
+    if not known:
+        raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
+    try:
+        return {**dataclasses.asdict(config(**known)), **record}
+    except (ConfigError, TypeError) as e:
+        raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+
+
+def _read_record(folder, flag):
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -64,13 +80,7 @@ def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str,
         raise ConfigError(f"{path} is damaged: not a JSON object")
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
-    known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
-    if not known:
-        raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
-    try:
-        return {**dataclasses.asdict(config(**known)), **record}
-    except (ConfigError, TypeError) as e:
-        raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+    return record
 
 
 def run_config(folder: str | Path, config: type, flag: str = "--run") -> Any:
@@ -114,9 +124,11 @@ class RunFolder(contextlib.AbstractContextManager):
         self.out, self.folder = out, Path(out).resolve()
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
-        self.files, self.saved = contextlib.ExitStack(), None
+        self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.skipped = 0        # updates in a row without a finite gradient, at the restored step
         self.losses = []        # of training since the last evaluation before it
+        self.best = None        # step of the best checkpoint
+        self.samples = None     # samples.jsonl, once there are some
         check_run_folder(out, {name: record[name] for name in must_match}, config)
         word = secrets.token_hex(8)
         if self.is_process_0:
@@ -127,7 +139,7 @@ class RunFolder(contextlib.AbstractContextManager):
         if not all(sees):
             raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
                               f"0 writes there; give a folder that every process sees")
-        self.manager = _orbax_manager(self.folder / "checkpoints", keep)
+        self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
 
     def _take(self, word, record):
         """Lock the folder. The lock ends with the process."""
@@ -174,8 +186,11 @@ class RunFolder(contextlib.AbstractContextManager):
         if steps and state is None:
             raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
                            f"can be read; they were set aside, and the same command begins anew")
+        self.restored = self.saved
         if self.is_process_0:
-            self._open_metrics(self.saved or 0)
+            self.metrics = self._go_on("metrics.jsonl")
+            if (self.folder / "samples.jsonl").exists():
+                self.samples = self._go_on("samples.jsonl")
         return state
 
     def _set_aside(self, at):
@@ -190,38 +205,53 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager.reload()
         return name
 
-    def _open_metrics(self, step):
-        """Go on with metrics.jsonl, without what came after this step: it will be made again."""
-        path, lines = self.folder / "metrics.jsonl", []
+    def _go_on(self, name):
+        """Open a file of lines, without those from after the step that was restored: they will be
+        made again."""
+        path, lines = self.folder / name, []
         path.touch()
         for line in path.read_bytes().splitlines(keepends=True):
             row = _parse_row(line)
-            if row.get("step", math.inf) <= step:
+            if self.restored is not None and row.get("step", math.inf) <= self.restored:
                 lines.append(line)
                 if "eval_loss" in row:
                     self.losses = []
                 elif row.get("loss") is not None:
                     self.losses.append(row["loss"])
         write_whole(path, b"".join(lines))
-        self.metrics = self.files.enter_context(open(path, "a", buffering=1))    # line by line
+        return self.files.enter_context(open(path, "a", buffering=1))       # line by line
 
     def write(self, row: dict) -> None:
         """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
 
+    def write_samples(self, rows: Sequence[dict]) -> None:
+        """Add lines to samples.jsonl."""
+        if self.is_process_0 and rows:
+            self.samples = self.samples or self._go_on("samples.jsonl")
+            self.samples.writelines(json.dumps(row) + "\n" for row in rows)
+
     def compile_checksums(self, state: Any) -> None:
         """Before the first step: no save then waits for the compiler."""
         checksums(state_items(state))
 
-    def save(self, at: int, state: Any, skipped: int) -> None:
-        """Begin to save the state of this step. It goes on in the background."""
+    def read_best(self, best: str) -> dict[int, dict]:
+        """The best step of those that are saved, which is kept from here on, and its evaluation."""
+        found = evaluations(self.folder) if best and self.is_process_0 else {}
+        found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
+        self.best = best_of(best, found) if found else None
+        return {} if self.best is None else {self.best: found[self.best]}
+
+    def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: int | None) -> None:
+        """Begin to save the state of this step, with the numbers of an evaluation of it. It goes on
+        in the background. `best` is the step that is the best now."""
         if self.saved == at:
             return
         _trim_memory()
-        items = state_items(state)
-        meta = {"step": at, "skipped": skipped, "leaves": _kinds(items),
-                "checksums": checksums(items)}
+        items, self.best = state_items(state), best
+        meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
+                "leaves": _kinds(items), "checksums": checksums(items)}
         with _as_run_error(f"the checkpoint of step {at} could not be saved"):
             is_saving = self.manager.save(at, force=True, args=ocp.args.Composite(
                 meta=ocp.args.JsonSave(meta),
@@ -251,7 +281,19 @@ def _as_run_error(what):
         raise RunError(f"{what}: {one_line(e)}; earlier checkpoints are complete") from None
 
 
-def _orbax_manager(folder, keep):
+class _Kept:
+    """What orbax asks when a save begins; what is not kept it deletes when that save is complete,
+    so that a kill never leaves less than there was."""
+
+    def __init__(self, keep, best):
+        self.keep, self.best = keep, best
+
+    def should_preserve(self, checkpoints, *, context):
+        steps = [c.step for c in checkpoints]
+        return [step in steps[-self.keep:] or step == self.best() for step in steps]
+
+
+def _orbax_manager(folder, keep, best):
     # orbax would note which devices held what, and then refuse to open the checkpoint on other
     # ones unless told where to put it. Without the note it opens anywhere.
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
@@ -261,7 +303,8 @@ def _orbax_manager(folder, keep):
               for name in ("params", "opt")}
     return ocp.CheckpointManager(
         folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler()},
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
+        options=ocp.CheckpointManagerOptions(preservation_policy=_Kept(keep, best),
+                                             cleanup_tmp_directories=True))
 
 
 def _trim_memory():
@@ -326,6 +369,40 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
     if steps := sorted(map(int, filter(str.isdecimal, names)), reverse=True):
         return steps
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
+
+
+def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
+    """By step, the numbers of the evaluation of each checkpoint of a run."""
+    found = {}
+    for path in (Path(folder).resolve() / "checkpoints").glob("*/meta/metadata"):
+        step = path.parts[-3]
+        if step.isdecimal():
+            with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
+                found[int(step)] = json.loads(path.read_text()).get("evaluation", {})
+    return found
+
+
+def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
+    """The step whose evaluation is best, as --best means it: the earliest of equals, and None if
+    none has a number of that name."""
+    which, name = best.split(":", 1)
+    sign = {"smallest": 1, "largest": -1}[which]
+    found = {step: row.get(name) for step, row in numbers.items()}
+    found = {step: x for step, x in found.items() if isinstance(x, float) and math.isfinite(x)}
+    return min(sorted(found), key=lambda step: sign * found[step], default=None)
+
+
+def best_step(folder: str | Path, flag: str = "--run") -> int:
+    """The step of a run's best checkpoint, by the --best that it was trained with."""
+    best = _read_record(folder, flag).get("best")
+    if not best:
+        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so no checkpoint "
+                          f"of it is the best; its newest is of step {run_steps(folder, flag)[0]}")
+    step = best_of(best, evaluations(folder))
+    if step is None:
+        raise ConfigError(f"{flag} {folder}: no checkpoint yet of an evaluation with a number for "
+                          f"--best {best}")
+    return step
 
 
 def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"

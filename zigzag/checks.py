@@ -13,6 +13,7 @@ from typing import Any, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from zigzag import metrics
 from zigzag.errors import (
     ConfigError,
     check_at_least,
@@ -23,7 +24,8 @@ from zigzag.errors import (
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.rule import apply_overrides, parse_overrides
 
-ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon")}
+ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon"),
+          "metric": ("", *metrics.OF_TEXTS)}
 
 
 def check_config(c: Any) -> None:
@@ -33,7 +35,7 @@ def check_config(c: Any) -> None:
                    profile=0, lr=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
-            raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
+            raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"
                               + did_you_mean(value, known))
     if len(c.fields) == 1 and c.fields[0].count(",") == 1:
         object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
@@ -57,6 +59,9 @@ def check_config(c: Any) -> None:
     if c.zero not in (0, 1):
         raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
                           f"for weights and gradients too, --mesh fsdp=N")
+    if c.best and not re.fullmatch(r"(smallest|largest):\S+", c.best):
+        raise ConfigError(f"--best {c.best}: expected smallest:NAME or largest:NAME, of a number "
+                          f"that an evaluation gives, smallest:eval_loss for example")
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)

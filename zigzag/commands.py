@@ -4,6 +4,7 @@
     choose_mesh    --mesh auto
     ready_to_run   the program and its compiled step, without data: compile_step
     dry_run        --topology
+    show_sharding  python shard.py: the table of weights
     bench          --bench
 """
 
@@ -14,7 +15,7 @@ from typing import Any, Callable, NamedTuple
 
 import jax
 
-from zigzag import chips, forecast, hosts
+from zigzag import chips, forecast, hosts, lora
 from zigzag.attention import block_ends, kernel_name
 from zigzag.loop import report_header
 from zigzag.mesh import (
@@ -28,6 +29,7 @@ from zigzag.mesh import (
 from zigzag.plan import resolve_dtype
 from zigzag.program import Program, compiled
 from zigzag.report import BenchReporter, Reporter
+from zigzag.rule import explain, parse_overrides
 from zigzag.traffic import expected_traffic, is_complete
 
 
@@ -35,7 +37,7 @@ class Trained(NamedTuple):
     """What these commands must know of what is trained."""
     check: Callable         # (config, mesh): refuses what the mesh cannot split
     build: Callable         # (config, mesh) -> Program
-    shapes: Callable        # config -> shapes of the weights
+    network: Callable       # config -> the kind of network
     flops: Callable         # config -> of an update
     count: Callable         # Program -> all parameters, and those that a token visits
     vocab_size: int         # where no data says it
@@ -69,7 +71,8 @@ def choose_mesh(config: Any, trained: Trained
     trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
                                       schedule="gpipe"), abstract_mesh({}))
     mesh, ready = forecast.auto_mesh(
-        one, devices, trained.shapes(one), check=trained.check, flops=trained.flops(one),
+        one, devices, trained.network(one).weight_shapes(one), check=trained.check,
+        flops=trained.flops(one),
         compile_program=lambda config: ready_to_run(config, trained),
         say=Reporter(config.steps).line)
     return dataclasses.replace(config, mesh=mesh, shards=0), ready
@@ -105,10 +108,28 @@ def dry_run(config: Any, trained: Trained) -> None:
                      expected=expected_traffic(program.plan), complete=is_complete(program.plan))
 
 
+def show_sharding(config: Any, trained: Trained) -> None:
+    """Where each weight would lie, and why, without making the model."""
+    if config.topology:
+        return dry_run(config, trained)
+    mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
+    config = dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
+    network = trained.network(config)
+    network.check(config, mesh)
+    decisions = network.plan_weights(config, mesh, overrides=parse_overrides(config.override),
+                                     fsdp_min=config.fsdp_min)
+    shapes = network.weight_shapes(config)
+    if config.lora_rank:
+        decisions = lora.mark_frozen(decisions)
+        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
+    print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
+
+
 def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:
     """The loop and the loader of a training run, and how long they take: fit(config, reporter)
     trains, make_batch(config, update) makes a batch."""
-    config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0)
+    config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0,
+                                 metric="", best="", eval_first=False, sample_prompts="")
     say = BenchReporter(config.steps)
     say.line(describe_attention(config, mesh))
     fit(config, say)

@@ -2,7 +2,6 @@
 
     prepare         restore or make the state, and compile the step
     flush_metrics   write down the numbers of the step before, while the devices work on the next
-    evaluate        the loss over all held-out examples, and a prediction
     save            begin to save the state
     profile         begin or end a trace
 """
@@ -18,18 +17,14 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zigzag import chips, lora
-from zigzag.batches import batch_arrays, place_batch
 from zigzag.checkpoint import RunFolder
 from zigzag.errors import RunError, human_bytes
 from zigzag.hosts import process_allgather, watchdog
-from zigzag.mesh import row_groups
 from zigzag.pipeline import timeline
 from zigzag.program import Program, compiled
-from zigzag.report import Reporter, mean_loss
+from zigzag.report import Reporter
 from zigzag.rule import explain
 
 
@@ -38,7 +33,17 @@ class Fit(NamedTuple):
     params: Any
     step: int               # updates made
     held_out: float | None  # the last evaluation's loss
-    outputs: Any            # and prediction
+    outputs: Any            # and predictions, arrays [examples, ...]
+    evaluation: dict[str, Any]      # and all of its numbers, as in metrics.jsonl
+    best: int | None        # of which step the best evaluation was, by config.best
+
+
+class Samples(NamedTuple):
+    """Texts that a model writes at each evaluation."""
+    prompts: Sequence[str]
+    collate: Callable       # some prompts -> arrays, rows of the same shape whichever they are
+    predict: Callable       # params, arrays -> outputs
+    text: Callable          # a prompt, its outputs -> what the model has written
 
 
 class Task(NamedTuple):
@@ -50,6 +55,9 @@ class Task(NamedTuple):
     show: Callable | None
     flops: float | None
     bits_per_nat: float | None
+    metric: Callable | None = None
+    predicted: int | None = None
+    samples: Samples | None = None
 
 
 @dataclasses.dataclass
@@ -69,8 +77,9 @@ class Loop:
     skipped: int = 0                # updates in a row whose gradient was not finite
     losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
     recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
-    score: float | None = None      # the last evaluation
-    outputs: Any = None
+    evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's line
+    outputs: Any = None             # and predictions
+    best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
@@ -106,6 +115,8 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     else:
         state = program.restored(state, loop.state)
         loop.skipped, loop.losses = folder.skipped, folder.losses
+    if folder:
+        loop.best = folder.read_best(config.best)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
     if loop.at:
@@ -170,54 +181,11 @@ def save(loop: Loop) -> None:
     watchdog.arm("a save")
     begin = time.perf_counter()
     program, state = loop.program, loop.program.saved(loop.state)
-    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped)
+    evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
+    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
+                     next(iter(loop.best), None))
     loop.saving += time.perf_counter() - begin
     watchdog.arm("a step")
-
-
-def evaluate(loop: Loop, folder: RunFolder | None) -> None:
-    """The loss over every held-out example, and the prediction for the first few; written down in
-    the folder, if one is given."""
-    task, program, params = loop.task, loop.program, loop.state["params"]
-    if not len(task.held_out):
-        return
-    flush_metrics(loop)
-    watchdog.arm("an evaluation")
-    loop.score = _held_out_loss(program, task, params)
-    if task.predict:
-        few = min(row_groups(program.mesh), len(task.held_out))
-        whole = NamedSharding(program.mesh, P())
-        loop.outputs = jax.device_get(jax.jit(task.predict, out_shardings=whole)(
-            program.permute(params, back=True), _held_out_batch(program, task, 0, few)))
-    row = {"step": loop.at, "eval_loss": loop.score, "train_loss": mean_loss(loop.losses),
-           "bits_per_byte": None if task.bits_per_nat is None else loop.score * task.bits_per_nat}
-    if folder:
-        folder.write(row)
-    loop.reporter.evaluation(row, task.show(loop.outputs) if task.show and task.predict else None)
-    loop.losses, loop.clock = [], time.perf_counter()
-    watchdog.arm("a step")
-
-
-def _held_out_loss(program, task, params):
-    config, groups = program.config, row_groups(program.mesh)
-    first, sums = 0, np.zeros(2)
-    while first < len(task.held_out):
-        rows = min(config.batch // config.accumulate, len(task.held_out) - first)
-        if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
-            rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
-        batch = _held_out_batch(program, task, first, rows)
-        # (Un-awaited collectives deadlock the CPU backend.)
-        sums += jax.device_get(program.evaluate(params, batch))
-        first += rows
-    return float(sums[0] / (sums[1] or 1))
-
-
-def _held_out_batch(program, task, first, rows):
-    def make(begin, end):
-        return batch_arrays(task.collate,
-                            [task.held_out[i] for i in range(first + begin, first + end)])
-
-    return place_batch(program.mesh, make, rows)
 
 
 def profile(loop: Loop) -> None:

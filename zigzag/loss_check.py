@@ -44,7 +44,7 @@ class Comparison(NamedTuple):
     gaps: Any               # norms of the difference of the gradients
     norms: Any              # norms of one device's gradient
     gaps_noise: Any         # norms of how far that moves where weights are rounded otherwise
-    held: Any = ()          # (sum, count) of a held-out batch, on the mesh
+    held: Any = ()          # the sums of a held-out batch, on the mesh
     held_wanted: Any = ()   # and on one device
     differ: Any = ()        # in words, what differs by more than rounding explains
 
@@ -158,9 +158,14 @@ def _times_allowed(found, is_narrow):
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2])),
              "the held-out sum", "the held-out count"]
+    held_noise = ()
+    if found.held:
+        names += [f"its other sum {k!r}, of held-out rows" for k in sorted(found.held[2])]
+        held_noise = (*found.sums_noise[:2],
+                      {k: found.sums_noise[2].get(k, 0.0) for k in found.held[2]})
     sums, wanted, noise = map(jax.tree.leaves, (
         (found.sums, found.held), (found.wanted, found.held_wanted),
-        (found.sums_noise, found.sums_noise[:2])))
+        (found.sums_noise, held_noise)))
     times = {}
     for name, a, b, slack in zip(names, sums, wanted, noise):
         gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
@@ -220,7 +225,7 @@ def _beside_one_device(plan, compute, is_narrow, batch, key, size):
         one_device = untyped(three)(_whole(params), _whole(batch), key)
         wanted, wanted_grad = jax.tree.map(lambda x: x[0], one_device)
         held_wanted = untyped(plan.loss)(
-            _whole(params), _whole(_held_out(batch)))[:2] if held_sums else ()
+            _whole(params), _whole(_held_out(batch))) if held_sums else ()
     return Comparison(
         sums, wanted,
         jax.tree.map(lambda x: jnp.max(jnp.abs(x[1:] - x[0]), initial=0), one_device[0]),

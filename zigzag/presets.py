@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from zigzag.errors import ConfigError, did_you_mean
+
 # What the models of a family share. (Their embedding is not multiplied, but for Gemma's.)
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layer", norm_eps=1e-5, positions="learned",
             activation="gelu_tanh", gated=False, biases="qkv,out,mlp", tied=True, embed_scale=1.0)
@@ -116,3 +118,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "whisper-large": _pair(WHISPER, 32, 1280, 20), "whisper-large-v2": _pair(WHISPER, 32, 1280, 20),
     "whisper-large-v3": _pair(WHISPER, 32, 1280, 20, vocab_size=51866, channels=128),
 }
+
+
+def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a preset, but for what follows from a width that is given."""
+    if name not in PRESETS:
+        raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
+                          f"{', '.join(PRESETS)}" + did_you_mean(name, PRESETS))
+    dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
+    dropped |= {"d_ff"} if "d_model" in given else set()
+    return {k: v for k, v in PRESETS[name].items() if k not in dropped}

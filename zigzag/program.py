@@ -23,7 +23,7 @@ class Program:
     batch: Any              # the same for a batch
     start: Any              # key, and weights in place of init's if there are any -> state
     step: Any               # state, batch -> state, metrics
-    evaluate: Any           # params, batch -> (sum, count)
+    evaluate: Any           # params, batch -> (sum, count, other sums)
 
     @property
     def config(self) -> Any:

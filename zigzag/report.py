@@ -91,12 +91,15 @@ class Reporter:
         self.line(text, live=True)
 
     def evaluation(self, row: dict, text: str | None) -> None:
-        """`row` as in metrics.jsonl, and the prediction as text."""
+        """`row` as in metrics.jsonl, and predictions as text."""
         bits, train_loss = row["bits_per_byte"], row["train_loss"]
+        usual = ("step", "eval_loss", "train_loss", "bits_per_byte")
+        others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
+                         if name not in usual and isinstance(x, float))
         self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
                   + (f"  ({bits:.4f} bits per byte)" if bits is not None else "")
                   + (f"  training loss since the last evaluation {train_loss:.4f}"
-                     if train_loss is not None else ""))
+                     if train_loss is not None else "") + others)
         if text:
             clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
             self.line("    | " + clean.replace("\n", "\n    | "))

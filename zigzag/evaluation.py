@@ -1,0 +1,223 @@
+"""What is found out about held-out examples, from which nothing is learned.
+
+    evaluate      the loss over all of them, predictions, what a metric makes of these, samples
+    predict_all   predictions for a whole data set, in its order, on any mesh
+    check_task    what is refused of this before training begins
+
+No mesh changes the results but by rounding: each example counts once, and the padding of the last
+batch is dropped.
+"""
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag import metrics
+from zigzag.batches import batch_arrays, place_batch
+from zigzag.checkpoint import best_of
+from zigzag.errors import ConfigError, RunError, did_you_mean, one_line
+from zigzag.hosts import process_allgather, watchdog
+from zigzag.loop import Loop, Samples, Task, flush_metrics
+from zigzag.mesh import row_groups
+from zigzag.program import Program
+from zigzag.report import mean_loss
+
+
+def check_task(config: Any, program: Program, task: Task) -> None:
+    """Refuse flags for which this task has nothing, and a --best of no number's name."""
+    if not len(task.held_out):
+        for flag in ("best", "eval_first", "metric"):
+            if value := getattr(config, flag):
+                raise ConfigError(f"--{flag} {value}: there are no held-out examples to evaluate")
+    if task.metric and not task.predict:
+        raise ConfigError("metric compares what predict gives: give fit a predict too")
+    if config.metric and not task.metric:
+        raise ConfigError(f"--metric {config.metric}: this task has none; give fit a metric")
+    if config.sample_prompts and not task.samples:
+        raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
+                          f"from prompts; give fit samples")
+    if config.best and (config.metric or not task.metric):      # else a metric has to be run first
+        plan = program.plan
+        batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
+        _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
+        _check_best(config.best, [
+            "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
+            *(f"eval_{name}" for name, x in others.items() if not x.shape),
+            *(metrics.names(config.metric) if config.metric else [])])
+
+
+def _check_best(best, known):
+    name = best.partition(":")[2]
+    if name and name not in known:
+        raise ConfigError(f"--best {best}: an evaluation of this task has the numbers "
+                          f"{', '.join(known)}" + did_you_mean(name, known))
+
+
+# -------------------------------------------------------------------------------------------
+# An evaluation
+
+def evaluate(loop: Loop, is_new: bool = True) -> bool:
+    """Evaluate, and tell a person. What is not new (of a step that a run had evaluated before) is
+    not written down. Whether this is the best evaluation so far, by config.best."""
+    task, program, at = loop.task, loop.program, loop.at
+    if not len(task.held_out):
+        return False
+    flush_metrics(loop)
+    watchdog.arm("an evaluation")
+    loss, others = _held_out_sums(program, task, loop.state["params"])
+    row = {"step": at, "eval_loss": loss, "train_loss": mean_loss(loop.losses),
+           "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
+           **others}
+    lines, written = [], []
+    if task.predict or task.samples:
+        params = program.permute(loop.state["params"], back=True)
+    if task.predict:
+        count = min(len(task.held_out), task.predicted or len(task.held_out))
+        loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
+                                   count)
+        row |= _measured(task, loop.outputs, count, row)
+        lines += [task.show(loop.outputs)] if task.show else []
+    if task.samples:
+        written = [{"step": at, "prompt": prompt, "text": text}
+                   for prompt, text in _write(program, task.samples, params)]
+        lines += [f"{sample['prompt']} ==> {sample['text']}" for sample in written]
+    loop.reporter.evaluation(row, "\n".join(lines))
+    loop.evaluation = row
+    is_best = is_new and _is_best(loop, row)
+    if is_new:
+        if loop.folder:
+            loop.folder.write(row)
+            loop.folder.write_samples(written)
+        loop.losses = []
+    loop.clock = time.perf_counter()
+    watchdog.arm("a step")
+    return is_best
+
+
+def _is_best(loop, row):
+    best, at = loop.program.config.best, loop.at
+    if not best:
+        return False
+    _check_best(best, [name for name, x in row.items()
+                       if isinstance(x, float) and name != "train_loss"])
+    found = {**loop.best, at: row}
+    step = best_of(best, found)
+    loop.best = {} if step is None else {step: found[step]}
+    if step == at:
+        loop.reporter.line(f"step {at} is the best so far (--best {best})")
+    return step == at
+
+
+def _held_out_sums(program, task, params):
+    """The mean loss, and the loss's other sums, divided by the same count."""
+    config, groups = program.config, row_groups(program.mesh)
+    first, total = 0, None
+    while first < len(task.held_out):
+        rows = min(config.batch // config.accumulate, len(task.held_out) - first)
+        if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
+            rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
+        batch = _batch(program, task.collate, task.held_out, first, rows)
+        # (Un-awaited collectives deadlock the CPU backend.)
+        sums = jax.tree.map(lambda x: np.asarray(x, float),
+                            jax.device_get(program.evaluate(params, batch)))
+        total = sums if total is None else jax.tree.map(_add, total, sums)
+        first += rows
+    loss, count, others = total
+    return float(loss / (count or 1)), {
+        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
+        else float(x / (count or 1)) for name, x in others.items()}
+
+
+def _add(a, b):
+    if a.shape != b.shape:
+        raise ConfigError(f"one of the loss's other sums has the shape {list(a.shape)} for some "
+                          f"batches and {list(b.shape)} for others: return what adds up over rows")
+    return a + b
+
+
+def _batch(program, collate, examples, first, rows):
+    """Examples from `first` on, so many rows of them; past the end, the last one again."""
+    last = len(examples) - 1
+
+    def make(begin, end):
+        return batch_arrays(collate, [examples[min(i, last)]
+                                      for i in range(first + begin, first + end)])
+
+    return place_batch(program.mesh, make, rows)
+
+
+# -------------------------------------------------------------------------------------------
+# Predictions
+
+def predict_all(program: Program, predict: Callable, collate: Callable, examples: Sequence,
+                params: Any, count: int) -> Any:
+    """What predict(params, batch) gives for the first `count` examples, in their order: any tree of
+    arrays [count, ...] of numpy, in every process. All batches have the same number of rows, so one
+    program is compiled; padding is dropped."""
+    config, groups = program.config, row_groups(program.mesh)
+    rows = min(config.batch // config.accumulate, -(-count // groups) * groups)
+    compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
+    parts = []
+    for first in range(0, count, rows):
+        outputs = jax.device_get(compiled(params, _batch(program, collate, examples, first, rows)))
+        _check_outputs(outputs, rows, parts[0] if parts else outputs)
+        parts.append(jax.tree.map(lambda x: x[:count - first], outputs))
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _check_outputs(outputs, rows, first):
+    for x, before in zip(jax.tree.leaves(outputs), jax.tree.leaves(first), strict=True):
+        if np.shape(x)[:1] != (rows,):
+            raise ConfigError(f"predict gave an array of shape {list(np.shape(x))} for {rows} "
+                              f"examples: the first dimension must count them")
+        if np.shape(x)[1:] != np.shape(before)[1:]:
+            raise ConfigError(f"predict gave rows of shape {list(np.shape(x)[1:])} for some "
+                              f"examples, and {list(np.shape(before)[1:])} for the first ones: pad "
+                              f"every batch to the same shape")
+
+
+def _measured(task, outputs, count, row):
+    """What the metric says of the predictions, by name; process 0's word counts."""
+    if not task.metric:
+        return {}
+    examples = task.held_out
+    if count < len(examples):
+        examples = [examples[i] for i in range(count)]
+    try:
+        found = task.metric(outputs, examples)
+    except (ConfigError, RunError):
+        raise
+    except Exception as e:
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        raise RunError(f"step {row['step']}: the metric ended in {type(e).__name__}: {one_line(e)} "
+                       f"({Path(frame.filename).name} line {frame.lineno}); it was given outputs "
+                       f"of {_shapes(outputs)} and {count} examples") from e
+    found = found if isinstance(found, dict) else {"metric": found}
+    numbers = {}
+    for name, x in found.items():
+        if not isinstance(name, str) or name in row:
+            raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
+                              f"than {', '.join(row)}, which an evaluation has already")
+        if x is None or np.ndim(x) or np.asarray(x).dtype.kind in "OSU":
+            raise ConfigError(f"the metric gave {repr(x)[:60]} as {name!r}: expected a number, or "
+                              f"a dict of numbers")
+        numbers[name] = float(x)
+    return process_allgather(numbers)[0]
+
+
+def _shapes(outputs):
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)) or "nothing"
+
+
+def _write(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
+    """Each prompt, and what the model has written."""
+    outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
+                          len(samples.prompts))
+    return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))
+            for i, prompt in enumerate(samples.prompts)]

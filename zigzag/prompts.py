@@ -1,0 +1,82 @@
+"""--sample_prompts: the prompts of a file, and what a model writes for them at each evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any, Callable
+
+import jax
+import numpy as np
+
+from zigzag.errors import ConfigError
+from zigzag.hosts import process_allgather
+from zigzag.loop import Samples
+
+EXPECTED = 'expected a text file with a prompt in each line, or a .jsonl of {"prompt": "..."}'
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a file that process 0 sees: a line each, or in a .jsonl the field "prompt" of
+    each. Empty lines are none."""
+    return process_allgather(_read(path) if jax.process_index() == 0 else None)[0]
+
+
+def _read(path):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--sample_prompts {path}: {e.strerror}; {EXPECTED}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--sample_prompts {path}: not text in UTF-8; {EXPECTED}") from None
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"--sample_prompts {path}: no prompt in it; {EXPECTED}")
+    if Path(path).suffix != ".jsonl":
+        return [line.rstrip("\r") for _, line in lines]
+    return [_prompt(line, f"--sample_prompts {path} line {i}") for i, line in lines]
+
+
+def _prompt(line, where):
+    try:
+        record = json.loads(line)
+        prompt = record["prompt"]
+        prompt.encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ConfigError(f"{where}: {line.strip()[:60]!r} is no object with a text named "
+                          f"\"prompt\"; {EXPECTED}") from None
+    if not prompt:
+        raise ConfigError(f"{where}: an empty prompt; {EXPECTED}")
+    return prompt
+
+
+def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:
+    """Samples of an encoder-decoder for the prompts of a file: collate(sources) and predict are a
+    task's, and text(outputs) what it has written for one source. No file: none."""
+    if not path:
+        return None
+    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs))
+
+
+def continuations(path: str, tokenizer: Any, room: int, write: Callable, until: Callable
+                  ) -> Samples | None:
+    """Samples that go on from the prompts of a file. write(params, batch) gives new ids for
+    `tokens` [B, P], padded on the left, of which each row begins at `start`. until(ends, ids) are
+    the ids before an end. The model has room for so many ids. No file: none."""
+    if not path:
+        return None
+    prompts = read_prompts(path)
+    ids = {prompt: list(tokenizer.prompt(prompt)) for prompt in prompts}
+    longest = max(map(len, ids.values()))
+    if longest >= room:
+        raise ConfigError(f"--sample_prompts {path}: a prompt has {longest} tokens; expected fewer "
+                          f"than the {room} for which this model has positions")
+
+    def collate(some):
+        start = np.array([longest - len(ids[prompt]) for prompt in some], np.int32)
+        tokens = [[0] * begin + ids[prompt] for begin, prompt in zip(start, some)]
+        return {"tokens": np.array(tokens, np.int32), "start": start}
+
+    def text(prompt, new):
+        before, new = ids[prompt], until(tokenizer.ends, new.tolist())
+        return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)):]
+
+    return Samples(prompts, collate, write, text)
