@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import signal
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from zigzag import commands, examples, hosts, init_from, lora, metrics
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
+from zigzag.decoding import GREEDY, Choice
 from zigzag.errors import ConfigError, fill_in
 from zigzag.evaluation import check_task, evaluate
 from zigzag.flags import parse_flags, run_main
@@ -62,12 +62,12 @@ from zigzag.loop import (
     save,
 )
 from zigzag.loss_check import check_loss, check_traceable
-from zigzag.mesh import cast, mark_varying, pmean_all, row_groups
+from zigzag.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
 from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
 from zigzag.presets import fields_of_preset
 from zigzag.program import Program, make_program, shapes_hash
-from zigzag.prompts import answers, continuations
 from zigzag.report import Reporter
+from zigzag.samples import answers, continuations
 from zigzag.storage import stored_to_used
 from zigzag.traffic import expected_traffic, is_complete
 from zigzag.weights import count
@@ -491,10 +491,9 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
                                 start=start, end=end, pad=pad)
 
     def predict(params, batch):
-        source = {name: batch[name] for name in ("source", "source_mask")}
-        first = jnp.full((len(batch["source"]), 1), start)
-        new = sample.generate_ids(params, first, jnp.zeros(len(first), jnp.int32), config,
-                                  config.seq_len - 1, 0.0, 0, 1.0, config.seed, source)
+        rows = {"tokens": jnp.full((len(batch["source"]), 1), start),
+                **{name: batch[name] for name in ("source", "source_mask")}}
+        new = sample.generate_ids(params, rows, config, config.seq_len - 1, GREEDY, ends=(end,))
         return batch["source"], batch["source_mask"], new
 
     def text(ids):
@@ -529,14 +528,12 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
     size = int(tokenizer.lengths()[targets].sum())
 
     def write(params, batch):
-        tokens = batch["tokens"]
-        return sample.generate_ids(params, tokens, batch["start"], config, min(
-            160, room - tokens.shape[1]), 0.8, 0, 1.0, config.seed)
+        more = min(160, room - batch["tokens"].shape[1])
+        return sample.generate_ids(params, batch, config, more, Choice(0.8), config.seed)
 
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
-        new = write(params, {"tokens": tokens, "start": jnp.zeros(len(tokens), jnp.int32)})
-        return jnp.concatenate([tokens, new], 1)
+        return jnp.concatenate([tokens, write(params, {"tokens": tokens})], 1)
 
     return Task(
         lambda examples: data.collate(examples, T), predict,
@@ -552,9 +549,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = parse(argv)
         if config.topology:         # (such programs cannot be read from a cache)
             return commands.dry_run(config, TRANSFORMER)
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", str(cache / "zigzag/compiled")))
+        keep_compiled()
         config, _ = commands.choose_mesh(config, TRANSFORMER)
         mesh = commands.machine(config)
         check_transformer(config, mesh)

@@ -40,6 +40,9 @@ class Choice:
                 raise ConfigError(f"{name} {value}: must be {accepted}")
 
 
+GREEDY = Choice(temperature=0)
+
+
 def draw(logits: Array, keys: Array, choice: Choice) -> Array:
     """One id for each row of logits [B, V], with each row's own key."""
     if choice.temperature == 0:

@@ -9,6 +9,7 @@ mesh". The last axis has the closest neighbours: tensor communicates most.
 import contextlib
 import math
 import os
+from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
 import jax
@@ -117,6 +118,15 @@ def simulate_devices(count: int) -> None:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):     # the devices exist already: make_mesh counts
             jax.config.update("jax_num_cpu_devices", count)
+
+
+def keep_compiled(least: float = 1.0) -> None:
+    """Keep compiled programs in the user's cache folder for the next start: those that took so
+    many seconds to compile, or more."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
+    jax.config.update("jax_compilation_cache_dir",
+                      os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def row_groups(mesh: Any) -> int:
