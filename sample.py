@@ -53,9 +53,9 @@ from zigzag.tokenizers import published_tokenizer
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-             min_p: float = 0.0, repetition_penalty: float = 1.0,
-             seed: int | Sequence[int] = 0, stop: Sequence[int | str] = (),
-             logprobs: bool = False, source: Any = None, tokenizer: Any = None) -> list:
+             seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
+             repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
+             logprobs: bool = False, tokenizer: Any = None) -> list:
     """The new ids of each prompt: `tokens`, or fewer where an id is in `stop`, which is not given
     out, or where they spell a text in `stop` (give the tokenizer). With logprobs, pairs of the ids
     and the model's log-probability of each.
@@ -70,8 +70,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
     if texts and tokenizer is None:
         raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
     found = [([], []) for _ in prompts]
-    for part in stream(params, prompts, config, tokens, temperature, top_k, top_p, min_p,
-                       repetition_penalty, seed, [i for i in stop if i not in texts], source,
+    for part in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
+                       min_p, repetition_penalty, [i for i in stop if i not in texts],
                        16 if texts else tokens, logprobs=True):
         for row, new in zip(found, part):
             row[0].extend(new[0])
@@ -85,10 +85,10 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
 
 
 def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, tokens: int = 128,
-           temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-           repetition_penalty: float = 1.0, seed: int | Sequence[int] = 0,
-           stop: Sequence[int] = (), source: Any = None, piece: int = 8, logprobs: bool = False
-           ) -> Iterator[list]:
+           temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+           seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
+           repetition_penalty: float = 1.0, stop: Sequence[int] = (), piece: int = 8,
+           logprobs: bool = False) -> Iterator[list]:
     """What generate gives, as it comes: of each prompt the next ids, first one, then at most
     `piece`, and none once it has ended."""
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -111,9 +111,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
 
 
 def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
-                beams: int = 4, tokens: int = 128, length_penalty: float = 1.0,
-                early_stop: bool | str = False, eos: int | Sequence[int] | None = None,
-                source: Any = None) -> list[list[tuple[list[int], float]]]:
+                beams: int = 4, tokens: int = 128, eos: int | Sequence[int] | None = None,
+                source: Any = None, length_penalty: float = 1.0, early_stop: bool | str = False
+                ) -> list[list[tuple[list[int], float]]]:
     """For each prompt the `beams` likeliest continuations found, as (ids, score), best first. The
     score is the sum of log-probabilities over the length to the power of length_penalty. One ends
     with an id `eos`, which counts and is not given out. The search ends when none that goes on can

@@ -26,7 +26,8 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
     print(f"{human_bytes(held)} of weights on a device; prompts of {PROMPT} tokens, {TOKENS} new "
           f"ones, greedy; medians of {TURNS}")
     for rows in (1, 8):
-        prompts, ours, theirs, read = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist(), [], [], []
+        prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
+        ours, theirs, read = [], [], []
         _tokens_per_second(stream, params, c, prompts)      # compiles
         for _ in range(TURNS):
             ours.append(_tokens_per_second(stream, params, c, prompts))
@@ -35,9 +36,9 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
                 theirs.append(peer(prompts))
         whole, each = (statistics.median(x) for x in zip(*ours))
         least = statistics.median(read)
-        print(f"batch {rows}   {whole:7.1f} tokens/s   a token after the first in {each * 1e3:6.1f} "
-              f"ms, {each / least:.2f} times that of reading the weights ({least * 1e3:.1f} ms at "
-              f"{human_bytes(held / least)}/s)")
+        print(f"batch {rows}   {whole:7.1f} tokens/s; after the first token of a row {each * 1e3:.1f} "
+              f"ms for each, {each / least:.2f} times\n          the time that reading the weights "
+              f"takes ({least * 1e3:.1f} ms, {human_bytes(held / least)}/s)")
         if theirs:
             ratio = statistics.median(a / b for (a, _), b in zip(ours, theirs))
             print(f"          {statistics.median(theirs):7.1f} tokens/s by transformers; ours are "
