@@ -12,7 +12,6 @@ one token at a time, which has no time to split, `shard.row` is an all-reduce.
     python sample.py --run out --prompt "def main("
 """
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -29,7 +28,8 @@ import model
 import shard
 from zigzag import chat, passes, terminal
 from zigzag.asked import (
-    check_flags,
+    CHOICES,
+    Config,
     given_lines,
     prompt_texts,
     prompts_of,
@@ -333,42 +333,6 @@ def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, toke
 # -------------------------------------------------------------------------------------------
 # The command line
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """python sample.py --run DIR --prompt TEXT: let a trained model go on writing
-
-    With no prompt it continues each line of standard input. On a terminal it talks: a conversation
-    where the model has a chat template, else it continues what you type."""
-    run: str = "out"            # the --out of a train.py
-    step: str = ""              # its checkpoint of this step, or best; empty: the newest
-    model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
-                                # encoder-decoder reads it
-    prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
-    source: str = ""            # or what an encoder reads that reads no text: a .npy file
-    system: str = ""            # what the model is told before a conversation
-    score: str = ""             # instead, how likely each text of this file is: lines, or objects
-                                # with "text" (for an encoder-decoder: "source" and "target")
-    json: bool = False          # print a JSON object for each text
-    logprobs: bool = False      # and in it each new id with its log-probability
-    batch: int = 8              # so many prompts or texts are computed together
-    tokens: int = 256           # how many new ids
-    stop: tuple = ()            # texts before which an answer ends
-    temperature: float = 0.8    # 0: always the likeliest
-    top_k: int = 0              # choose among this many of the likeliest; 0: all
-    top_p: float = 1.0          # choose among the likeliest that have this share together
-    min_p: float = 0.0          # choose among those with this share of the likeliest one's
-    repetition_penalty: float = 1.0     # above 1: what is there already is chosen less
-    beams: int = 0              # show that many of the likeliest continuations instead
-    length_penalty: float = 1.0         # their score is divided by their length to this power
-    seed: int = 0               # of the choices
-    shards: int = 0             # devices to split the model over, whatever it was trained on
-    mesh: str = ""              # or axis=size,...; data takes the devices that are left
-
-    def __post_init__(self) -> None:
-        check_flags(self)
-
-
 def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
@@ -426,10 +390,8 @@ def _write(config, params, c, tokenizer, asked, pressed=()):
         ids = [a.ids for a in some]
         source = [a.source for a in some] if c.encoder_layers else None
         tokens, pieces = room_for(c, ids, config.tokens), None
-        choices = dict(
-            tokens=tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
-            min_p=config.min_p, repetition_penalty=config.repetition_penalty,
-            seed=[config.seed + a.repeat for a in some], stop=ends, source=source)
+        choices = {name: getattr(config, name) for name in CHOICES} | dict(
+            tokens=tokens, seed=[config.seed + a.repeat for a in some], stop=ends, source=source)
         if config.beams:
             found = beam_search(params, ids, c, config.beams, tokens, config.length_penalty,
                                 eos=ends, source=source)

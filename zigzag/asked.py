@@ -1,5 +1,5 @@
-"""What generation is asked, and what is scored: texts of the command line, of a file or of standard
-input, as ids.
+"""The command line of sample.py: its flags, and what generation is asked and what is scored, texts
+of the command line, of a file or of standard input, as ids.
 
     The sea is                      a text on each line; blank lines are left out
     {"prompt": "The sea is"}        an object on each line: in a file *.jsonl, or where the first
@@ -24,12 +24,52 @@ from zigzag.families import fields_of, special_ids
 from zigzag.tokenizers import Tokenizer
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """python sample.py --run DIR --prompt TEXT: let a trained model go on writing
+
+    With no prompt it continues each line of standard input. On a terminal it talks: a conversation
+    where the model has a chat template, else it continues what you type."""
+    run: str = "out"            # the --out of a train.py
+    step: str = ""              # its checkpoint of this step, or best; empty: the newest
+    model: str = ""             # or a Hugging Face folder with a published model
+    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
+                                # encoder-decoder reads it
+    prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
+    source: str = ""            # or what an encoder reads that reads no text: a .npy file
+    system: str = ""            # what the model is told before a conversation
+    score: str = ""             # instead, how likely each text of this file is: lines, or objects
+                                # with "text" (for an encoder-decoder: "source" and "target")
+    json: bool = False          # print a JSON object for each text
+    logprobs: bool = False      # and in it each new id with its log-probability
+    batch: int = 8              # so many prompts or texts are computed together
+    tokens: int = 256           # how many new ids
+    stop: tuple = ()            # texts before which an answer ends
+    temperature: float = 0.8    # 0: always the likeliest
+    top_k: int = 0              # choose among this many of the likeliest; 0: all
+    top_p: float = 1.0          # choose among the likeliest that have this share together
+    min_p: float = 0.0          # choose among those with this share of the likeliest one's
+    repetition_penalty: float = 1.0     # above 1: what is there already is chosen less
+    beams: int = 0              # show that many of the likeliest continuations instead
+    length_penalty: float = 1.0         # their score is divided by their length to this power
+    seed: int = 0               # of the choices
+    shards: int = 0             # devices to split the model over, whatever it was trained on
+    mesh: str = ""              # or axis=size,...; data takes the devices that are left
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
+
+
+# Of these, how an id is chosen.
+CHOICES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class TooLong(ConfigError):
     """A prompt that is longer than the model's context."""
 
 
-def check_flags(config: Any) -> None:
-    """Refuse flags of sample.py that are wrong, or do not go together."""
+def _check_flags(config):
+    """Refuse flags that are wrong, or do not go together."""
     check_at_least(config, tokens=1, temperature=0, top_k=0, beams=0, shards=0, batch=1, min_p=0)
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"--top_p {config.top_p}: must be above 0, at most 1")

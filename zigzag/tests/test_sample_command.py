@@ -152,7 +152,19 @@ def test_a_json_object_for_each_answer(capsys, monkeypatch):
         {"prompt": "1", "text": "é", "tokens": 3, "stopped": "stop"},
         {"prompt": "2", "text": "abc", "tokens": 3, "stopped": "stop"},
         {"prompt": "3", "text": "abcd", "tokens": 4, "stopped": "length"}]
-    assert fake.seen[0][1]["stop"] == (256,) and fake.seen[0][1]["seed"] == 5
+    assert fake.seen[0][1]["stop"] == (256,) and fake.seen[0][1]["seed"] == [5] * 3
+
+
+def test_a_prompt_that_is_there_twice_has_two_answers(capsys, monkeypatch):
+    """The same text for the same line, where a person wants several; or another one with another
+    --batch."""
+    fake = FakeModel(monkeypatch, [])
+    for batch in (1, 2, 4):
+        given_input(monkeypatch, b"a\nb\na\na")
+        sampled(capsys, "--seed", 7, "--batch", batch)
+        seeds = [seed for _, choices in fake.seen for seed in choices["seed"]]
+        assert seeds == [7, 7, 8, 9]
+        fake.seen.clear()
 
 
 def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
@@ -185,7 +197,7 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
     FakeModel(monkeypatch, [])
     seen = []
 
-    def score(params, rows, config, sources=None):
+    def score(params, rows, config, sources, batch):
         seen.append((rows, sources))
         return [(-2.0 * (len(row) - 1) - len(rows), len(row) - 1) for row in rows]
 
@@ -234,7 +246,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "no text in it" in says("--prompts", tmp_path / "empty")
     long = says("--prompt", "x" * CONTEXT)
     assert f"the prompt has 41 tokens; the model's context has room for {CONTEXT}" in long
-    assert "--beams 258" in says("--prompt", "x", "--beams", 258)
+    assert "beams 258" in says("--prompt", "x", "--beams", 258)
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "the prompt is empty" in says("--prompt", " ")
 
