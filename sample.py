@@ -372,7 +372,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if config.system and not talks:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
         lines = given_lines(config)     # (a file that is not there: before all else)
-        _, c, tokenizer = loaded = load_model(config)
+        params, c, tokenizer = load_model(config)
+        loaded = for_decoding(params, c), c, tokenizer      # (once, not for each batch)
         if config.score:
             _score(config, *loaded, lines)
         elif talks:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 
 from zigzag import stems
+from zigzag.checkpoint import best_step
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.examples import texts_of
 from zigzag.families import fields_of, special_ids
@@ -99,7 +100,7 @@ def step_of(run: str, step: str) -> int | None:
     if not step:
         return None
     if step == "best":
-        raise ConfigError(f"--step best: {run} has no best checkpoint")    # hook: best_step(run)
+        return best_step(run)
     if not step.isdecimal():
         raise ConfigError(f"--step {step}: expected the number of a step, or best")
     return int(step)

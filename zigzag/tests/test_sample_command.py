@@ -39,6 +39,7 @@ class FakeModel:
         self.answers, self.pause, self.seen = list(answers), pause, []
         config = model.Config(**{"vocab_size": 257, "seq_len": CONTEXT, **config})
         patch.setattr(sample, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
+        patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
 
     def stream(self, params, prompts, config, **choices):
