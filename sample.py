@@ -12,8 +12,8 @@ one token at a time, which has no time to split, `shard.row` is an all-reduce.
     python sample.py --run out --prompt "def main("
 """
 
-import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -26,14 +26,25 @@ import data
 import families
 import model
 import shard
-from zigzag import passes, stems
+from zigzag import chat, passes, terminal
+from zigzag.asked import (
+    CHOICES,
+    Config,
+    given_lines,
+    prompt_texts,
+    prompts_of,
+    room_for,
+    scored_texts,
+    step_of,
+    whole_context,
+)
 from zigzag.cache import CHUNK
 from zigzag.checkpoint import read_run, run_config
 from zigzag.decoding import NONE, Choice, add_choice, choose_on, ids_seen, search_on
-from zigzag.errors import ConfigError, check_at_least, one_line
-from zigzag.families import start_id, token_ids
-from zigzag.flags import from_flags, run_main
-from zigzag.mesh import simulate_devices
+from zigzag.errors import ConfigError
+from zigzag.families import special_ids
+from zigzag.flags import parse_flags, run_main
+from zigzag.mesh import mesh_sizes, simulate_devices
 from zigzag.plan import resolve_dtype
 from zigzag.positions import decoding_length
 from zigzag.products import LOGITS
@@ -322,28 +333,6 @@ def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, toke
 # -------------------------------------------------------------------------------------------
 # The command line
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """python sample.py --run DIR --prompt TEXT: let a trained model go on writing"""
-    run: str = "out"            # the --out of a train.py
-    model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
-                                # encoder-decoder reads it
-    source: str = ""            # or reads an array (sound) from this .npy file
-    tokens: int = 256           # how many new ids
-    temperature: float = 0.8    # 0: always the likeliest
-    top_k: int = 0              # choose among this many of the likeliest; 0: all
-    top_p: float = 1.0          # choose among the likeliest that have this share together
-    beams: int = 0              # show that many of the likeliest continuations instead
-    seed: int = 0               # of the choices
-    shards: int = 1             # devices to split the model over, whatever it was trained on
-
-    def __post_init__(self) -> None:
-        check_at_least(self, tokens=1, temperature=0, top_k=0, beams=0, shards=1)
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top_p {self.top_p}: must be above 0, at most 1")
-
-
 def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     """The weights, on a mesh, what they are, and their tokenizer."""
     if config.model:
@@ -357,7 +346,8 @@ def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
-    return *model.load_run(config.run, _mesh(config)), data.tokenizer_of(Path(config.run), record)
+    params, c = model.load_run(config.run, _mesh(config), step_of(config.run, config.step))
+    return params, whole_context(c), data.tokenizer_of(Path(config.run), record)
 
 
 def _check_writes(c, what):
@@ -367,56 +357,79 @@ def _check_writes(c, what):
         raise ConfigError(f"{what}: this model gives {gives}, and writes no text")
 
 
-def special_ids(c: model.Config, tokenizer: data.Tokenizer) -> tuple[int, int, int]:
-    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
-    if not c.published:
-        return tokenizer.ends[0], tokenizer.ends[0], 0
-    ids = token_ids(c)
-    end = ids.get("eos_token_id")
-    return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
-
-
 def _mesh(config):
-    simulate_devices(config.shards)
-    return shard.make_mesh(tensor=config.shards)
+    sizes = mesh_sizes(config.mesh, config.shards)
+    simulate_devices(math.prod(sizes.values()))
+    return shard.make_mesh(**sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = from_flags(Config(), argv)
-    params, c, tokenizer = load_model(config)
-    ends, begin, source = tokenizer.ends, config.prompt, None
-    try:
-        if c.encoder_layers:
-            start, *ends, _ = special_ids(c, tokenizer)
-            prompt, begin, source = [start], "", [_source_of(config, c, tokenizer)]
+    with terminal.ends_quietly():
+        given, _ = parse_flags(Config, argv)
+        config = Config(**given)
+        is_asked = "prompt" in given or bool(config.prompts or config.source or config.score)
+        talks = terminal.is_conversation() and not (is_asked or config.json or config.beams)
+        if config.system and not talks:
+            raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
+        lines = given_lines(config)     # (a file that is not there: before all else)
+        params, c, tokenizer = load_model(config)
+        loaded = for_decoding(params, c), c, tokenizer      # (once, not for each batch)
+        if config.score:
+            _score(config, *loaded, lines)
+        elif talks:
+            _converse(config, *loaded)
         else:
-            prompt = tokenizer.prompt(config.prompt)
-    except UnicodeEncodeError as e:
-        raise ConfigError(f"--prompt cannot be encoded: {e.reason} at character {e.start}; "
-                          f"expected text in UTF-8") from None
-
-    def text(ids):      # (some tokenizers drop a space where a text begins)
-        return begin + tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)):]
-
-    if config.beams:
-        for ids, score in beam_search(params, [prompt], c, config.beams, config.tokens,
-                                      ends[0], source)[0]:
-            print(f"{score:9.3f}  {text(ids)}")
-        return
-    ids = generate(params, [prompt], c, config.tokens, config.temperature, config.top_k,
-                   config.top_p, config.seed, source)[0]
-    print(text(until(ends, ids)))
+            texts = prompt_texts(config, lines, is_asked)
+            _write(config, *loaded, prompts_of(c, tokenizer, texts, config.source))
 
 
-def _source_of(config, c, tokenizer):
-    """What an encoder is given: the prompt, or the numbers of a file."""
-    if c.stem == "tokens":
-        return tokenizer.with_ends(config.prompt)
-    try:
-        return np.asarray(np.load(config.source, allow_pickle=False), np.float32)
-    except (OSError, ValueError, TypeError, EOFError) as e:
-        raise ConfigError(f"--source {config.source!r}: expected a .npy file with an array of "
-                          f"{list(stems.source_shape(c, 1)[1:])} ({one_line(e)})") from None
+def _write(config, params, c, tokenizer, asked, pressed=()):
+    """Show what the model writes, until Ctrl-C is pressed. The last answer."""
+    ends = special_ids(c, tokenizer)[1:2] if c.encoder_layers else tokenizer.ends
+    for first in range(0, len(asked), config.batch):
+        some = asked[first:first + config.batch]
+        ids = [a.ids for a in some]
+        source = [a.source for a in some] if c.encoder_layers else None
+        tokens, pieces = room_for(c, ids, config.tokens), None
+        choices = {name: getattr(config, name) for name in CHOICES} | dict(
+            tokens=tokens, seed=[config.seed + a.repeat for a in some], stop=ends, source=source)
+        if config.beams:
+            found = beam_search(params, ids, c, config.beams, tokens, config.length_penalty,
+                                eos=ends, source=source)
+            rows = [(a._replace(begin=f"{score:9.3f}  {a.begin}"), new, {"score": score})
+                    for a, best in zip(some, found) for new, score in best]
+        elif config.logprobs:
+            found = generate(params, ids, c, logprobs=True, **choices)
+            rows = [(a, new, {"ids": new, "logprobs": each}) for a, (new, each) in zip(some, found)]
+        else:
+            rows, pieces = [(a, [], {}) for a in some], stream(params, ids, c, **choices)
+        answers = [terminal.Answer(tokenizer.decode, a, tokens, config.stop, **more)
+                   for a, _, more in rows]
+        terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json, pressed)
+    return answers[-1]
+
+
+def _converse(config, params, c, tokenizer):
+    """A conversation with the model's own template or, where it has none, what continues each
+    line."""
+    talk = chat.conversation(tokenizer, c, config.system)
+
+    def answer(line, pressed):
+        asked = [talk.ask(line)] if talk else prompts_of(c, tokenizer, [line])
+        said = _write(config, params, c, tokenizer, asked, pressed).text
+        if talk:
+            talk.keep(line, said)
+
+    terminal.converse("Talk to the model" if talk else "Each line is continued", answer)
+
+
+def _score(config, params, c, tokenizer, lines):
+    """Show how likely each text of the file is."""
+    texts, rows, sources = scored_texts(c, tokenizer, lines, config.score)
+    parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
+    found = (pair for part in parts
+             for pair in score(params, rows[part], c, sources and sources[part], config.batch))
+    terminal.show_scores(texts, found, config.json)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Sequence
 
+from zigzag.asked import Asked, TooLong, check_length
 from zigzag.errors import ConfigError, did_you_mean, one_line, optional_package
 from zigzag.tokenizers import read_record
 
@@ -33,6 +34,42 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
     except Exception as e:      # (of a program that somebody else wrote)
         raise ConfigError(f"{folder}: its chat template refuses these messages ({one_line(e)})"
                           ) from None
+
+
+class Conversation:
+    """A conversation with the model of this tokenizer and configuration, by its template."""
+
+    def __init__(self, tokenizer: Any, c: Any, system: str = ""):
+        self.tokenizer, self.c = tokenizer, c
+        self.system = [{"role": "system", "content": system}] if system else []
+        self.messages = []
+
+    def ask(self, text: str) -> Asked:
+        """The prompt of what the model says to this text."""
+        now = [*self.system, *self.messages, {"role": "user", "content": text}]
+        ids = self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
+        try:
+            return Asked(text, check_length(ids, self.c, "the conversation"))
+        except TooLong as e:
+            self.messages = []
+            raise TooLong(f"{e}; the next line begins a new one") from None
+
+    def keep(self, text: str, answer: str) -> None:
+        """What was said, for what is said later."""
+        self.messages += [{"role": "user", "content": text},
+                          {"role": "assistant", "content": answer}]
+
+
+def conversation(tokenizer: Any, c: Any, system: str = "") -> Conversation | None:
+    """A new conversation, if the model has a chat template."""
+    folder = getattr(tokenizer, "folder", None)     # (bytes have no files)
+    if folder and not c.encoder_layers and (
+            (folder / "chat_template.jinja").is_file()
+            or read_record(folder / "tokenizer_config.json").get("chat_template")):
+        return Conversation(tokenizer, c, system)
+    if system:
+        raise ConfigError("--system: this model has no chat template that could hold it")
+    return None
 
 
 def _template_of(folder, config, name):

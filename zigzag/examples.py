@@ -88,7 +88,7 @@ class Pairs:
                 self.states.append(_state(f))
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
-                        source, _ = _texts(raw, f"{file} line {line}", self.fields)
+                        source, _ = texts_of(raw, f"{file} line {line}", self.fields)
                         is_held_out.append(_is_tenth(source))
                         for list_, value in zip((self.file, self.start, self.line),
                                                 (number, start, line)):
@@ -109,7 +109,7 @@ class Pairs:
             if _state(f) != self.states[self.file[i]]:
                 raise ConfigError(f"{file} was changed since it was first read; begin again")
             f.seek(self.start[i])
-            texts = _texts(f.readline(), where, self.fields)
+            texts = texts_of(f.readline(), where, self.fields)
         ids = tuple(np.array(self.tokenizer.with_ends(text), np.int64) for text in texts)
         # For an id that does not exist a device would take another one, silently.
         for x, field in zip(ids, self.fields):
@@ -144,8 +144,8 @@ def _expected(fields):
     return "{" + ", ".join(f'{json.dumps(field)}: "..."' for field in fields) + "}"
 
 
-def _texts(raw, where, fields):
-    """The two texts of a line."""
+def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a line, an object with these fields."""
     expected = f"expected one object a line: {_expected(fields)}"
     try:
         record = json.loads(raw)

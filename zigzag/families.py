@@ -95,6 +95,15 @@ def start_id(c: Any) -> int:
     return start
 
 
+def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
+    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
+    if not c.published:
+        return tokenizer.ends[0], tokenizer.ends[0], 0
+    ids = token_ids(c)
+    end = ids.get("eos_token_id")
+    return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
+
+
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral."""
     record = dict(

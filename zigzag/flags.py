@@ -93,7 +93,7 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
 
 def help_text(cls: Any) -> str:
     """What --help prints."""
-    return "\n".join([cls.__doc__, "", *(
+    return "\n".join([inspect.cleandoc(cls.__doc__), "", *(
         f"  --{name:18} {text}" + (f"  [{default}]" if default else "")
         for name, default, text in flag_rows(cls))])
 

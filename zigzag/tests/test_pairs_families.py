@@ -14,6 +14,7 @@ import model
 import sample
 import train
 from zigzag import families
+from zigzag.asked import source_array
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path, shardings
 from zigzag.published_config import as_config
@@ -334,7 +335,7 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
         save(file)
     config = model.Config(encoder_layers=1, stem="frames", channels=4, source_len=8)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
-        sample._source_of(sample.Config(source=str(tmp_path / "a.npy")), config, None)
+        source_array(str(tmp_path / "a.npy"), config)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
