@@ -1,13 +1,15 @@
 """Generation.
 
-    prompts, any lengths -> padded on the left -> one pass fills the cache -> a scan, id by id
+    prompts, any lengths -> padded on the left -> read, chunk by chunk, into a cache
+                         -> one compiled loop: logits, an id for each row, its keys and values
 
-    . . t h e |        slots before a row's start are padding: never seen, no position
+    . . t h e |        places before a row's start are padding: never seen, no position
     o n c e   |
-              ^ all rows choose their first new id at the same slot
+              ^ all rows choose their first new id at the same place
 
-On a mesh this is one shard_map, as a training step is: the model's functions are the same, and for
-one token at a time, which has no time to split, `shard.row` is an all-reduce.
+The network is model.py's, token after token with a cache (model.extend). zigzag/cache.py has what
+is kept, zigzag/decoding.py chooses and searches. On a mesh a pass is one shard_map, as a training
+step is: for one token at a time, which has no time to split, `shard.row` is an all-reduce.
 
     python sample.py --run out --prompt "def main("
 """
@@ -26,15 +28,12 @@ import data
 import families
 import model
 import shard
-from zigzag import chat, passes, terminal
+from zigzag import passes, terminal
 from zigzag.asked import (
-    CHOICES,
     Config,
     given_lines,
     prompt_texts,
     prompts_of,
-    room_for,
-    scored_texts,
     step_of,
     whole_context,
 )
@@ -42,9 +41,8 @@ from zigzag.cache import CHUNK
 from zigzag.checkpoint import read_run, run_config
 from zigzag.decoding import NONE, Choice, add_choice, choose_on, ids_seen, search_on
 from zigzag.errors import ConfigError
-from zigzag.families import special_ids
 from zigzag.flags import parse_flags, run_main
-from zigzag.mesh import mesh_sizes, simulate_devices
+from zigzag.mesh import keep_compiled, mesh_sizes, simulate_devices
 from zigzag.plan import resolve_dtype
 from zigzag.positions import decoding_length
 from zigzag.products import LOGITS
@@ -59,7 +57,9 @@ from zigzag.rows import (
     until,
     whole_groups,
 )
+from zigzag.sample_bench import bench
 from zigzag.tokenizers import published_tokenizer
+from zigzag.writer import Writer
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
@@ -367,69 +367,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     with terminal.ends_quietly():
         given, _ = parse_flags(Config, argv)
         config = Config(**given)
-        is_asked = "prompt" in given or bool(config.prompts or config.source or config.score)
+        keep_compiled(least=0)
+        is_asked = "prompt" in given or bool(config.prompts or config.source or config.score
+                                              or config.bench)
         talks = terminal.is_conversation() and not (is_asked or config.json or config.beams)
         if config.system and not talks:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
         lines = given_lines(config)     # (a file that is not there: before all else)
         params, c, tokenizer = load_model(config)
-        loaded = for_decoding(params, c), c, tokenizer      # (once, not for each batch)
-        if config.score:
-            _score(config, *loaded, lines)
+        writer = Writer(generate, stream, beam_search, score, config, for_decoding(params, c), c,
+                        tokenizer)
+        if config.bench:
+            bench(stream, writer.params, c, config.model)
+        elif config.score:
+            writer.score_texts(lines)
         elif talks:
-            _converse(config, *loaded)
+            writer.converse()
         else:
             texts = prompt_texts(config, lines, is_asked)
-            _write(config, *loaded, prompts_of(c, tokenizer, texts, config.source))
-
-
-def _write(config, params, c, tokenizer, asked, pressed=()):
-    """Show what the model writes, until Ctrl-C is pressed. The last answer."""
-    ends = special_ids(c, tokenizer)[1:2] if c.encoder_layers else tokenizer.ends
-    for first in range(0, len(asked), config.batch):
-        some = asked[first:first + config.batch]
-        ids = [a.ids for a in some]
-        source = [a.source for a in some] if c.encoder_layers else None
-        tokens, pieces = room_for(c, ids, config.tokens), None
-        choices = {name: getattr(config, name) for name in CHOICES} | dict(
-            tokens=tokens, seed=[config.seed + a.repeat for a in some], stop=ends, source=source)
-        if config.beams:
-            found = beam_search(params, ids, c, config.beams, tokens, config.length_penalty,
-                                eos=ends, source=source)
-            rows = [(a._replace(begin=f"{score:9.3f}  {a.begin}"), new, {"score": score})
-                    for a, best in zip(some, found) for new, score in best]
-        elif config.logprobs:
-            found = generate(params, ids, c, logprobs=True, **choices)
-            rows = [(a, new, {"ids": new, "logprobs": each}) for a, (new, each) in zip(some, found)]
-        else:
-            rows, pieces = [(a, [], {}) for a in some], stream(params, ids, c, **choices)
-        answers = [terminal.Answer(tokenizer.decode, a, tokens, config.stop, **more)
-                   for a, _, more in rows]
-        terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json, pressed)
-    return answers[-1]
-
-
-def _converse(config, params, c, tokenizer):
-    """A conversation with the model's own template or, where it has none, what continues each
-    line."""
-    talk = chat.conversation(tokenizer, c, config.system)
-
-    def answer(line, pressed):
-        asked = [talk.ask(line)] if talk else prompts_of(c, tokenizer, [line])
-        said = _write(config, params, c, tokenizer, asked, pressed).text
-        if talk:
-            talk.keep(line, said)
-
-    terminal.converse("Talk to the model" if talk else "Each line is continued", answer)
-
-
-def _score(config, params, c, tokenizer, lines):
-    """Show how likely each text of the file is."""
-    texts, rows, sources = scored_texts(c, tokenizer, lines, config.score)
-    parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
-    found = (pair for part in parts
-             for pair in score(params, rows[part], c, sources and sources[part], config.batch))
-    terminal.show_scores(texts, found, config.json)
+            writer.write(prompts_of(c, tokenizer, texts, config.source))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Config:
     system: str = ""            # what the model is told before a conversation
     score: str = ""             # instead, how likely each text of this file is: lines, or objects
                                 # with "text" (for an encoder-decoder: "source" and "target")
+    bench: bool = False         # instead, how fast it generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # and in it each new id with its log-probability
     batch: int = 8              # so many prompts or texts are computed together

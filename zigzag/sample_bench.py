@@ -36,9 +36,9 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
                 theirs.append(peer(prompts))
         whole, each = (statistics.median(x) for x in zip(*ours))
         least = statistics.median(read)
-        print(f"batch {rows}   {whole:7.1f} tokens/s; after the first token of a row {each * 1e3:.1f} "
-              f"ms for each, {each / least:.2f} times\n          the time that reading the weights "
-              f"takes ({least * 1e3:.1f} ms, {human_bytes(held / least)}/s)")
+        print(f"batch {rows}   {whole:7.1f} tokens/s; a token after the first takes "
+              f"{each * 1e3:.1f} ms, {each / least:.2f} times as long as\n          reading the "
+              f"weights ({least * 1e3:.1f} ms, {human_bytes(held / least)}/s)")
         if theirs:
             ratio = statistics.median(a / b for (a, _), b in zip(ours, theirs))
             print(f"          {statistics.median(theirs):7.1f} tokens/s by transformers; ours are "
