@@ -121,8 +121,11 @@ def read_lines(path: str, flag: str) -> list[tuple[str, str]]:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
                           ) from None
-    return [(f"{name} line {number}", line.rstrip("\r"))    # (only \n ends a line)
-            for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [(f"{name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
+             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if flag and not lines:
+        raise ConfigError(f"{name}: no text in it; expected one on each line")
+    return lines
 
 
 def _standard_input():
@@ -133,10 +136,8 @@ def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: s
                 ) -> list[tuple[str, ...]]:
     """The texts of each line: it itself, or of an object these fields. Two fields need an
     object."""
-    if not lines:
-        raise ConfigError(f"{path}: no text in it; expected one on each line")
-    if len(fields) == 1 and not path.endswith((".jsonl", ".json")) and not _is_object(
-            lines[0][1], fields[0]):
+    if len(fields) == 1 and not path.endswith((".jsonl", ".json")) and not (
+            lines and _is_object(lines[0][1], fields[0])):
         return [(line,) for _, line in lines]
     return [texts_of(line.encode(), where, fields) for where, line in lines]
 
@@ -151,12 +152,15 @@ def given_lines(config: Any) -> list[tuple[str, str]]:
 def prompt_texts(config: Any, lines: Sequence[tuple[str, str]], is_asked: bool) -> list[str]:
     """The prompts: of a file, of the command line, or of standard input; with nothing in that, the
     beginning of a document."""
-    path = config.prompts or "-"
     if is_asked and not config.prompts:
         return [config.prompt]
-    if not is_asked and not (lines := read_lines("-", "")):
-        return [""]
-    return [text for text, in parse_lines(lines, ["prompt"], path)]
+    lines = lines or read_lines("-", "")
+    return [text for text, in parse_lines(lines, ["prompt"], config.prompts)] or [""]
+
+
+def file_prompts(path: str, flag: str) -> list[str]:
+    """The prompts of a file."""
+    return [text for text, in parse_lines(read_lines(path, flag), ["prompt"], path)]
 
 
 def _is_object(line, field):

@@ -1,51 +1,26 @@
 """--sample_prompts: the prompts of a file, and what a model writes for them at each evaluation."""
 
-import json
-from pathlib import Path
 from typing import Any, Callable
 
 import jax
 import numpy as np
 
+from zigzag.asked import file_prompts
 from zigzag.errors import ConfigError
 from zigzag.hosts import process_allgather
 from zigzag.loop import Samples
 
-EXPECTED = 'expected a text file with a prompt in each line, or a .jsonl of {"prompt": "..."}'
-
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file that process 0 sees: a line each, or in a .jsonl the field "prompt" of
-    each. Empty lines are none."""
+    """The prompts of a file that process 0 sees."""
     return process_allgather(_read(path) if jax.process_index() == 0 else None)[0]
 
 
 def _read(path):
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"--sample_prompts {path}: {e.strerror}; {EXPECTED}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--sample_prompts {path}: not text in UTF-8; {EXPECTED}") from None
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise ConfigError(f"--sample_prompts {path}: no prompt in it; {EXPECTED}")
-    if Path(path).suffix != ".jsonl":
-        return [line.rstrip("\r") for _, line in lines]
-    return [_prompt(line, f"--sample_prompts {path} line {i}") for i, line in lines]
-
-
-def _prompt(line, where):
-    try:
-        record = json.loads(line)
-        prompt = record["prompt"]
-        prompt.encode()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ConfigError(f"{where}: {line.strip()[:60]!r} is no object with a text named "
-                          f"\"prompt\"; {EXPECTED}") from None
-    if not prompt:
-        raise ConfigError(f"{where}: an empty prompt; {EXPECTED}")
-    return prompt
+    prompts = file_prompts(path, "--sample_prompts")
+    if "" in prompts:
+        raise ConfigError(f"--sample_prompts {path}: a prompt is empty; expected a text")
+    return prompts
 
 
 def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:

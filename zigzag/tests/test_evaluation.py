@@ -511,13 +511,13 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xe9")
-    for name, says in {"gone.txt": "No such file", "none.txt": "no prompt in it",
-                       "latin.txt": "not text in UTF-8", "a.jsonl": "line 1: .*no object",
-                       "b.jsonl": "no object with a text", "c.jsonl": "no object",
-                       "d.jsonl": "an empty prompt", "e.jsonl": "no object"}.items():
+    for name, says in {"gone.txt": "No such file", "none.txt": "no text in it",
+                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*no text",
+                       "b.jsonl": "not JSON", "c.jsonl": "half a character",
+                       "d.jsonl": "a prompt is empty", "e.jsonl": "no.* an object"}.items():
         config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
         with opened as corpus, pytest.raises(
-                ConfigError, match=f"--sample_prompts .*{name}.*{says}.*expected a text file"):
+                ConfigError, match=f"--sample_prompts .*{name}.*{says}.*expected"):
             train.language_task(config, corpus)
     (tmp_path / "long.txt").write_text("a" * 40)
     config, opened = corpus_of(tmp_path, text, positions="learned",

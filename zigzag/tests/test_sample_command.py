@@ -232,7 +232,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
         (tmp_path / name).write_bytes(raw)
     assert "--prompts nowhere: No such file" in says("--prompts", "nowhere")
     assert "latin line 2: not UTF-8" in says("--score", tmp_path / "latin")
-    assert "no run there" in says("--run", tmp_path / "none", "--prompts", tmp_path / "empty")
+    assert "no run there" in says("--run", tmp_path / "none", "--prompts", tmp_path / "a.jsonl")
     assert "--prompt and --score: give one" in says("--prompt", "a", "--score", "b")
     assert "--min_p 1.5" in says("--min_p", 1.5)
     assert "above 0" in says("--repetition_penalty", 0)
