@@ -315,18 +315,23 @@ def _search(params, state, config, length, beams, tokens, length_penalty, early_
     return _on_mesh(search, params, state, config, ("found", "found_scores", "lengths"))
 
 
-@jax.jit(static_argnames=("config", "tokens", "choice", "ends"))
+@jax.jit(static_argnames=("config", "tokens", "choice", "ends", "beams"))
 def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, tokens: int,
-                 choice: Choice = Choice(), seed: int = 0, ends: tuple[int, ...] = ()) -> Array:
-    """generate within a compiled function: rows of `tokens` [B, P], with `start` [B] where they are
-    padded, and what their encoder is given -> new ids [B, tokens]. After an end they mean
-    nothing."""
+                 choice: Choice = Choice(), seed: int = 0, ends: tuple[int, ...] = (),
+                 beams: int = 0) -> Array:
+    """generate, or the best of so many beams, within a compiled function: rows of `tokens` [B, P],
+    with `start` [B] where they are padded, and what their encoder is given -> new ids [B, tokens].
+    After an end they mean nothing."""
     count = len(rows["tokens"])
     rows = {"start": jnp.zeros(count, jnp.int32), **rows}
-    rows = {name: whole_groups(x, jnp) for name, x in rows.items()}
-    params = for_decoding(params, config)
-    state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed, jnp), ends,
-                           jnp)
+    rows, params = {n: whole_groups(x, jnp) for n, x in rows.items()}, for_decoding(params, config)
+    if beams:
+        state, length = _read_prompts(params, rows, config, tokens)
+        state |= {"ends": np.array([*ends, -1], np.int32), "limit": tokens}
+        found = _search(params, state, config, length, beams, tokens, 1.0, False)
+        return found["found"][:count, 0]
+    seeds = seeds_of(rows, seed, jnp)
+    state, length = _begin(params, rows, config, tokens, choice, seeds, ends, jnp)
     return _go_on(params, state, tokens, config, length, choice)["ids"][:count, :tokens]
 
 

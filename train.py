@@ -101,6 +101,7 @@ class Config(model.Config):
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
     metric: str = ""                # of answers to held-out pairs of texts: exact, f1 or rouge
+    beams: int = 0                  # with which these answers are searched; 0: greedily
     best: str = ""                  # smallest:NAME or largest:NAME, of an evaluation's numbers: the
                                     # checkpoint that is kept beside the newest
     sample_prompts: str = ""        # a file of prompts, from which an evaluation writes samples
@@ -493,7 +494,8 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
     def predict(params, batch):
         rows = {"tokens": jnp.full((len(batch["source"]), 1), start),
                 **{name: batch[name] for name in ("source", "source_mask")}}
-        new = sample.generate_ids(params, rows, config, config.seq_len - 1, GREEDY, ends=(end,))
+        new = sample.generate_ids(params, rows, config, config.seq_len - 1, GREEDY, 0, (end,),
+                                  config.beams)
         return batch["source"], batch["source_mask"], new
 
     def text(ids):
