@@ -46,6 +46,7 @@ from zigzag.checks import check_batch, check_config, check_corpus, check_overrid
 from zigzag.decoding import GREEDY, Choice
 from zigzag.errors import ConfigError, fill_in
 from zigzag.evaluation import check_task, evaluate
+from zigzag.families import special_ids
 from zigzag.flags import parse_flags, run_main
 from zigzag.hlo import collectives
 from zigzag.init_from import COMPUTED, fields_with_weights
@@ -487,7 +488,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
 def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
     """Text from text, by an encoder and a decoder."""
     tokenizer, width = pairs.tokenizer, config.source_len
-    start, end, pad = sample.special_ids(config, tokenizer)
+    start, end, pad = special_ids(config, tokenizer)
     collate = functools.partial(data.collate_pairs, source_len=width, target_len=config.seq_len,
                                 start=start, end=end, pad=pad)
 
