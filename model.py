@@ -81,7 +81,8 @@ def softmax_attention(c, bias, q, k, v, mask):
         scores += bias(known)
     scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
-    return jnp.einsum("bhts,bshn->bthn", probs, v), jax.nn.logsumexp(scores, -1)
+    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (written as bthn, v would be the left operand)
+    return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
 
 
 def _attention_mask(c, i, query, key):
