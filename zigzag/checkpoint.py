@@ -189,8 +189,6 @@ class RunFolder(contextlib.AbstractContextManager):
         self.restored = self.saved
         if self.is_process_0:
             self.metrics = self._go_on("metrics.jsonl")
-            if (self.folder / "samples.jsonl").exists():
-                self.samples = self._go_on("samples.jsonl")
         return state
 
     def _set_aside(self, at):

@@ -35,10 +35,13 @@ def check_task(config: Any, program: Program, task: Task) -> None:
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
                 raise ConfigError(f"--{flag} {value}: there are no held-out examples to evaluate")
+        if task.metric:
+            raise ConfigError("fit was given a metric, and no held-out examples to predict")
     if task.metric and not task.predict:
         raise ConfigError("metric compares what predict gives: give fit a predict too")
     if config.metric and not task.metric:
-        raise ConfigError(f"--metric {config.metric}: this task has none; give fit a metric")
+        raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
+                          f"texts alone (a model with an encoder); give fit a metric of your own")
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")

@@ -129,7 +129,9 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
     """203 answers of up to nine tokens; where a choice differs, it must have been between two that
     are as likely."""
     config, task, result, rows = digits_task
-    want = result.outputs[2]
+    sources, mask, want = result.outputs
+    for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
+        np.testing.assert_array_equal(source[is_there > 0], pair[0])
     params = jax.device_get(result.params)
     correct = [[*row[:list(row).index(256)]] == list(pair[1][:-1]) if 256 in row else False
                for row, pair in zip(want, task.held_out)]
@@ -141,7 +143,7 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
                                   program.state["params"])
             got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
         assert [x.shape[0] for x in got] == [203] * 3
-        np.testing.assert_array_equal(got[0], result.outputs[0])
+        np.testing.assert_array_equal(got[0], sources)
         for i in np.flatnonzero((got[2] != want).any(1)):
             at = int(np.flatnonzero(got[2][i] != want[i])[0])
             logits = model.forward(params, np.array([[256, *want[i][:at]]]), config,
@@ -234,7 +236,8 @@ def test_what_a_task_has_nothing_for_is_refused():
     for changes, given, says in (
             (dict(eval_first=True), dict(held_out=()), "--eval_first True: there are no held-out"),
             (dict(best="smallest:eval_loss"), dict(held_out=()), "--best .*no held-out examples"),
-            (dict(metric="exact"), {}, "--metric exact: this task has none"),
+            (dict(metric="exact"), {}, "--metric exact: .*pairs of texts alone"),
+            ({}, dict(held_out=(), metric=len), "a metric, and no held-out examples"),
             (dict(sample_prompts="x"), {}, "--sample_prompts x: this task writes no text"),
             ({}, dict(metric=len, predict=None), "give fit a predict")):
         with pytest.raises(ConfigError, match=says):
@@ -406,14 +409,13 @@ def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
     losses = []
     for first in (False, True):
         out = tmp_path / f"run{first}"
-        config = dict(eval_every=4, save_every=2, out=str(out), eval_first=first)
-        learn(make(steps=2, **config), **OWN)
-        if first:               # nothing was saved: it begins anew
-            shutil.rmtree(out / "checkpoints")
-            learn(make(steps=2, **config), **OWN)
-        learn(make(steps=4, **config), **OWN)
+        config = make(steps=6, eval_every=5, save_every=2, out=str(out), eval_first=first)
+        learn(config, **OWN)
+        for lost in ("checkpoints", "checkpoints/6") if first else ():
+            shutil.rmtree(out / lost)       # it begins anew, and goes on between two evaluations
+            learn(config, **OWN)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-        assert [r["step"] for r in evaluations(rows)] == [0] * first + [2, 4]
+        assert [r["step"] for r in evaluations(rows)] == [0] * first + [5, 6]
         losses.append([(r["step"], r.get("loss"), r.get("train_loss"), r.get("eval_loss"))
                        for r in rows if r["step"]])
     assert losses[0] == losses[1]
