@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -295,7 +296,8 @@ def test_a_conversation_has_a_memory(tmp_path):
     talk = chat.conversation(WithFolder(tmp_path), c, "S")
     assert bytes(talk.ask("one").ids) == bytes(talk.ask("one").ids) == b"s:S;u:one;a:"
     talk.keep("one", "1")
-    assert bytes(talk.ask("two").ids) == b"s:S;u:one;a:1;u:two;a:"
+    talk.keep("2", "3")
+    assert bytes(talk.ask("two").ids) == b"s:S;u:one;a:1;u:2;a:3;u:two;a:"
     with pytest.raises(ConfigError, match="the conversation has .* the next line begins a new"):
         talk.ask("x" * CONTEXT)
     assert bytes(talk.ask("two").ids) == b"s:S;u:two;a:"
@@ -375,7 +377,9 @@ def test_a_conversation_at_a_terminal(tmp_path):
         person.type("\x03")
         person.until("> ")
         person.type("y" * CONTEXT + "\n")
-        assert "error: the conversation has" in person.until("> ")
+        count = int(re.search("error: the conversation has (\\d+) tokens", person.until("> "))[1])
+        said = ("u:hi;a:ok 😀\x1b[2J;u:more;a:", "abcdefgh", ";u:", "y" * CONTEXT, ";a:")
+        assert count >= len("".join(said).encode()), "what was said before Ctrl-C is part of it"
         person.type("fail\n")
         status, rest = person.end()
         assert status == 2 and "error: " in rest and "Traceback" not in rest
@@ -398,14 +402,16 @@ def test_lines_are_continued_at_a_terminal():
 
 
 @pytest.mark.slow
-def test_one_answer_at_a_terminal_grows():
-    """A prompt, and then nothing until the whole answer is there."""
-    person = Terminal("", "--prompt", "1 2")
+def test_answers_grow_at_a_terminal(tmp_path):
+    """A prompt, and then nothing until the whole answer is there; or a second answer that lacks
+    what came while the first was shown."""
+    (tmp_path / "prompts").write_text("1 2\n3 4\n")
+    person = Terminal("", "--prompts", tmp_path / "prompts")
     try:
-        person.until("1 2ok")
-        assert person.run.poll() is None
-        person.until("\n")
-        assert person.end()[0] == 0
+        assert person.until("1 2ok") == ""
+        assert person.until("3 4abcdefghabcdefgh") == " 😀\ufffd[2J\r\n"
+        assert b"abcdefgh" not in person.raw, "40 letters take four seconds"
+        assert person.end() == (0, "abcdefgh" * 3 + "\r\n")
     finally:
         person.run.kill()
 
