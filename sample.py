@@ -152,7 +152,8 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
             numbers, texts, given = zip(*windows[first:first + batch])
-            part = _rows(texts, config, 0, sources and [sources[row] for row in numbers])
+            part = _rows(texts, config, 0,
+                         None if sources is None else [sources[row] for row in numbers])
             known = part["tokens"].shape[1] - np.array([len(t) - g for t, g in zip(texts, given)])
             weights = np.arange(part["tokens"].shape[1]) >= known[:, None]
             sums = on_host(_sums(params, part, whole_groups(weights), config))

@@ -165,6 +165,8 @@ def decoding_length(c: Any, tokens: int, slots: int) -> int:
     room for more: where they depend on it, that of the tokens, or one that scales as it does."""
     known = parse_scaling(c.rope_scaling)
     trained = known.get("original_max_position_embeddings", 0)
+    if c.positions == "learned":        # which nothing scales: no longer than there are
+        return min(slots, c.position_rows - c.position_offset)
     if known["rope_type"] not in ("dynamic", "longrope"):
         return slots
     if tokens <= trained:

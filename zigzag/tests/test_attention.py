@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import families
 import model
+import sample
 import shard
 import train
 from zigzag import attention, commands, hlo
@@ -181,8 +182,7 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     (lambda p, batch, c: model.loss(p, batch, c), 1),
     (lambda p, batch, c: model.loss(p, {**batch, "segments": batch["tokens"]}, c), 0),
     (lambda p, batch, c: model.loss(p, batch, dataclasses.replace(c, kernel=False)), 0),
-    (lambda p, batch, c: model.extend(p, model.new_cache(p, c, 8, 32), batch["tokens"], 0,
-                                      batch["tokens"][:, 0], c), 0)])
+    (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
     """Documents run together, or padding that is seen: a kernel knows of causality alone."""
     calls, config = [], make()

@@ -252,31 +252,6 @@ def placed(name, mesh):
     return jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh)), config
 
 
-@pytest.mark.parametrize("mesh", ["", "tensor=2", "pipe=2", "seq=2", "fsdp=2,tensor=2"])
-@pytest.mark.parametrize("name", each(quick=(), slow=EACH))
-def test_a_cache_gives_what_forward_gives(name, mesh):
-    """Distances that are counted from another slot; a source of which a device sees a part, or its
-    padding."""
-    params, config = placed(name, mesh)
-    tokens = reference(name).batch["tokens"]
-
-    def decode(params, specs, tokens, source):
-        def turn(cache, t):
-            now = jax.lax.dynamic_slice_in_dim(tokens, t, 1, 1)
-            logits, cache = model.extend(params, cache, now, t, jnp.zeros(len(tokens), int), config,
-                                         specs)
-            return cache, logits
-
-        cache, first = turn(model.new_cache(params, config, *tokens.shape, specs, source), 0)
-        others = jax.lax.scan(turn, cache, jnp.arange(1, tokens.shape[1]))[1]
-        return jnp.concatenate([first[None], others]).swapaxes(0, 1)
-
-    with sample._mesh_of_weights(params):
-        got = jax.jit(lambda params, *rows: sample._on_mesh(decode, params, config, *rows))(
-            params, tokens, source_of(name))
-    assert_close(np.asarray(got)[..., :V], reference(name).logits, 1e-5)
-
-
 def sources(name):
     """As generation is given them."""
     source = source_of(name)
