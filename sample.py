@@ -49,10 +49,9 @@ from zigzag.products import LOGITS
 from zigzag.rows import (
     on_host,
     overlapping,
-    padded_prompts,
     room,
+    rows_of,
     seeds_of,
-    source_arrays,
     stops_at,
     until,
     whole_groups,
@@ -104,7 +103,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     `piece`, and none once it has ended."""
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
     with passes.mesh_of_weights(params):
-        params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
+        params, rows = for_decoding(params, config), rows_of(prompts, config, tokens, source)
         state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
     at, is_open = 0, np.ones(len(prompts), bool)
     while True:
@@ -134,7 +133,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
         raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
     ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
     with passes.mesh_of_weights(params):
-        params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
+        params, rows = for_decoding(params, config), rows_of(prompts, config, tokens, source)
         state, length = _read_prompts(params, rows, config, tokens)
         found = _search(params, state | {"ends": ends, "limit": np.int32(tokens)}, config, length,
                         beams, room(tokens), float(length_penalty), early_stop)
@@ -152,7 +151,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
             numbers, texts, given = zip(*windows[first:first + batch])
-            part = _rows(texts, config, 0,
+            part = rows_of(texts, config, 0,
                          None if sources is None else [sources[row] for row in numbers])
             known = part["tokens"].shape[1] - np.array([len(t) - g for t, g in zip(texts, given)])
             weights = np.arange(part["tokens"].shape[1]) >= known[:, None]
@@ -193,13 +192,6 @@ def _gather_all_but_layers(params, specs):
     return {name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
             if isinstance(w, dict) else shard.gather(w, specs and specs[name])
             for name, w in params.items()}
-
-
-def _rows(prompts, config, tokens, source):
-    """Prompts and sources as arrays, of as many rows as groups of devices can share."""
-    padded, start = padded_prompts(prompts, config, tokens)
-    return {name: whole_groups(x) for name, x in {
-        "tokens": padded, "start": start, **source_arrays(source, config, len(prompts))}.items()}
 
 
 @jax.jit(static_argnames=("config", "slots"))

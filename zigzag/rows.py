@@ -83,6 +83,14 @@ def whole_groups(rows: Any, xp: Any = np) -> Any:
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
+def rows_of(prompts: Sequence[Sequence[int]], c: Any, tokens: int, source: Any
+            ) -> dict[str, np.ndarray]:
+    """Prompts and sources as arrays, of as many rows as groups of devices can share."""
+    padded, start = padded_prompts(prompts, c, tokens)
+    return {name: whole_groups(x) for name, x in {
+        "tokens": padded, "start": start, **source_arrays(source, c, len(prompts))}.items()}
+
+
 def on_host(x: Any) -> np.ndarray:
     """An array that several processes may have parts of."""
     if not getattr(x, "is_fully_addressable", True):
