@@ -103,7 +103,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     `piece`, and none once it has ended."""
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
     with passes.mesh_of_weights(params):
-        params, rows = for_decoding(params, config), rows_of(prompts, config, tokens, source)
+        rows, params = rows_of(prompts, config, tokens, source), for_decoding(params, config)
         state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
     at, is_open = 0, np.ones(len(prompts), bool)
     while True:
@@ -133,7 +133,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
         raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
     ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
     with passes.mesh_of_weights(params):
-        params, rows = for_decoding(params, config), rows_of(prompts, config, tokens, source)
+        rows, params = rows_of(prompts, config, tokens, source), for_decoding(params, config)
         state, length = _read_prompts(params, rows, config, tokens)
         found = _search(params, state | {"ends": ends, "limit": np.int32(tokens)}, config, length,
                         beams, room(tokens), float(length_penalty), early_stop)

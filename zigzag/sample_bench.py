@@ -5,6 +5,7 @@ memory. That is measured too, on an array as large, in turns with what it is com
 medians count. With transformers and torch installed, a published model is run by them as well.
 """
 
+import importlib.util
 import statistics
 import time
 from typing import Any, Callable
@@ -71,13 +72,9 @@ def _read_seconds(size):
 
 def _transformers(folder):
     """Their tokens per second for some prompts, where they are installed."""
-    try:
-        import torch
-        import transformers
-    except ImportError:
+    if not folder or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return None
-    if not folder:
-        return None
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     transformers.logging.set_verbosity_error()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
