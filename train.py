@@ -276,10 +276,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     numbers, show(outputs) a text. `samples` are texts that the model writes besides. flops is the
     arithmetic of an update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What
     is in `record` is saved with the configuration and must be the same when the run continues.
-    `say` reports to a person.
-    `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after --override: of
-    those that match a weight the last wins. weights(places), of shapes with shardings, gives the
-    weights that a new run begins with, in place of init's."""
+    `say` reports to a person. `overrides`, (path regex, PartitionSpec) pairs, say where weights
+    live, after --override: of those that match a weight the last wins. weights(places), of shapes
+    with shardings, gives the weights that a new run begins with, in place of init's."""
     stop: list[int] = []
     task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat, metric, predicted,
                 samples)

@@ -66,8 +66,9 @@ def _check_best(best, known):
 # An evaluation
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, and tell a person. What is not new (of a step that a run had evaluated before) is
-    not written down. Whether this is the best evaluation so far, by config.best."""
+    """Evaluate, and tell a person. Whether this is the best evaluation so far, by config.best. One
+    that is not new (of a step that an earlier run has ended with) is not written down, and never
+    the best."""
     task, program, at = loop.task, loop.program, loop.at
     if not len(task.held_out):
         return False
@@ -92,6 +93,8 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
         lines += [f"{sample['prompt']} ==> {sample['text']}" for sample in written]
     loop.reporter.evaluation(row, "\n".join(lines))
     loop.evaluation = row
+    _check_best(program.config.best, [name for name, x in row.items()
+                                      if isinstance(x, float) and name != "train_loss"])
     is_best = is_new and _is_best(loop, row)
     if is_new:
         if loop.folder:
@@ -107,8 +110,6 @@ def _is_best(loop, row):
     best, at = loop.program.config.best, loop.at
     if not best:
         return False
-    _check_best(best, [name for name, x in row.items()
-                       if isinstance(x, float) and name != "train_loss"])
     found = {**loop.best, at: row}
     step = best_of(best, found)
     loop.best = {} if step is None else {step: found[step]}

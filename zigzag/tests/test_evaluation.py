@@ -365,6 +365,9 @@ def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     assert result.best == best_step(run) == 9 and run_steps(run) == [10, 9]
     _, result = learn(make(steps=10, **config), **OWN, metric=scored([8]))
     assert result.best == 9, "a finished run"
+    with pytest.raises(ConfigError, match="--best smallest:scor: .*did you mean 'score'"):
+        learn(make(steps=11, **{**config, "best": "smallest:scor"}, eval_first=True), **OWN,
+              metric=scored([8]))
     # Its evaluation is in each checkpoint: another --best finds it.
     config["best"] = "smallest:score"
     _, result = learn(make(steps=11, **config), **OWN, metric=scored([10]))
