@@ -166,7 +166,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
 @functools.cache
 def _specs_on(mesh, config):
     weight_specs = families.network_of(config).weight_specs
-    return None if mesh.empty else passes.decoding_specs(weight_specs(config, mesh), config)
+    return None if mesh.size <= 1 else passes.decoding_specs(weight_specs(config, mesh), config)
 
 
 def _specs(config):
