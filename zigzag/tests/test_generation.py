@@ -209,13 +209,14 @@ def their_beams(name, prompts, tokens, eos, **options):
     for row, prompt in enumerate(prompts):
         theirs.generation_config = transformers.GenerationConfig(
             pad_token_id=0, eos_token_id=eos, max_new_tokens=tokens, do_sample=False,
+            decoder_start_token_id=0,
             use_cache=name not in PAIRS, num_beams=4, num_return_sequences=4,
             return_dict_in_generate=True, output_scores=True, **options)
         ids = {"decoder_input_ids" if name in PAIRS else "input_ids": torch.tensor([prompt])}
         with torch.no_grad():
             out = transformers.GenerationMixin.generate(
                 theirs, **ids, **{k: a[row:row + 1] for k, a in given.items()})
-        texts = [list(until([eos], ids)) for ids in out.sequences[:, len(prompt):].tolist()]
+        texts = [list(until(np.ravel(eos), ids)) for ids in out.sequences[:, len(prompt):].tolist()]
         found.append(list(zip(texts, out.sequences_scores.tolist())))
     return found
 
@@ -230,7 +231,7 @@ def test_beams_are_those_of_transformers(name, length_penalty, early_stop):
     prompts = prompts_of(config, (4, 9, 1, 6))
     greedy = sample.generate(params, prompts, config, 6, temperature=0, source=source)
     ended = 0
-    for eos in (greedy[0][1], greedy[1][3], greedy[2][4]):
+    for eos in (greedy[1][3], sorted({i for ids in greedy for i in ids[1:]})):
         got = sample.beam_search(params, prompts, config, 4, 9, length_penalty, early_stop, eos,
                                  source)
         want = their_beams(name, prompts, 9, eos, length_penalty=length_penalty,
@@ -239,7 +240,7 @@ def test_beams_are_those_of_transformers(name, length_penalty, early_stop):
             assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
             np.testing.assert_allclose([s for _, s in ours], [s for _, s in theirs], atol=1e-4)
             ended += sum(len(ids) < 9 for ids, _ in ours)
-    assert ended > 4, "an end that no beam meets shows nothing"
+    assert ended, "an end that no beam meets shows nothing"
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])

@@ -5,13 +5,15 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import model
 import sample
-from zigzag import passes
+from zigzag import decoding, passes
 from zigzag.errors import ConfigError
 from zigzag.mesh import shardings
+from zigzag.rows import seeds_of, until
 from zigzag.tests.common import learn, make, mesh_of, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
@@ -133,6 +135,172 @@ def test_a_full_beam_finds_the_best_of_all_continuations(trained):
     assert [tuple(ids) for ids, _ in found] == best[:8]
     for ids, score in found:        # each beam must go on from its own past
         assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
+
+
+def filtered(logits, choice, seen=()):
+    """The distribution that a choice is drawn from, one rule after the other."""
+    logits = np.array(logits, np.float64)
+    for i in seen:
+        logits[i] *= (1 / choice.repetition_penalty if logits[i] > 0 else
+                      choice.repetition_penalty)
+    share = np.exp(logits / choice.temperature)
+    order = np.argsort(-share)
+    if choice.top_k:
+        share[order[choice.top_k:]] = 0
+    share /= share.sum()
+    share[order[1:][np.cumsum(share[order])[:-1] >= choice.top_p]] = 0
+    share[share < choice.min_p * share.max()] = 0
+    return share / share.sum()
+
+
+def assert_drawn_from(share, ids):
+    """Chi-square, at one in ten thousand. (Wilson and Hilferty's limit.)"""
+    found = np.bincount(ids, minlength=len(share))
+    assert not found[share == 0].any(), "an id that a filter drops"
+    want = share[share > 0] * len(ids)
+    df = len(want) - 1
+    limit = df * (1 - 2 / (9 * df) + 3.72 * (2 / (9 * df)) ** 0.5) ** 3
+    assert np.sum((found[share > 0] - want) ** 2 / want) < limit
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(temperature=0.5), dict(temperature=2.0), dict(top_k=3), dict(top_p=0.7),
+    dict(min_p=0.2), dict(repetition_penalty=1.7),
+    dict(temperature=1.5, top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.2)], ids=str)
+def test_draws_are_from_the_distribution_that_is_left(options):
+    """top_p that drops the id which crosses the share, top_k one too many; a filter that knows
+    nothing of the one before it."""
+    choice, seen = decoding.Choice(**options), [0, 2, 9]
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
+    is_seen = jnp.zeros((1, 12), bool).at[0, jnp.array(seen)].set(True)
+    rows = jnp.asarray(logits)[None]
+    if choice.repetition_penalty != 1:
+        rows = decoding.penalised(rows, is_seen, choice.repetition_penalty)
+    keys = jax.random.split(jax.random.key(1), 20000)
+    ids = jax.jit(decoding.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, choice)
+    assert_drawn_from(filtered(logits, choice, seen), np.asarray(ids))
+
+
+@pytest.mark.slow
+def test_generate_draws_from_that_distribution(trained):
+    """Rows whose numbers are alike, or follow from each other's."""
+    params, config = trained
+    options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
+    ids = [new for seed in range(4) for new, in sample.generate(
+        params, [[1, 2]] * 5000, config, 1, **options, seed=seed)]
+    logits = model.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
+    assert_drawn_from(filtered(logits, decoding.Choice(**options), [1, 2]), np.array(ids))
+
+
+def test_a_text_follows_from_its_prompt_and_its_seed(trained):
+    """Numbers that follow from the place in the batch; the same text for the same prompt twice."""
+    params, config = trained
+    options = dict(tokens=10, temperature=2.0)
+    whole = sample.generate(params, [*PROMPTS, PROMPTS[0]], config, **options, seed=5)
+    for prompt, want in zip(PROMPTS, whole):
+        assert sample.generate(params, [prompt], config, **options, seed=5) == [want]
+    assert whole[4] != whole[0]
+    assert sample.generate(params, PROMPTS[::-1], config, **options, seed=5) == whole[3::-1]
+    seeds = sample.generate(params, PROMPTS[:3], config, **options, seed=[5, 6, 5])
+    assert [a == b for a, b in zip(seeds, whole)] == [True, False, True]
+
+
+# -------------------------------------------------------------------------------------------
+# What is compiled
+
+def test_prompts_up_to_a_length_share_a_program(trained, caplog):
+    """A program for each length of a prompt, or for each call."""
+    params, config = trained
+
+    def compiled(*given, **options):
+        caplog.clear()
+        with jax.log_compiles():
+            sample.generate(*given, tokens=9, **options)
+        return [r.message for r in caplog.records if r.message.startswith("Finished XLA comp")]
+
+    assert compiled(params, PROMPTS, config)
+    assert not compiled(params, PROMPTS, config, seed=1)
+    assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, stop=[4])
+
+
+def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
+    """A loop that goes on for all tokens that were asked for; or that ends with the first row."""
+    params, config = trained
+    greedy, ends = sample.generate(params, PROMPTS, config, 40, 0), []
+    go_on = sample._go_on
+
+    def spy(*args):
+        state = go_on(*args)
+        ends.append(int(state["at"]))
+        return state
+
+    monkeypatch.setattr(sample, "_go_on", spy)
+    stop = [greedy[0][2], greedy[1][5], greedy[2][4], greedy[3][3]]
+    got = sample.generate(params, PROMPTS, config, 40, 0, stop=stop)
+    assert got == [list(until(stop, ids)) for ids in greedy]
+    assert ends == [max(map(len, got)) + 1]
+
+
+@pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
+def test_the_cache_is_donated(trained, mesh):
+    """Twice the memory."""
+    params, config = trained
+    params = placed(params, config, mesh_of(mesh)) if mesh else params
+    with passes.mesh_of_weights(params):
+        params, rows = sample.for_decoding(params, config), sample._rows(PROMPTS, config, 8, None)
+        choice = decoding.Choice()
+        state, length = sample._begin(params, rows, config, 8, choice, seeds_of(rows, 0), ())
+        compiled = sample._go_on.lower(params, state, np.int32(8), config, length, choice).compile()
+    assert "input_output_alias" in compiled.as_text()
+    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
+    assert compiled.memory_analysis().alias_size_in_bytes >= kept
+
+
+# -------------------------------------------------------------------------------------------
+# Many prompts
+
+THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
+SEEDS = list(range(13))
+
+
+@pytest.mark.parametrize("mesh", [
+    slow("data=2"), pytest.param("data=8", marks=pytest.mark.full),
+    pytest.param("tensor=2", marks=pytest.mark.full)])
+def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
+    """Rows that fill up a group of devices, and count: as seeds, as repetitions, or in what is
+    given out."""
+    params, config = trained
+    on = placed(params, config, mesh_of(mesh))
+    for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS)):
+        assert sample.generate(on, THIRTEEN, config, 8, **options) == sample.generate(
+            params, THIRTEEN, config, 8, **options)
+
+
+# -------------------------------------------------------------------------------------------
+# What is refused
+
+@pytest.mark.parametrize("options, words", [
+    (dict(seed=[1]), "2 prompts and 1 seeds"), (dict(seed=[1, 2, 3]), "2 prompts and 3 seeds"),
+    (dict(source=[[1]]), "no encoder"), (dict(stop=["a"]), "needs the tokenizer"),
+    (dict(temperature=-1), "temperature -1"), (dict(top_p=0), "top_p 0"),
+    (dict(min_p=2), "min_p 2"), (dict(top_k=-1), "top_k -1"),
+    (dict(repetition_penalty=0), "repetition_penalty 0")], ids=str)
+def test_bad_options_are_refused(trained, options, words):
+    """One seed for all, silently; a text that is never found."""
+    params, config = trained
+    with pytest.raises(ConfigError, match=words):
+        sample.generate(params, [[1], [2]], config, tokens=1, **options)
+
+
+def test_what_is_too_much_is_refused(trained):
+    """A beam that has no first id; a prompt of which the end alone is read."""
+    params, config = trained
+    for beams in (0, 62):
+        with pytest.raises(ConfigError, match=f"beams {beams}: expected 1 to 61"):
+            sample.beam_search(params, [[1]], config, beams)
+    with pytest.raises(ConfigError, match="has 17 tokens; the model's context has 16"):
+        sample.generate(params, [[1] * 17], config)
+    assert sample.generate(params, [[1], [2]], config, tokens=0) == [[], []]
 
 
 @pytest.mark.parametrize("prompts, word", [([[]], "empty"), ([[61]], "61"), ([[-1]], "-1"),
