@@ -94,7 +94,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
     with passes.mesh_of_weights(params):
         params, rows = for_decoding(params, config), _rows(prompts, config, tokens, source)
-        state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
+        seeds = seeds_of(rows, seed, count=len(prompts))
+        state, length = _begin(params, rows, config, tokens, choice, seeds, stop)
         at, is_open = 0, np.ones(len(prompts), bool)
         while True:
             upto = int(on_host(state["at"]))
@@ -243,12 +244,11 @@ def _read_prompts(params, rows, config, tokens):
 
 def _sums(params, rows, weights, config):
     """Of each row the sum of weights times the log-probabilities of its tokens."""
-    chunk, (B, P) = CHUNK, rows["tokens"].shape
+    chunk, B = CHUNK, len(rows["tokens"])
     while chunk > 16 and B * chunk * config.vocab_size > LOGITS:
         chunk //= 2
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
-    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0,
-                                                             min(chunk, P)))
+    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0, chunk))
 
 
 def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):
@@ -308,8 +308,7 @@ def _search(params, state, config, length, beams, tokens, length_penalty, early_
 def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, tokens: int,
                  choice: Choice = Choice(), seed: int = 0, ends: tuple[int, ...] = ()) -> Array:
     """generate within a compiled function: rows of `tokens` [B, P], with `start` [B] where they are
-    padded, and what their encoder is given -> new ids [B, tokens]. After an end they mean
-    nothing."""
+    padded, and what their encoder is given -> new ids [B, tokens], of no meaning after an end."""
     count = len(rows["tokens"])
     rows = {"start": jnp.zeros(count, jnp.int32), **rows}
     rows = {name: whole_groups(x, jnp) for name, x in rows.items()}
