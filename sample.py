@@ -98,7 +98,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
         state, length = _begin(params, rows, config, tokens, choice, seeds, stop)
         at, is_open = 0, np.ones(len(prompts), bool)
         while True:
-            upto = int(on_host(state["at"]))
+            upto = min(int(on_host(state["at"])), tokens)
             new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
             counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
             part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
