@@ -104,10 +104,11 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
     with passes.mesh_of_weights(params):
         rows, params = rows_of(prompts, config, tokens, source), for_decoding(params, config)
-        state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed), stop)
+        seeds = seeds_of(rows, seed, count=len(prompts))
+        state, length = _begin(params, rows, config, tokens, choice, seeds, stop)
     at, is_open = 0, np.ones(len(prompts), bool)
     while True:
-        upto = int(on_host(state["at"]))
+        upto = min(int(on_host(state["at"])), tokens)
         new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
         counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
         part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
@@ -247,12 +248,11 @@ def _read_prompts(params, rows, config, tokens):
 
 def _sums(params, rows, weights, config):
     """Of each row the sum of weights times the log-probabilities of its tokens."""
-    chunk, (B, P) = CHUNK, rows["tokens"].shape
+    chunk, B = CHUNK, len(rows["tokens"])
     while chunk > 16 and B * chunk * config.vocab_size > LOGITS:
         chunk //= 2
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
-    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0,
-                                                             min(chunk, P)))
+    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0, chunk))
 
 
 def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):

@@ -115,15 +115,18 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
         1, dtype=np.uint32)
 
 
-def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np) -> Any:
+def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
     """The three numbers [B, 3] that the choices of a row follow from: its seed, its content, and
     (unless traced) how often the same came before. So a text depends neither on what else is in the
-    batch nor on its order, and the same prompt again has another one."""
+    batch nor on its order, and the same prompt again has another one.
+    A seed for each row is one for each of the `count` that were there before whole_groups."""
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
         content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
-    if np.ndim(seed) and len(seed) > len(content):
-        raise ConfigError(f"{len(content)} prompts and {len(seed)} seeds: expected one for each")
+    if np.ndim(seed):
+        if len(seed) != count:
+            raise ConfigError(f"{count} prompts and {len(seed)} seeds: expected one for each")
+        seed = whole_groups(np.asarray(seed))
     seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)
     nth, known = np.zeros(len(content), np.uint32), {}
     for row, name in enumerate(zip(seeds.tolist(), content.tolist()) if xp is np else ()):

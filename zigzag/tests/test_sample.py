@@ -215,12 +215,12 @@ def test_prompts_up_to_a_length_share_a_program(trained, caplog):
     def compiled(*given, **options):
         caplog.clear()
         with jax.log_compiles():
-            sample.generate(*given, tokens=9, **options)
+            sample.generate(*given, tokens=9, stop=[4], **options)
         return [r.message for r in caplog.records if r.message.startswith("Finished XLA comp")]
 
     assert compiled(params, PROMPTS, config)
     assert not compiled(params, PROMPTS, config, seed=1)
-    assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, stop=[4])
+    assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, seed=2)
 
 
 def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
