@@ -190,9 +190,9 @@ def _on_mesh(fn, params, state, config, gives):
 
 def _gather_all_but_layers(params, specs):
     """Whole weights over fsdp, but for those of layers, which are gathered one after the other."""
-    return {name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
-            if isinstance(w, dict) else shard.gather(w, specs and specs[name])
-            for name, w in params.items()}
+    return params if specs is None else {
+        name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
+        if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
 
 
 @jax.jit(static_argnames=("config", "slots"))

@@ -15,6 +15,7 @@ import train
 from zigzag import examples, tokenizers
 from zigzag.errors import ConfigError
 from zigzag.examples import Arrays, Pairs, collate_arrays
+from zigzag.families import special_ids
 from zigzag.tests.common import WORDS, command, digit_pairs, peer, published_files
 
 END, START = 1, 0
@@ -483,7 +484,7 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
                    "--shards", shards)
     assert done.returncode == 0, done.stderr
     params, config, tokenizer = sample.load_model(sample.Config(run=str(out)))
-    start, end, _ = sample.special_ids(config, tokenizer)
+    start, end, _ = special_ids(config, tokenizer)
     held_out = list(Pairs(digits, tokenizer).held_out)
     answers = sample.generate(params, [[start]] * len(held_out), config, 12, 0.0,
                               source=[source.tolist() for source, _ in held_out])
