@@ -13,7 +13,7 @@ import sample
 from zigzag import decoding, passes
 from zigzag.errors import ConfigError
 from zigzag.mesh import shardings
-from zigzag.rows import seeds_of, until
+from zigzag.rows import rows_of, seeds_of, until
 from zigzag.tests.common import learn, make, mesh_of, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
@@ -99,7 +99,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     params = placed(jax.jit(lambda key: model.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
     with passes.mesh_of_weights(params):
-        rows = sample._rows([[1], [2]], config, 16, None)
+        rows = rows_of([[1], [2]], config, 16, None)
         cache = sample._new_cache(sample.for_decoding(params, config), rows, config, 32)
     for kept in jax.tree.leaves(cache):
         assert kept.addressable_shards[0].data.shape == (2, *shape)
@@ -247,7 +247,7 @@ def test_the_cache_is_donated(trained, mesh):
     params, config = trained
     params = placed(params, config, mesh_of(mesh)) if mesh else params
     with passes.mesh_of_weights(params):
-        params, rows = sample.for_decoding(params, config), sample._rows(PROMPTS, config, 8, None)
+        params, rows = sample.for_decoding(params, config), rows_of(PROMPTS, config, 8, None)
         choice = decoding.Choice()
         state, length = sample._begin(params, rows, config, 8, choice, seeds_of(rows, 0), ())
         compiled = sample._go_on.lower(params, state, np.int32(8), config, length, choice).compile()
