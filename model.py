@@ -19,7 +19,7 @@ P rows of positions. Latent attention: Q, R short vectors, U the turned part of 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -411,11 +411,11 @@ def stack(params, name, x, c, batch, specs=None):
     return shard.layers(layer, weights, x, numbers, specs, c.remat, c.sum_dtype)[0]
 
 
-def trunk(params, c, batch):
+def trunk(params, c, batch, specs=None):
     """The last block's output [B, T, D]."""
     x = embedding(params, batch, c)
     for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
-        x = stack(params, name, x, c, batch)
+        x = stack(params, name, x, c, batch, specs)
     return x
 
 
@@ -517,7 +517,8 @@ def encode_source(params: Params, source: dict[str, Array], config: Config,
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
-           config: Config, length: int, specs: Params | None = None) -> tuple[Array, list[Params]]:
+           config: Config, length: int, specs: Params | None = None,
+           embed: Callable = embedding) -> tuple[Array, list[Params]]:
     """Put `tokens` [B, T] into the cache, from place `slot` on. Gives the last block's output
     [B, T, D], whole, and the cache. Row b begins at place start[b]; before that is padding. Rows
     become no longer than `length`. The weights (and specs) are `apart`."""
@@ -529,7 +530,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
     if config.positions.startswith("alibi"):
         batch["query"]["position"] = position
     shared = {name: params[name] for name in ("relative",) if name in params}
-    x, kept = embedding(params, batch, config), []
+    x, kept = embed(params, batch, config), []
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
         w = shard.gather(w, specs and specs["layers"][i])
         x, _, layer = block({**w, **shared}, x, i, config, batch, layer)

@@ -29,7 +29,7 @@ from jax import Array
 import model
 import shard
 from families import towers
-from zigzag import families, stems, tables
+from zigzag import families, passes, stems, tables
 from zigzag.config import padded
 from zigzag.errors import ConfigError
 from zigzag.family import Family, columns, layer_norm, rows, under
@@ -196,7 +196,7 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
     v, w, known = model.prepared(
         params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
         vision_config(config))
-    x, _ = model.trunk(w, v, known, specs=specs and specs["vision"])
+    x = model.trunk(w, v, known, specs=specs and specs["vision"])
     seen = {"encoded": shard.time_of_block(model.norm(w, "norm", x, v)),        # [B, S, X]
             "source_info": known["key"]}
 
@@ -249,7 +249,7 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     """Logits [B, T, vocab_size] of the token that follows each of `tokens`."""
     batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
     c, w, batch, x = prepared(params, batch, config)
-    x, _ = model.stack(w, "layers", x, c, batch)
+    x = model.stack(w, "layers", x, c, batch)
     return shard.vocab_logits(*model.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
 
 
@@ -258,7 +258,7 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
     """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
     c, w, batch, x = prepared(params, batch, config, specs)
-    x, _ = model.stack(w, "layers", x, c, batch, specs=specs and specs["text"])
+    x = model.stack(w, "layers", x, c, batch, specs and specs["text"])
     x, head = model.loss_head(w, x, c)
     total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size,
                              loss_chunks(*x.shape[:2], padded(c.vocab_size)))
@@ -268,32 +268,24 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 # -------------------------------------------------------------------------------------------
 # Captions
 
-def begin(params: Params, tokens: Array, start: Array, config: Any, source: Array, slots: int,
-          specs: Any = None) -> tuple[Array, Params]:
-    """The logits [B, V] after prompts [B, P] with their pictures, and the language model's cache,
-    of so many slots, from which model.extend goes on. Row b begins at start[b]; what lies before
-    is padding."""
-    (B, P), known = tokens.shape, jnp.broadcast_to(jnp.arange(slots), (len(tokens), slots))
-    mask = known >= start[:, None]
-    c, w, batch, x = prepared(params, {"tokens": tokens, "source": source, "mask": mask[:, :P]},
-                              config, specs)
-    c = dataclasses.replace(c, seq_len=slots)
-    batch |= {"slot": 0, "key": {"place": known, "document": mask - 1}}
-    cache = model.new_cache(w, c, B, slots)
-    x, cache = model.stack(w, "layers", x, c, batch, cache, specs and specs["text"])
-    x, head = model.loss_head(w, shard.whole_time(x)[:, -1:], c)
-    return shard.vocab_logits(x, head, c.vocab_size)[:, 0], cache
-
-
 @jax.jit(static_argnames=("config", "count"))
 def _greedy(params, tokens, start, source, config, count):
+    """Prompts [B, P], of which row b begins at start[b], with their pictures -> new ids."""
+    (B, P), slots = tokens.shape, tokens.shape[1] + count
+    mask = jnp.arange(P) >= start[:, None]
+    c, w, _, x = prepared(params, {"tokens": tokens, "source": source, "mask": mask}, config)
+    w = passes.for_decoding(w, c, None)
+
+    def extend(cache, tokens, slot, **more):
+        x, cache = model.extend(w, cache, tokens, slot, start, c, slots, **more)
+        return model.head_logits(w, x[:, -1:], c)[:, 0], cache
+
     def turn(carry, t):
         logits, cache = carry
         ids = jnp.argmax(logits, -1).astype(jnp.int32)
-        return model.extend(params["text"], cache, ids[:, None], tokens.shape[1] + t, start,
-                            config), ids
+        return extend(cache, ids[:, None], P + t), ids
 
-    first = begin(params, tokens, start, config, source, tokens.shape[1] + count)
+    first = extend(passes.empty_cache(c, B, slots, x.dtype, None), tokens, 0, embed=lambda *_: x)
     return jax.lax.scan(turn, first, jnp.arange(count))[1].T
 
 

@@ -128,7 +128,7 @@ FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, ignored=(r".*embeddings\.pos
 def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
     """Vectors [B, I] of texts, of length 1. A batch has tokens [B, T], and perhaps a mask."""
     c, w, known = model.prepared(params["text"], batch, config)
-    x, _ = model.trunk(w, c, known, specs=specs and specs["text"])
+    x = model.trunk(w, c, known, specs=specs and specs["text"])
     # The model reads a text from its end, where there is the largest id of all, or the first eos.
     eos, tokens = published(config)["text_config"]["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
@@ -140,7 +140,7 @@ def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs:
                     ) -> Array:
     """And those of pictures, the batch's source [B, C, height, width]."""
     c, w, known = model.prepared(params["vision"], batch, vision_config(config))
-    x, _ = model.trunk(w, c, known, specs=specs and specs["vision"])
+    x = model.trunk(w, c, known, specs=specs and specs["vision"])
     x = shard.whole_time(x, in_parts=True)[:, 0]
     return _projected(params["vision_projection"], model.norm(w, "norm", x, c), c)
 

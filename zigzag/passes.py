@@ -66,7 +66,7 @@ def cache_specs(c: Any, specs: Any) -> list[dict[str, P]]:
 
 def empty_cache(c: Any, rows: int, slots: int, dtype: Any, specs: Any) -> list[dict[str, Any]]:
     """A cache with so many slots for so many rows."""
-    tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+    tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
     cache = [new_layer(c, i, rows, slots, dtype, specs and specs["layers"][i], tensor)
              for i in range(c.layers)]
     places = specs and [{name: place[name] for name in layer}
