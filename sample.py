@@ -261,7 +261,8 @@ def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):
     B, logits = len(rows["start"]), state.pop("logits")
     state |= {"ids": xp.zeros((B, room(tokens)), np.int32), "at": np.int32(0), "seeds": seeds,
               "logprobs": xp.zeros((B, room(tokens)), np.float32),
-              "ended": xp.zeros(B, bool), "ends": np.array([*ends, -1], np.int32)}
+              "ended": xp.zeros(B, bool),
+              "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
     if choice.repetition_penalty != 1:
         state["seen"] = ids_seen(rows["tokens"], rows["start"], config.vocab_size)
     return _choose(state, logits, config, choice), length
