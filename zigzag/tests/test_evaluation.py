@@ -488,7 +488,7 @@ def corpus_of(tmp_path, text, **changes):
 def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
     """Prompts of different lengths that see each other's padding; samples of an evaluation that is
     made again twice in the file, or after a run went on gone."""
-    (tmp_path / "prompts.txt").write_text("3 and\r\nbala 17 and frata\n\n x\n")
+    (tmp_path / "prompts.txt").write_text("3 and\r\nbala 17 and f\n\n x\n")
     config, opened = corpus_of(tmp_path, text, steps=4, eval_every=2, save_every=2, layers=1,
                                sample_prompts=str(tmp_path / "prompts.txt"),
                                out=str(tmp_path / "run"))
@@ -501,7 +501,7 @@ def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
     assert (tmp_path / "run/samples.jsonl").read_text() == before
     samples = [json.loads(line) for line in before.splitlines()]
     assert [(s["step"], s["prompt"]) for s in samples] == list(
-        itertools.product((2, 4), ("3 and", "bala 17 and frata", " x")))
+        itertools.product((2, 4), ("3 and", "bala 17 and f", " x")))
     assert result.outputs.shape[0] == 1, "one window is shown, not all"
     ids = sample.generate(jax.device_get(result.params), [
         data.Bytes().prompt(s["prompt"]) for s in samples[3:]], config, 160, 0.8)
