@@ -16,7 +16,7 @@ import numpy as np
 
 from zigzag.errors import human_bytes
 
-PROMPT, TOKENS, TURNS = 128, 128, 5
+PROMPT, TOKENS, TURNS = 128, 128, 3
 
 
 def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
