@@ -30,6 +30,7 @@ import model
 import shard
 from zigzag import passes, terminal
 from zigzag.asked import (
+    Asked,
     Config,
     given_lines,
     prompt_texts,
@@ -52,7 +53,6 @@ from zigzag.rows import (
     room,
     rows_of,
     seeds_of,
-    stops_at,
     until,
     whole_groups,
 )
@@ -79,6 +79,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    answers = [terminal.Answer(tokenizer.decode, Asked("", p), tokens, texts)
+               for p in prompts if texts]
     found = [([], []) for _ in prompts]
     for part in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
                        min_p, repetition_penalty, [i for i in stop if i not in texts],
@@ -86,11 +88,12 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
         for row, new in zip(found, part):
             row[0].extend(new[0])
             row[1].extend(new[1])
-        if texts and all(stops_at(texts, ids, tokenizer.decode) for ids, _ in found):
+        for answer, (ids, _) in zip(answers, part):
+            answer.add(ids)
+        if answers and all(answer.reason for answer in answers):
             break
     if texts:
-        found = [(ids[:(n := stops_at(texts, ids, tokenizer.decode))], logs[:n])
-                 for ids, logs in found]
+        found = [(ids[:len(a.ids)], logs[:len(a.ids)]) for a, (ids, logs) in zip(answers, found)]
     return found if logprobs else [ids for ids, _ in found]
 
 
@@ -255,13 +258,12 @@ def _sums(params, rows, weights, config):
     return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0, chunk))
 
 
-def _begin(params, rows, config, tokens, choice, seeds, ends, xp=np):
+def _begin(params, rows, config, tokens, choice, seeds, ends):
     """The state after the first new ids."""
     state, length = _read_prompts(params, rows, config, tokens)
     B, logits = len(rows["start"]), state.pop("logits")
-    state |= {"ids": xp.zeros((B, room(tokens)), np.int32), "at": np.int32(0), "seeds": seeds,
-              "logprobs": xp.zeros((B, room(tokens)), np.float32),
-              "ended": xp.zeros(B, bool),
+    state |= {"ids": np.zeros((B, room(tokens)), np.int32), "at": np.int32(0), "seeds": seeds,
+              "logprobs": np.zeros((B, room(tokens)), np.float32), "ended": np.zeros(B, bool),
               "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
     if choice.repetition_penalty != 1:
         state["seen"] = ids_seen(rows["tokens"], rows["start"], config.vocab_size)
@@ -321,11 +323,10 @@ def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, toke
     rows, params = {n: whole_groups(x, jnp) for n, x in rows.items()}, for_decoding(params, config)
     if beams:
         state, length = _read_prompts(params, rows, config, tokens)
-        state |= {"ends": np.array([*ends, -1], np.int32), "limit": tokens}
+        state |= {"ends": np.array(ends or [-1], np.int32), "limit": tokens}
         found = _search(params, state, config, length, beams, tokens, 1.0, False)
         return found["found"][:count, 0]
-    seeds = seeds_of(rows, seed, jnp)
-    state, length = _begin(params, rows, config, tokens, choice, seeds, ends, jnp)
+    state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed, jnp), ends)
     return _go_on(params, state, tokens, config, length, choice)["ids"][:count, :tokens]
 
 

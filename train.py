@@ -543,7 +543,7 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
         lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
         flops_of_update(config), len(targets) / size / math.log(2) if size else None,
         predicted=1,
-        samples=continuations(config.sample_prompts, tokenizer, room, write, sample.until))
+        samples=continuations(config.sample_prompts, tokenizer, room, write))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from zigzag import stems
 from zigzag.checkpoint import best_step
+from zigzag.decoding import Choice
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.examples import texts_of
 from zigzag.families import fields_of, special_ids
@@ -72,13 +73,11 @@ class TooLong(ConfigError):
 
 def _check_flags(config):
     """Refuse flags that are wrong, or do not go together."""
-    check_at_least(config, tokens=1, temperature=0, top_k=0, beams=0, shards=0, batch=1, min_p=0)
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"--top_p {config.top_p}: must be above 0, at most 1")
-    if config.min_p > 1:
-        raise ConfigError(f"--min_p {config.min_p}: must be at most 1")
-    if not config.repetition_penalty > 0:
-        raise ConfigError(f"--repetition_penalty {config.repetition_penalty}: must be above 0")
+    check_at_least(config, tokens=1, beams=0, shards=0, batch=1)
+    try:
+        Choice(**{name: getattr(config, name) for name in CHOICES})
+    except ConfigError as e:
+        raise ConfigError(f"--{e}") from None
     given = [f"--{name}" for name in ("prompt", "prompts", "score") if getattr(config, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")

@@ -85,11 +85,10 @@ def add_choice(state: dict[str, Any], logits: Array, choice: Choice) -> dict[str
     keys = jax.vmap(lambda seed: functools.reduce(
         jax.random.fold_in, (seed[1], seed[2], at), jax.random.key(seed[0])))(state["seeds"])
     ids = draw(scores, keys, choice)
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
     new = {"ids": lax.dynamic_update_slice_in_dim(state["ids"], ids[:, None], at, 1),
+           "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], found, at, 1),
            "at": at + 1, "ended": state["ended"] | (ids[:, None] == state["ends"]).any(-1)}
-    if "logprobs" in state:
-        found = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
-        new["logprobs"] = lax.dynamic_update_slice_in_dim(state["logprobs"], found, at, 1)
     if "seen" in state:
         new["seen"] = state["seen"] | (jnp.arange(logits.shape[1]) == ids[:, None])
     return state | new

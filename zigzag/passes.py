@@ -77,8 +77,7 @@ def empty_cache(c: Any, rows: int, slots: int, dtype: Any, specs: Any) -> list[d
 def on_mesh(fn: Callable, params: Any, state: dict[str, Any], c: Any, specs: Any,
             gives: Iterable[str]) -> dict[str, Any]:
     """fn(params, state) in a shard_map over the ambient mesh, if there is one (specs is not None):
-    a state with the names `gives`. The weights that it has are whole over fsdp but for those of
-    layers, which are gathered one after the other."""
+    a state with the names `gives`. fn has each device's own part of the weights."""
     if specs is None:
         return fn(params, state)
     rows, cache = batch_spec(jax.sharding.get_abstract_mesh()), cache_specs(c, specs)

@@ -6,7 +6,7 @@ that few programs are compiled.
               ^ all rows choose their first new id at the same place
 """
 
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -140,14 +140,6 @@ def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, coun
 def until(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first end."""
     return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
-
-
-def stops_at(texts: Sequence[str], ids: Sequence[int], decode: Callable) -> int | None:
-    """After how many ids one of the texts is there; None if none is."""
-    if not any(text in decode(ids) for text in texts):
-        return None
-    return next(n for n in range(1, len(ids) + 1) if any(text in decode(ids[:n])
-                                                         for text in texts))
 
 
 def overlapping(rows: Sequence[Sequence[int]], length: int

@@ -9,6 +9,7 @@ from zigzag.asked import file_prompts
 from zigzag.errors import ConfigError
 from zigzag.hosts import process_allgather
 from zigzag.loop import Samples
+from zigzag.rows import until
 
 
 def read_prompts(path: str) -> list[str]:
@@ -31,11 +32,10 @@ def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> 
     return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs))
 
 
-def continuations(path: str, tokenizer: Any, room: int, write: Callable, until: Callable
-                  ) -> Samples | None:
+def continuations(path: str, tokenizer: Any, room: int, write: Callable) -> Samples | None:
     """Samples that go on from the prompts of a file. write(params, batch) gives new ids for
-    `tokens` [B, P], padded on the left, of which each row begins at `start`. until(ends, ids) are
-    the ids before an end. The model has room for so many ids. No file: none."""
+    `tokens` [B, P], padded on the left, of which each row begins at `start`. The model has room for
+    so many ids. No file: none."""
     if not path:
         return None
     prompts = read_prompts(path)

@@ -256,6 +256,26 @@ def test_the_cache_is_donated(trained, mesh):
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
 
 
+def test_a_text_ends_an_answer(trained):
+    """A text that several ids spell, or a row that goes on because another does."""
+    params, config = trained
+
+    class Letters:      # an id is a letter
+        @staticmethod
+        def decode(ids):
+            return "".join(chr(65 + i) for i in ids)
+
+    whole = sample.generate(params, PROMPTS, config, 24, 0, logprobs=True)
+    spelled = Letters.decode(whole[0][0][3:5])
+    got = sample.generate(params, PROMPTS, config, 24, 0, stop=[spelled], logprobs=True,
+                          tokenizer=Letters)
+    for (ids, logs), (all_ids, all_logs) in zip(got, whole, strict=True):
+        at = Letters.decode(all_ids).find(spelled)
+        count = len(all_ids) if at < 0 else at + len(spelled)
+        assert ids == all_ids[:count] and logs == all_logs[:count]
+    assert len(got[0][0]) <= 5
+
+
 # -------------------------------------------------------------------------------------------
 # Many prompts
 
