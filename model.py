@@ -531,9 +531,10 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
         batch["query"]["position"] = position
     shared = {name: params[name] for name in ("relative",) if name in params}
     x, kept = embed(params, batch, config), []
+    one = jax.jit(functools.partial(block, c=config))       # layers that are alike: traced once
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
         w = shard.gather(w, specs and specs["layers"][i])
-        x, _, layer = block({**w, **shared}, x, i, config, batch, layer)
+        x, _, layer = one({**w, **shared}, x, i, batch=batch, cache=layer)
         kept.append(layer)
     return shard.whole_time(x), kept
 

@@ -334,20 +334,23 @@ def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, toke
 # The command line
 
 def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
-    """The weights, on a mesh, what they are, and their tokenizer."""
+    """The weights, on a mesh and as decoding has them, what they are, and their tokenizer."""
     if config.model:
-        network, c = families.network_of_folder(config.model), families.hf_config(config.model)
+        c, mesh = families.hf_config(config.model), _mesh(config)
         _check_writes(c, f"--model {config.model}")
-        tokenizer, mesh = published_tokenizer(config.model, c.vocab_size), _mesh(config)
-        dtype = resolve_dtype(c, mesh).dtype
-        return *network.load_hf(config.model, mesh, dtype=dtype), tokenizer
+        tokenizer = published_tokenizer(config.model, c.vocab_size)
+        c = families.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
+        model.read_hf(config.model, c)      # is everything there, before places are planned?
+        places = passes.places(c, model.weight_shapes(c), _specs_on(mesh, c), mesh)
+        return model.read_hf(config.model, c, places), c, tokenizer
     record = read_run(config.run, model.Config)
     _check_writes(run_config(config.run, model.Config), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
     params, c = model.load_run(config.run, _mesh(config), step_of(config.run, config.step))
-    return params, whole_context(c), data.tokenizer_of(Path(config.run), record)
+    c = whole_context(c)
+    return for_decoding(params, c), c, data.tokenizer_of(Path(config.run), record)
 
 
 def _check_writes(c, what):
@@ -375,8 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
         lines = given_lines(config)     # (a file that is not there: before all else)
         params, c, tokenizer = load_model(config)
-        writer = Writer(generate, stream, beam_search, score, config, for_decoding(params, c), c,
-                        tokenizer)
+        writer = Writer(generate, stream, beam_search, score, config, params, c, tokenizer)
         if config.bench:
             bench(stream, writer.params, c, config.model)
         elif config.score:

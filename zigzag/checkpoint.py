@@ -35,7 +35,6 @@ from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax import Array
 
 from zigzag.errors import ConfigError, CorruptCheckpoint, RunError, one_line
@@ -250,6 +249,7 @@ class RunFolder(contextlib.AbstractContextManager):
         items, self.best = state_items(state), best
         meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
                 "leaves": _kinds(items), "checksums": checksums(items)}
+        ocp = _orbax()
         with _as_run_error(f"the checkpoint of step {at} could not be saved"):
             is_saving = self.manager.save(at, force=True, args=ocp.args.Composite(
                 meta=ocp.args.JsonSave(meta),
@@ -291,9 +291,16 @@ class _Kept:
         return [step in steps[-self.keep:] or step == self.best() for step in steps]
 
 
+def _orbax():
+    """(To import it takes 0.4 s, which a command without a checkpoint does not spend.)"""
+    import orbax.checkpoint
+    return orbax.checkpoint
+
+
 def _orbax_manager(folder, keep, best):
     # orbax would note which devices held what, and then refuse to open the checkpoint on other
     # ones unless told where to put it. Without the note it opens anywhere.
+    ocp = _orbax()
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
@@ -440,7 +447,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
 
 
 def _read_items(folder, wanted, whose):
-    me = jax.process_index()
+    me, ocp = jax.process_index(), _orbax()
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
                                                barrier_sync_key_prefix=str(me))
     with _reading(folder, "its description cannot be read"):

@@ -10,6 +10,7 @@ from typing import Any, Callable, Mapping
 
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from zigzag import folders, lora, weights
 from zigzag.checkpoint import run_config
@@ -69,10 +70,11 @@ class Network:
 
     def places(self, config: Any, mesh: Any = None) -> Params:
         """Shapes of the weights, with their places on the mesh; without a mesh, on one device."""
-        mesh = mesh or make_mesh(devices=jax.devices()[:1])
-        return jax.tree.map(lambda shape, place: shape.update(sharding=place),
-                            self.weight_shapes(config),
-                            shardings(self.weight_specs(config, mesh), mesh))
+        mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
+        specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
+                 jax.tree.map(lambda _: PartitionSpec(), shapes))
+        return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
+                            shardings(specs, mesh))
 
     # Where weights come from, and go to
 

@@ -51,6 +51,14 @@ def for_decoding(params: Any, c: Any, specs: Any) -> Any:
     return placed(params, specs)
 
 
+def places(c: Any, shapes: Any, specs: Any, mesh: Any) -> Any:
+    """Shapes of the weights as for_decoding gives them, with their places on the mesh."""
+    shapes = jax.eval_shape(lambda params: for_decoding(params, c, None), shapes)
+    specs = jax.tree.map(lambda _: P(), shapes) if specs is None else specs
+    return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
+                        shardings(specs, mesh))
+
+
 def placed(tree: Any, specs: Any) -> Any:
     """The tree, as the ambient mesh splits it; without one, as it is."""
     mesh = jax.sharding.get_abstract_mesh()

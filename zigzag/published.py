@@ -107,8 +107,8 @@ class Layout:
             return np.asarray(array[()])
         at = max(range(len(runs)), key=lambda i: len(runs[i]))
         cuts = [run[0] for run in runs]
-        part = np.concatenate([np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])])
-                               for cut in runs[at]], at).reshape(shape)
+        parts = [np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])]) for cut in runs[at]]
+        part = (np.concatenate(parts, at) if len(parts) > 1 else parts[0]).reshape(shape)
         part = part[tuple(wanted.get(x, slice(None)) for x in self.letters)]
         part = part.transpose(self.order)
         if "H" in self.own and "g" in self.letters:
@@ -364,8 +364,9 @@ def _older(name, parts):
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
-    """The weights of a folder, in these places (shapes with shardings): of each array a device's
-    part alone is read. With None nothing is, beyond names and shapes."""
+    """The weights of a folder, in these places (shapes with shardings; the layers stacked, or
+    `apart`): of each array a device's part alone is read. With None nothing is, beyond names and
+    shapes."""
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
@@ -380,6 +381,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
+        path, number = (path, None) if path in axes else _of_stack(path, config)
         own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
         parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
 
@@ -388,18 +390,26 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
                         for r, n in zip(index, shape.shape))
             if key not in done:
                 ranges = [slice(*k) for k in key]
+                ranges = ranges if number is None else [slice(number, number + 1), *ranges]
                 done[key] = _read_part(folder, own, parts, ranges, change)
                 for same in again.get(path, ()):
                     if (done[key] != _read_part(folder, own, same, ranges, change)).any():
                         (name, _), (other, _) = (*parts.values(), *same.values())
                         raise ConfigError(f"{folder.path}: {name} and {other} differ; its "
                                           f"config.json says that they are tied")
-            return done[key]
+            return (done[key] if number is None else done[key][0]).astype(shape.dtype, copy=False)
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, read)
 
     paths, shapes, structure = flatten(places)
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
+
+
+def _of_stack(path, config):
+    """Of a weight of a layer that is apart: the path of its stack, and the number there."""
+    _, layer, name = path.split(".", 2)
+    at = int(layer) - config.dense_layers
+    return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
 def _read_part(folder, own, parts, ranges, change):
