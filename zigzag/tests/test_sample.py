@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from zigzag import decoding, passes
 from zigzag.errors import ConfigError
 from zigzag.mesh import shardings
 from zigzag.rows import rows_of, seeds_of, until
-from zigzag.tests.common import learn, make, mesh_of, slow
+from zigzag.tests.common import ends, hosts, learn, make, mesh_of, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
 
@@ -294,6 +295,41 @@ def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
     for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS)):
         assert sample.generate(on, THIRTEEN, config, 8, **options) == sample.generate(
             params, THIRTEEN, config, 8, **options)
+
+
+# The same in several processes, each of which writes down what it is given.
+IN_PROCESSES = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import model, sample, train
+from zigzag import commands
+THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
+config = train.parse(sys.argv[1:])
+params, c = model.load_run(config.out, commands.machine(config))
+found = [sample.generate(params, THIRTEEN, c, 8, **options)
+         for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
+scores = sample.score(params, THIRTEEN, c)
+with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
+    json.dump([found, scores], file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2"])
+def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
+    """A process that has the texts of its own rows alone, or waits for ever for the other's."""
+    config = make(steps=60, out=str(tmp_path / "run"), save_every=60)
+    params = jax.device_get(learn(config)[1].params)
+    file = tmp_path / "two.py"
+    file.write_text(IN_PROCESSES)
+    results = ends(hosts(2, "--mesh", mesh, "--out", config.out, file=file))
+    assert [status for status, *_ in results] == [0, 0], results
+    want = [sample.generate(params, THIRTEEN, config, 8, **options)
+            for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS))]
+    for i in range(2):
+        found, scores = json.loads((tmp_path / f"run/by-{i}.json").read_text())
+        assert found == want
+        np.testing.assert_allclose(scores, sample.score(params, THIRTEEN, config), rtol=1e-4)
 
 
 # -------------------------------------------------------------------------------------------
