@@ -307,7 +307,8 @@ def test_a_conversation_has_a_memory(tmp_path):
 # A terminal of its own, and a model that answers each line with 40 letters, a tenth of a second
 # each; its first answer has a character of four bytes.
 TALKS = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)    # (tests in the background ignore it)
 if os.isatty(0):
     os.open(os.ttyname(0), os.O_RDWR)       # whoever leads a session has it then: Ctrl-C comes here
 from pathlib import Path
