@@ -28,7 +28,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import shard
-from zigzag import cache as kept_tokens
+from zigzag import cache as kv_cache
 from zigzag import folders, lora, stems
 from zigzag.checks import check_model
 from zigzag.config import PRESETS as PRESETS
@@ -153,14 +153,14 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
     turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
     latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
-    kept = kept_tokens.put(cache["latent"], latent, batch["slot"], 1)
+    cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
-    out = kept_tokens.attend(
-        functools.partial(softmax_attention, c, None), q, kept, kept[..., U:],
+    out = kv_cache.attend(
+        functools.partial(softmax_attention, c, None), q, cached, cached[..., U:],
         functools.partial(_attention_mask, c, i), batch, c.heads, 1)
-    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": kept}
+    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": cached}
 
 
 def _heads(w, qkv, c, i, batch, cache=None):
@@ -175,10 +175,10 @@ def _heads(w, qkv, c, i, batch, cache=None):
     attention, mask = functools.partial(softmax_attention, c, bias), functools.partial(
         _attention_mask, c, i)
     if cache is not None:
-        kept = {name: kept_tokens.put(cache[name], a, batch["slot"], c.kv_heads)
-                for name, a in (("k", k), ("v", v))}
-        return kept_tokens.attend(attention, q, *kept.values(), mask, batch, c.heads, c.kv_heads,
-                                  bias is None), cache | kept
+        cached = {name: kv_cache.update(cache[name], a, batch["slot"], c.kv_heads)
+                  for name, a in (("k", k), ("v", v))}
+        return kv_cache.attend(attention, q, *cached.values(), mask, batch, c.heads, c.kv_heads,
+                               bias is None), cache | cached
     is_plain = c.causal and not (c.window or c.attn_softcap or c.kv_rank or bias is not None
                                  or {"segments", "places", "mask"} & batch.keys())
     return shard.attend(attention, q, k, v, mask, batch["query"], batch["key"], causal=c.causal,
@@ -503,11 +503,11 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding: tokens after those that a cache has (zigzag/cache.py)
+# Decoding, with a cache of keys and values (zigzag/cache.py)
 
 def encode_source(params: Params, source: dict[str, Array], config: Config,
                   specs: Params | None = None) -> list[Params]:
-    """What each layer's cache has of a source (and its source_mask): keys and values."""
+    """What a source (with source_mask) adds to each layer's cache: cross-attention's k and v."""
     c = config
     all_time = functools.partial(shard.whole_time, in_parts=True)
     encoded, info = _encode(params, source, c, specs, all_time).values()
@@ -519,9 +519,9 @@ def encode_source(params: Params, source: dict[str, Array], config: Config,
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
-    """Put `tokens` [B, T] into the cache, from place `slot` on. Gives the last block's output
-    [B, T, D], whole, and the cache. Row b begins at place start[b]; before that is padding. Rows
-    become no longer than `length`. The weights (and specs) are `apart`."""
+    """Run `tokens` [B, T], at places `slot` and on, through all layers. Returns the last block's
+    output [B, T, D], with all time, and the cache with their keys and values. Row b begins at place
+    start[b]. `length` scales positions. Layers are a list (zigzag.decoding_mesh.unstack_layers)."""
     config = dataclasses.replace(config, seq_len=length)
     place = jnp.broadcast_to(slot + jnp.arange(tokens.shape[1]), tokens.shape)
     position = jnp.maximum(place - start[:, None], 0)
@@ -530,13 +530,13 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
     if config.positions.startswith("alibi"):
         batch["query"]["position"] = position
     shared = {name: params[name] for name in ("relative",) if name in params}
-    x, kept = embed(params, batch, config), []
-    one = jax.jit(functools.partial(block, c=config))       # layers that are alike: traced once
+    x, new_cache = embed(params, batch, config), []
+    one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
         w = shard.gather(w, specs and specs["layers"][i])
-        x, _, layer = one({**w, **shared}, x, i, batch=batch, cache=layer)
-        kept.append(layer)
-    return shard.whole_time(x), kept
+        x, _, layer = one_block({**w, **shared}, x, i, batch=batch, cache=layer)
+        new_cache.append(layer)
+    return shard.whole_time(x), new_cache
 
 
 # -------------------------------------------------------------------------------------------

@@ -1,21 +1,22 @@
 """Generation.
 
-    prompts, any lengths -> padded on the left -> read, chunk by chunk, into a cache
-                         -> one compiled loop: logits, an id for each row, its keys and values
+    prompts of any lengths -> padded on the left -> prefill: chunk by chunk into a cache
+                           -> decode: one compiled loop that appends an id to each row
 
-    . . t h e |        places before a row's start are padding: never seen, no position
+    . . t h e |        places before a row's start are padding: masked, and without a position
     o n c e   |
               ^ all rows choose their first new id at the same place
 
-The network is model.py's, token after token with a cache (model.extend). zigzag/cache.py has what
-is kept, zigzag/decoding.py chooses and searches. On a mesh a pass is one shard_map, as a training
-step is: for one token at a time, which has no time to split, `shard.row` is an all-reduce.
+The network is model.py's, with a cache (model.extend). On a mesh each pass is one shard_map, as a
+training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
+
+In zigzag/, rows.py pads prompts, cache.py keeps keys and values, decoding.py chooses ids and has
+the loops, decoding_mesh.py splits weights, rows and cache over a mesh.
 
     python sample.py --run out --prompt "def main("
 """
 
 import functools
-import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -28,33 +29,34 @@ import data
 import families
 import model
 import shard
-from zigzag import passes, terminal
-from zigzag.asked import (
-    Asked,
-    Config,
-    given_lines,
-    prompt_texts,
-    prompts_of,
-    step_of,
-    whole_context,
-)
+from zigzag import decoding, decoding_mesh, terminal
+from zigzag.answers import Answer
 from zigzag.cache import CHUNK
 from zigzag.checkpoint import read_run, run_config
-from zigzag.decoding import NONE, Choice, add_choice, choose_on, ids_seen, search_on
 from zigzag.errors import ConfigError
 from zigzag.flags import parse_flags, run_main
-from zigzag.mesh import keep_compiled, mesh_sizes, simulate_devices
+from zigzag.mesh import keep_compiled, mesh_of_flags
 from zigzag.plan import resolve_dtype
 from zigzag.positions import decoding_length
 from zigzag.products import LOGITS
+from zigzag.prompts import (
+    Config,
+    Prompt,
+    given_lines,
+    make_prompts,
+    prompt_texts,
+    step_of,
+    whole_context,
+)
 from zigzag.rows import (
+    cut_at_end,
     on_host,
-    overlapping,
-    room,
-    rows_of,
+    overlapping_windows,
+    pad_rows,
+    padded_length,
+    prompt_arrays,
+    scored_arrays,
     seeds_of,
-    until,
-    whole_groups,
 )
 from zigzag.sample_bench import bench
 from zigzag.tokenizers import published_tokenizer
@@ -66,35 +68,34 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
              logprobs: bool = False, tokenizer: Any = None) -> list:
-    """The new ids of each prompt: `tokens`, or fewer where an id is in `stop`, which is not given
-    out, or where they spell a text in `stop` (give the tokenizer). With logprobs, pairs of the ids
-    and the model's log-probability of each.
+    """The new ids of each prompt: `tokens` of them, or those before the first stop. A stop is an id
+    or a text; a text needs the tokenizer. With logprobs, the pair (ids, log-probability of each).
 
-    Temperature 0 is greedy. top_k keeps so many of the likeliest ids (0: all), top_p the likeliest
-    that together have that share, min_p those with that share of the likeliest's;
-    repetition_penalty makes ids less likely that were there already. What is chosen follows from
-    the prompt and its seed: one for all, or one for each. An encoder-decoder is given a source for
-    each prompt, a list of ids or what a stem reads, and goes on from
+    Temperature 0 is greedy. top_k keeps the k likeliest ids (0: all), top_p the likeliest whose
+    probabilities add up to top_p, min_p those with at least min_p times the probability of the
+    likeliest. repetition_penalty makes ids less likely that the row has already. The ids depend on
+    a prompt and its seed, not on the rest of the batch; seed is one number, or one for each prompt.
+    An encoder-decoder takes a source for each prompt (ids, or what its stem reads); its prompts are
     [[zigzag.families.start_id(config)]]."""
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
-    answers = [terminal.Answer(tokenizer.decode, Asked("", p), tokens, texts)
-               for p in prompts if texts]
-    found = [([], []) for _ in prompts]
-    for part in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
-                       min_p, repetition_penalty, [i for i in stop if i not in texts],
-                       16 if texts else tokens, logprobs=True):
-        for row, new in zip(found, part):
-            row[0].extend(new[0])
-            row[1].extend(new[1])
-        for answer, (ids, _) in zip(answers, part):
-            answer.add(ids)
+    answers = [Answer(tokenizer.decode, Prompt("", p), tokens, texts) for p in prompts if texts]
+    results = [([], []) for _ in prompts]
+    piece = 16 if texts else tokens         # (a stop text is looked for after each piece)
+    for new in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
+                      min_p, repetition_penalty, [i for i in stop if i not in texts], piece,
+                      logprobs=True):
+        for (ids, logs), (new_ids, new_logs) in zip(results, new):
+            ids.extend(new_ids)
+            logs.extend(new_logs)
+        for answer, (new_ids, _) in zip(answers, new):
+            answer.add(new_ids)
         if answers and all(answer.reason for answer in answers):
             break
-    if texts:
-        found = [(ids[:len(a.ids)], logs[:len(a.ids)]) for a, (ids, logs) in zip(answers, found)]
-    return found if logprobs else [ids for ids, _ in found]
+    if texts:       # an answer has the ids up to its stop text
+        results = [(i[:len(a.ids)], p[:len(a.ids)]) for a, (i, p) in zip(answers, results)]
+    return results if logprobs else [ids for ids, _ in results]
 
 
 def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, tokens: int = 128,
@@ -102,66 +103,66 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
            seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
            repetition_penalty: float = 1.0, stop: Sequence[int] = (), piece: int = 8,
            logprobs: bool = False) -> Iterator[list]:
-    """What generate gives, as it comes: of each prompt the next ids, first one, then at most
-    `piece`, and none once it has ended."""
-    choice = Choice(temperature, top_k, top_p, min_p, repetition_penalty)
-    with passes.mesh_of_weights(params):
-        rows, params = rows_of(prompts, config, tokens, source), for_decoding(params, config)
+    """What generate returns, piece by piece: a list with the next ids of each prompt. The first
+    piece has one id of each, the others at most `piece`. A prompt that has ended has none."""
+    sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    with decoding_mesh.mesh_of_weights(params):
+        rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         seeds = seeds_of(rows, seed, count=len(prompts))
-        state, length = _begin(params, rows, config, tokens, choice, seeds, stop)
-    at, is_open = 0, np.ones(len(prompts), bool)
+        state, length = _first_ids(params, rows, config, tokens, sampling, seeds, stop)
+    sent, unfinished = 0, np.ones(len(prompts), bool)
     while True:
-        upto = min(int(on_host(state["at"])), tokens)
-        new = [on_host(state[name])[:len(prompts), at:upto] for name in ("ids", "logprobs")]
-        counts = [len(until(stop, ids.tolist())) * here for ids, here in zip(new[0], is_open)]
-        part = [tuple(x[row, :n].tolist() for x in new) for row, n in enumerate(counts)]
-        yield part if logprobs else [ids for ids, _ in part]
-        is_open &= np.array(counts) == upto - at
-        at = upto
-        if at >= tokens or not is_open.any():
+        count = min(int(on_host(state["count"])), tokens)
+        ids, logs = (on_host(state[name])[:len(prompts), sent:count].tolist()
+                     for name in ("ids", "logprobs"))
+        lengths = [len(cut_at_end(stop, row)) * goes_on for row, goes_on in zip(ids, unfinished)]
+        new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
+        yield new if logprobs else [ids for ids, _ in new]
+        unfinished &= np.array(lengths) == count - sent
+        sent = count
+        if sent >= tokens or not unfinished.any():
             return
-        with passes.mesh_of_weights(params):
-            state = _go_on(params, state, np.int32(min(at + piece, tokens)), config, length, choice)
+        with decoding_mesh.mesh_of_weights(params):
+            state = _decode(params, state, np.int32(min(sent + piece, tokens)), config, length,
+                            sampling)
 
 
 def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
                 beams: int = 4, tokens: int = 128, eos: int | Sequence[int] | None = None,
                 source: Any = None, length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
-    """For each prompt the `beams` likeliest continuations found, as (ids, score), best first. The
-    score is the sum of log-probabilities over the length to the power of length_penalty. One ends
-    with an id `eos`, which counts and is not given out. The search ends when none that goes on can
-    become better at its present length; with early_stop True as soon as there are as many as asked
-    for, with "never" when none can at any length."""
+    """For each prompt the `beams` best continuations that the search finds, as (ids, score), best
+    first. The score is the sum of log-probabilities, divided by length ** length_penalty. An id in
+    `eos` ends a continuation: it counts in the score and is not returned. early_stop says when to
+    end. False: when no running beam, at its present length, beats a finished one; "never": when
+    none can at any length; True: as soon as `beams` have finished."""
     if not 1 <= beams <= config.vocab_size:
         raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
     ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
-    with passes.mesh_of_weights(params):
-        rows, params = rows_of(prompts, config, tokens, source), for_decoding(params, config)
-        state, length = _read_prompts(params, rows, config, tokens)
-        found = _search(params, state | {"ends": ends, "limit": np.int32(tokens)}, config, length,
-                        beams, room(tokens), float(length_penalty), early_stop)
-        ids, scores, lengths = (on_host(found[n]) for n in ("found", "found_scores", "lengths"))
+    with decoding_mesh.mesh_of_weights(params):
+        rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
+        state, length = _prefill(params, rows, config, tokens)
+        state |= {"ends": ends, "limit": np.int32(tokens)}
+        best = _beam_search(params, state, config, length, beams, padded_length(tokens),
+                            float(length_penalty), early_stop)
+        ids, scores, lengths = (on_host(best[name]) for name in decoding.FINISHED)
     return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k]))
-             for k in range(beams) if scores[row, k] > NONE / 2] for row in range(len(prompts))]
+             for k in range(beams) if scores[row, k] > decoding.NEG_INF / 2]
+            for row in range(len(prompts))]
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sources: Any = None,
           batch: int = 8) -> list[tuple[float, int]]:
-    """Of each row of ids the sum of log-probabilities, and of how many: the first id is given. A
-    row longer than the context is read in windows that overlap by half."""
-    found, windows = np.zeros((len(rows), 2)), list(overlapping(rows, config.seq_len))
-    with passes.mesh_of_weights(params):
+    """For each row of ids the sum of its log-probabilities, and their number: all ids but the first
+    have one. A row longer than the context is read in windows that overlap by half."""
+    totals, windows = np.zeros((len(rows), 2)), list(overlapping_windows(rows, config.seq_len))
+    with decoding_mesh.mesh_of_weights(params):
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
-            numbers, texts, given = zip(*windows[first:first + batch])
-            part = rows_of(texts, config, 0,
-                         None if sources is None else [sources[row] for row in numbers])
-            known = part["tokens"].shape[1] - np.array([len(t) - g for t, g in zip(texts, given)])
-            weights = np.arange(part["tokens"].shape[1]) >= known[:, None]
-            sums = on_host(_sums(params, part, whole_groups(weights), config))
-            np.add.at(found, list(numbers), np.stack([sums[:len(texts)], weights.sum(1)], 1))
-    return [(float(total), int(count)) for total, count in found]
+            numbers, arrays, weights = scored_arrays(windows[first:first + batch], sources, config)
+            sums = _sum_logprobs(params, arrays, pad_rows(weights), config)[:len(weights)]
+            np.add.at(totals, numbers, np.stack([sums, weights.sum(1)], 1))
+    return [(float(total), int(count)) for total, count in totals]
 
 
 # -------------------------------------------------------------------------------------------
@@ -169,53 +170,52 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
 
 @functools.cache
 def _specs_on(mesh, config):
-    weight_specs = families.network_of(config).weight_specs
-    return None if mesh.size <= 1 else passes.decoding_specs(weight_specs(config, mesh), config)
+    specs = families.network_of(config).weight_specs(config, mesh) if mesh.size > 1 else None
+    return specs and decoding_mesh.decoding_specs(specs, config)
 
 
 def _specs(config):
-    """How the ambient mesh splits the weights of decoding; None where there is none."""
+    """The specs of decoding's weights on the ambient mesh; None if there is no mesh."""
     return _specs_on(jax.sharding.get_abstract_mesh(), config)
 
 
 def for_decoding(params: Any, config: model.Config) -> Any:
-    """The weights as generating has them. (Who generates often with the same does it once.)"""
-    with passes.mesh_of_weights(params):
-        return passes.for_decoding(params, config, _specs(config))
+    """The weights as decoding needs them. (Call it once yourself if you generate often.)"""
+    with decoding_mesh.mesh_of_weights(params):
+        return decoding_mesh.for_decoding(params, config, _specs(config))
 
 
-def _on_mesh(fn, params, state, config, gives):
-    """fn(params, specs, state) on the ambient mesh: a state with the names `gives`."""
+def _on_mesh(fn, params, state, config, outputs):
+    """fn(params, specs, state) on the ambient mesh. fn returns a dict with the names `outputs`."""
     specs = _specs(config)
-    return passes.on_mesh(lambda params, state: fn(_gather_all_but_layers(params, specs), specs,
-                                                   state), params, state, config, specs, gives)
 
+    def run(params, state):
+        return fn(decoding_mesh.gather_all_but_layers(params, specs, shard.gather), specs, state)
 
-def _gather_all_but_layers(params, specs):
-    """Whole weights over fsdp, but for those of layers, which are gathered one after the other."""
-    return params if specs is None else {
-        name: w if name == "layers" else _gather_all_but_layers(w, specs[name])
-        if isinstance(w, dict) else shard.gather(w, specs[name]) for name, w in params.items()}
+    return decoding_mesh.on_mesh(run, params, state, config, specs, outputs)
 
 
 @jax.jit(static_argnames=("config", "slots"))
 def _new_cache(params, rows, config, slots):
-    """An empty cache for these rows, with what its layers keep of the rows' sources."""
-    cache = passes.empty_cache(config, len(rows["start"]), slots, params["embed"].dtype,
-                               _specs(config))
+    """An empty cache for these rows; with an encoder, it has the keys and values of the sources."""
+    cache = decoding_mesh.empty_cache(config, len(rows["start"]), slots, params["embed"].dtype,
+                                      _specs(config))
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
     if source:
-        cross = _on_mesh(lambda params, specs, source: {"cross": model.encode_source(
-            params, source, config, specs)}, params, source, config, ["cross"])["cross"]
-        cache = [layer | more for layer, more in zip(cache, cross)]
+        def encode(params, specs, source):
+            return {"cross": model.encode_source(params, source, config, specs)}
+
+        cross = _on_mesh(encode, params, source, config, ["cross"])["cross"]
+        cache = [layer | of_source for layer, of_source in zip(cache, cross)]
     return cache
 
 
 @jax.jit(static_argnames=("config", "length"), donate_argnames="cache")
-def _read(params, cache, rows, config, length):
-    """The cache with the rows' tokens [B, T], and the logits [B, V] after them; or, where there are
-    targets, the sum of their weighted log-probabilities [B]."""
-    def read(params, specs, state):
+def _forward_chunk(params, cache, rows, config, length):
+    """Run the rows' tokens [B, T] through the network: the cache with them in it, and the logits
+    [B, V] after the last. If rows have targets, the weighted sum of their log-probabilities [B]
+    takes the place of the logits."""
+    def forward(params, specs, state):
         x, cache = model.extend(params, state["cache"], state["tokens"], state["slot"],
                                 state["start"], config, length, specs)
         if "targets" not in state:
@@ -224,73 +224,76 @@ def _read(params, cache, rows, config, length):
         logs = jnp.take_along_axis(logs, state["targets"][..., None], 2)[..., 0]
         return {"cache": cache, "sums": jnp.sum(logs * state["weights"], 1)}
 
-    return _on_mesh(read, params, {**rows, "cache": cache}, config,
+    return _on_mesh(forward, params, {**rows, "cache": cache}, config,
                     ("cache", "sums" if "targets" in rows else "logits"))
 
 
-def _read_rows(params, rows, config, tokens, chunk=CHUNK):
-    """Rows read chunk by chunk, into a cache with room for so many tokens more: what _read gives
-    for each chunk, and the length by which positions are scaled."""
-    P, timed = rows["tokens"].shape[1], ("tokens", "targets", "weights")
-    slots = P + (room(tokens) if tokens else 0)
+def _forward_chunks(params, rows, config, tokens, chunk=CHUNK):
+    """Run rows through the network chunk by chunk, with a new cache for them and `tokens` more ids.
+    Yields what _forward_chunk returns, and the length that scales positions (decoding_length)."""
+    P, has_time = rows["tokens"].shape[1], ("tokens", "targets", "weights")
+    slots = P + (padded_length(tokens) if tokens else 0)
     length = decoding_length(config, P + tokens, slots)
     cache = _new_cache(params, rows, config, slots)
     for begin in range(0, P, chunk):
-        part = {name: x[:, begin:begin + chunk] if name in timed else x
-                for name, x in rows.items() if not name.startswith("source")}
-        out = _read(params, cache, {**part, "slot": np.int32(begin)}, config, length)
+        inputs = {name: x[:, begin:begin + chunk] if name in has_time else x
+                  for name, x in rows.items() if not name.startswith("source")}
+        out = _forward_chunk(params, cache, {**inputs, "slot": np.int32(begin)}, config, length)
         cache = out["cache"]
         yield out, length
 
 
-def _read_prompts(params, rows, config, tokens):
-    """The state after the prompts."""
-    *_, (out, length) = _read_rows(params, rows, config, tokens)
+def _prefill(params, rows, config, tokens):
+    """The state after the prompts, with the logits [B, V]; the length that scales positions."""
+    for out, length in _forward_chunks(params, rows, config, tokens):
+        pass
     return {**out, "start": rows["start"], "slot": np.int32(rows["tokens"].shape[1])}, length
 
 
-def _sums(params, rows, weights, config):
-    """Of each row the sum of weights times the log-probabilities of its tokens."""
+def _sum_logprobs(params, rows, weights, config):
+    """For each row the sum of its tokens' log-probabilities, times the weights [B, P]."""
     chunk, B = CHUNK, len(rows["tokens"])
-    while chunk > 16 and B * chunk * config.vocab_size > LOGITS:
+    while chunk > 16 and B * chunk * config.vocab_size > LOGITS:        # they must fit in memory
         chunk //= 2
+    # (The last target is the first token, by wrapping around; its weight is 0.)
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
-    return sum(on_host(out["sums"]) for out, _ in _read_rows(params, rows, config, 0, chunk))
+    return sum(on_host(out["sums"]) for out, _ in _forward_chunks(params, rows, config, 0, chunk))
 
 
-def _begin(params, rows, config, tokens, choice, seeds, ends):
-    """The state after the first new ids."""
-    state, length = _read_prompts(params, rows, config, tokens)
-    B, logits = len(rows["start"]), state.pop("logits")
-    state |= {"ids": np.zeros((B, room(tokens)), np.int32), "at": np.int32(0), "seeds": seeds,
-              "logprobs": np.zeros((B, room(tokens)), np.float32), "ended": np.zeros(B, bool),
-              "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
-    if choice.repetition_penalty != 1:
-        state["seen"] = ids_seen(rows["tokens"], rows["start"], config.vocab_size)
-    return _choose(state, logits, config, choice), length
+def _first_ids(params, rows, config, tokens, sampling, seeds, ends):
+    """The state after each prompt's first new id, and the length that scales positions."""
+    state, length = _prefill(params, rows, config, tokens)
+    logits = state.pop("logits")
+    state |= decoding.empty_ids(len(rows["start"]), padded_length(tokens), seeds, ends)
+    if sampling.repetition_penalty != 1:
+        state["seen"] = decoding.ids_seen(rows["tokens"], rows["start"], config.vocab_size)
+    return _choose_ids(state, logits, config, sampling), length
 
 
-@jax.jit(static_argnames=("config", "choice"), donate_argnames="state")
-def _choose(state, logits, config, choice):
-    """The state with one more id for each row, chosen by these logits."""
-    return passes.on_mesh(lambda _, state: add_choice(
-        {n: x for n, x in state.items() if n != "logits"}, state["logits"], choice), {},
-        state | {"logits": logits}, config, _specs(config), state)
+@jax.jit(static_argnames=("config", "sampling"), donate_argnames="state")
+def _choose_ids(state, logits, config, sampling):
+    """The state with one more id for each row, chosen by these logits [B, V]."""
+    def choose(_, state):
+        logits = state.pop("logits")
+        return decoding.append_ids(state, logits, sampling)
+
+    return decoding_mesh.on_mesh(choose, {}, state | {"logits": logits}, config, _specs(config),
+                                 state)
 
 
-@jax.jit(static_argnames=("config", "length", "choice"), donate_argnames="state")
-def _go_on(params, state, limit, config, length, choice):
-    """The state with so many ids in all, or until all rows have ended."""
-    def go_on(params, specs, state):
+@jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
+def _decode(params, state, limit, config, length, sampling):
+    """The state with `limit` new ids of each row, or fewer if all rows have ended before."""
+    def decode(params, specs, state):
         limit = state.pop("limit")
-        return choose_on(_next_logits(params, state["start"], config, length, specs), state, limit,
-                         choice)
+        next_logits = _next_logits(params, state["start"], config, length, specs)
+        return decoding.decode_loop(next_logits, state, limit, sampling)
 
-    return _on_mesh(go_on, params, state | {"limit": limit}, config, state)
+    return _on_mesh(decode, params, state | {"limit": limit}, config, state)
 
 
 def _next_logits(params, start, config, length, specs):
-    """The next logits [B, V] as the loops of zigzag/decoding.py ask for them."""
+    """next_logits of zigzag/decoding.py's loops: ids [B, 1] -> logits [B, V], and the new cache."""
     def next_logits(ids, cache, slot):
         x, cache = model.extend(params, cache, ids, slot, start, config, length, specs)
         return model.head_logits(params, x, config)[:, 0], cache
@@ -299,71 +302,68 @@ def _next_logits(params, start, config, length, specs):
 
 
 @jax.jit(static_argnames=("config", "length", "beams", "tokens", "length_penalty", "early_stop"))
-def _search(params, state, config, length, beams, tokens, length_penalty, early_stop):
-    """The best beams of each prompt: found [B, beams, tokens], found_scores, lengths."""
+def _beam_search(params, state, config, length, beams, tokens, length_penalty, early_stop):
+    """The best beams of each prompt: finished [B, beams, tokens], finished_scores, lengths."""
     def search(params, specs, state):
         start = jnp.repeat(state["start"], beams, 0)
-        found = search_on(_next_logits(params, start, config, length, specs), state["cache"],
-                          state["logits"], state["slot"], state["ends"], beams, tokens,
-                          state["limit"], length_penalty, early_stop)
-        return {name: found[name] for name in ("found", "found_scores", "lengths")}
+        next_logits = _next_logits(params, start, config, length, specs)
+        result = decoding.beam_loop(
+            next_logits, state["cache"], state["logits"], state["slot"], state["ends"], beams,
+            tokens, state["limit"], length_penalty, early_stop)
+        return {name: result[name] for name in decoding.FINISHED}
 
-    return _on_mesh(search, params, state, config, ("found", "found_scores", "lengths"))
+    return _on_mesh(search, params, state, config, decoding.FINISHED)
 
 
-@jax.jit(static_argnames=("config", "tokens", "choice", "ends", "beams"))
+@jax.jit(static_argnames=("config", "tokens", "sampling", "ends", "beams"))
 def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, tokens: int,
-                 choice: Choice = Choice(), seed: int = 0, ends: tuple[int, ...] = (),
-                 beams: int = 0) -> Array:
-    """generate, or the best of so many beams, within a compiled function: rows of `tokens` [B, P],
-    with `start` [B] where they are padded, and what their encoder is given -> new ids [B, tokens].
-    After an end they mean nothing."""
+                 sampling: decoding.Sampling = decoding.Sampling(), seed: int = 0,
+                 ends: tuple[int, ...] = (), beams: int = 0) -> Array:
+    """generate for use inside a compiled function; with beams, the best one. rows are arrays:
+    `tokens` [B, P], `start` [B] if they are padded, and the encoder's inputs if there is one.
+    Returns new ids [B, tokens]; those after the first end mean nothing."""
     count = len(rows["tokens"])
     rows = {"start": jnp.zeros(count, jnp.int32), **rows}
-    rows, params = {n: whole_groups(x, jnp) for n, x in rows.items()}, for_decoding(params, config)
+    rows, params = {n: pad_rows(x, jnp) for n, x in rows.items()}, for_decoding(params, config)
     if beams:
-        state, length = _read_prompts(params, rows, config, tokens)
+        state, length = _prefill(params, rows, config, tokens)
         state |= {"ends": np.array(ends or [-1], np.int32), "limit": tokens}
-        found = _search(params, state, config, length, beams, tokens, 1.0, False)
-        return found["found"][:count, 0]
-    state, length = _begin(params, rows, config, tokens, choice, seeds_of(rows, seed, jnp), ends)
-    return _go_on(params, state, tokens, config, length, choice)["ids"][:count, :tokens]
+        best = _beam_search(params, state, config, length, beams, tokens, 1.0, False)
+        return best["finished"][:count, 0]
+    seeds = seeds_of(rows, seed, jnp)
+    state, length = _first_ids(params, rows, config, tokens, sampling, seeds, ends)
+    return _decode(params, state, tokens, config, length, sampling)["ids"][:count, :tokens]
 
 
 # -------------------------------------------------------------------------------------------
 # The command line
 
 def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
-    """The weights, on a mesh and as decoding has them, what they are, and their tokenizer."""
+    """The weights on a mesh, as decoding needs them; the model's configuration; its tokenizer."""
     if config.model:
-        c, mesh = families.hf_config(config.model), _mesh(config)
+        c, mesh = families.hf_config(config.model), mesh_of_flags(config.mesh, config.shards)
         _check_writes(c, f"--model {config.model}")
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = families.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
-        model.read_hf(config.model, c)      # is everything there, before places are planned?
-        places = passes.places(c, model.weight_shapes(c), _specs_on(mesh, c), mesh)
-        return model.read_hf(config.model, c, places), c, tokenizer
+        model.read_hf(config.model, c)      # (first: is everything in the folder?)
+        shapes = decoding_mesh.decoding_shapes(c, model.weight_shapes(c), _specs_on(mesh, c), mesh)
+        return model.read_hf(config.model, c, shapes), c, tokenizer
     record = read_run(config.run, model.Config)
     _check_writes(run_config(config.run, model.Config), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
-    params, c = model.load_run(config.run, _mesh(config), step_of(config.run, config.step))
+    mesh = mesh_of_flags(config.mesh, config.shards)
+    params, c = model.load_run(config.run, mesh, step_of(config.run, config.step))
     c = whole_context(c)
     return for_decoding(params, c), c, data.tokenizer_of(Path(config.run), record)
 
 
 def _check_writes(c, what):
-    """Refuse a model that writes no text."""
+    """Refuse a model that does not generate text."""
     if families.network_of(c) is not model.TRANSFORMER or c.head != "tokens" or not c.causal:
         gives = {"classes": "classes", "none": "vectors"}.get(c.head, "numbers for each token")
         raise ConfigError(f"{what}: this model gives {gives}, and writes no text")
-
-
-def _mesh(config):
-    sizes = mesh_sizes(config.mesh, config.shards)
-    simulate_devices(math.prod(sizes.values()))
-    return shard.make_mesh(**sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -371,23 +371,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         given, _ = parse_flags(Config, argv)
         config = Config(**given)
         keep_compiled(least=0)
-        is_asked = "prompt" in given or bool(config.prompts or config.source or config.score
+        has_input = "prompt" in given or bool(config.prompts or config.source or config.score
                                               or config.bench)
-        talks = terminal.is_conversation() and not (is_asked or config.json or config.beams)
-        if config.system and not talks:
+        is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
+        if config.system and not is_chat:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
-        lines = given_lines(config)     # (a file that is not there: before all else)
+        lines = given_lines(config)     # (first: a missing file should not wait for a model)
         params, c, tokenizer = load_model(config)
         writer = Writer(generate, stream, beam_search, score, config, params, c, tokenizer)
         if config.bench:
             bench(stream, writer.params, c, config.model)
         elif config.score:
             writer.score_texts(lines)
-        elif talks:
+        elif is_chat:
             writer.converse()
         else:
-            texts = prompt_texts(config, lines, is_asked)
-            writer.write(prompts_of(c, tokenizer, texts, config.source))
+            texts = prompt_texts(config, lines, has_input)
+            writer.write(make_prompts(c, tokenizer, texts, config.source))
 
 
 if __name__ == "__main__":

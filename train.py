@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import math
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,7 +42,7 @@ from zigzag import commands, examples, hosts, init_from, lora, metrics
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.checkpoint import RunFolder, check_run_folder
 from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
-from zigzag.decoding import GREEDY, Choice
+from zigzag.decoding import GREEDY, Sampling
 from zigzag.errors import ConfigError, fill_in
 from zigzag.evaluation import check_task, evaluate
 from zigzag.families import special_ids
@@ -65,6 +64,7 @@ from zigzag.loop import (
 from zigzag.loss_check import check_loss, check_traceable
 from zigzag.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
 from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
+from zigzag.positions import max_positions
 from zigzag.presets import fields_of_preset
 from zigzag.program import Program, make_program, shapes_hash
 from zigzag.report import Reporter
@@ -499,14 +499,14 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
         return batch["source"], batch["source_mask"], new
 
     def text(ids):
-        return tokenizer.decode(sample.until([end], ids.tolist()))
+        return tokenizer.decode(sample.cut_at_end([end], ids.tolist()))
 
     def show(outputs):
         source, mask, new = (x[0] for x in outputs)
         return f"{tokenizer.decode(source[mask > 0])} ==> {text(new)}"
 
     def metric(outputs, examples):
-        return metrics.OF_TEXTS[config.metric](
+        return metrics.TEXT_METRICS[config.metric](
             list(map(text, outputs[2])), [tokenizer.decode(target) for _, target in examples])
 
     samples = answers(config.sample_prompts, lambda sources: collate(
@@ -522,16 +522,16 @@ HELD_OUT_TOKENS = 2**17
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, begin, room = tokenizer.vocab_size, min(32, T), sys.maxsize
-    if config.positions == "learned":       # and there are no more of them
-        begin, room = min(32, -(-T // 2)), config.position_rows - config.position_offset
+    ids, begin, room = tokenizer.vocab_size, min(32, T), max_positions(config)
+    if config.positions == "learned":       # new ids need some of them
+        begin = min(32, -(-T // 2))
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
     def write(params, batch):
         more = min(160, room - batch["tokens"].shape[1])
-        return sample.generate_ids(params, batch, config, more, Choice(0.8), config.seed)
+        return sample.generate_ids(params, batch, config, more, Sampling(0.8), config.seed)
 
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]

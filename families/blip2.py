@@ -29,7 +29,7 @@ from jax import Array
 import model
 import shard
 from families import towers
-from zigzag import families, passes, stems, tables
+from zigzag import decoding_mesh, families, stems, tables
 from zigzag.config import padded
 from zigzag.errors import ConfigError
 from zigzag.family import Family, columns, layer_norm, rows, under
@@ -274,7 +274,7 @@ def _greedy(params, tokens, start, source, config, count):
     (B, P), slots = tokens.shape, tokens.shape[1] + count
     mask = jnp.arange(P) >= start[:, None]
     c, w, _, x = prepared(params, {"tokens": tokens, "source": source, "mask": mask}, config)
-    w = passes.for_decoding(w, c, None)
+    w = decoding_mesh.for_decoding(w, c, None)
 
     def extend(cache, tokens, slot, **more):
         x, cache = model.extend(w, cache, tokens, slot, start, c, slots, **more)
@@ -285,7 +285,8 @@ def _greedy(params, tokens, start, source, config, count):
         ids = jnp.argmax(logits, -1).astype(jnp.int32)
         return extend(cache, ids[:, None], P + t), ids
 
-    first = extend(passes.empty_cache(c, B, slots, x.dtype, None), tokens, 0, embed=lambda *_: x)
+    cache = decoding_mesh.empty_cache(c, B, slots, x.dtype, None)
+    first = extend(cache, tokens, 0, embed=lambda *_: x)
     return jax.lax.scan(turn, first, jnp.arange(count))[1].T
 
 

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, Sequence
 
-from zigzag.asked import Asked, TooLong, check_length
 from zigzag.errors import ConfigError, did_you_mean, one_line, optional_package
+from zigzag.prompts import Prompt, TooLong, check_length
 from zigzag.tokenizers import read_record
 
 
@@ -44,12 +44,12 @@ class Conversation:
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages = []
 
-    def ask(self, text: str) -> Asked:
+    def ask(self, text: str) -> Prompt:
         """The prompt of what the model says to this text."""
         now = [*self.system, *self.messages, {"role": "user", "content": text}]
         ids = self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
         try:
-            return Asked(text, check_length(ids, self.c, "the conversation"))
+            return Prompt(text, check_length(ids, self.c, "the conversation"))
         except TooLong as e:
             self.messages = []
             raise TooLong(f"{e}; the next line begins a new one") from None

@@ -25,7 +25,7 @@ from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.rule import apply_overrides, parse_overrides
 
 ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon"),
-          "metric": ("", *metrics.OF_TEXTS)}
+          "metric": ("", *metrics.TEXT_METRICS)}
 
 
 def check_config(c: Any) -> None:

@@ -1,11 +1,11 @@
-"""What is found out about held-out examples, from which nothing is learned.
+"""Evaluation on held-out examples.
 
-    evaluate      the loss over all of them, predictions, what a metric makes of these, samples
+    check_task    refuse, before training begins, flags that this task cannot serve
+    evaluate      their loss, predictions, metric, and sampled texts
     predict_all   predictions for a whole data set, in its order, on any mesh
-    check_task    what is refused of this before training begins
 
-No mesh changes the results but by rounding: each example counts once, and the padding of the last
-batch is dropped.
+Results are the same on every mesh, but for rounding: each example counts once, and the padding of
+the last batch is dropped.
 """
 
 import time
@@ -30,7 +30,7 @@ from zigzag.report import mean_loss
 
 
 def check_task(config: Any, program: Program, task: Task) -> None:
-    """Refuse flags for which this task has nothing, and a --best of no number's name."""
+    """Refuse flags that this task cannot serve, and a --best that names no number of it."""
     if not len(task.held_out):
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
@@ -45,7 +45,8 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
-    if config.best and (config.metric or not task.metric):      # else a metric has to be run first
+    # (The names of fit's own metric are known only when it has run.)
+    if config.best and (config.metric or not task.metric):
         plan = program.plan
         batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
         _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
@@ -66,8 +67,8 @@ def _check_best(best, known):
 # An evaluation
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, and tell a person. Whether this is the best evaluation so far, by config.best. One
-    that is not new (of a step that an earlier run has ended with) is not written down, and never
+    """Evaluate, and report it. Returns whether this is the best evaluation so far, by config.best.
+    If it is not new (an earlier run ended with this step), it is not written to disk, and is never
     the best."""
     task, program, at = loop.task, loop.program, loop.at
     if not len(task.held_out):
@@ -85,11 +86,11 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
         count = min(len(task.held_out), task.predicted or len(task.held_out))
         loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
                                    count)
-        row |= _measured(task, loop.outputs, count, row)
+        row |= _apply_metric(task, loop.outputs, count, row)
         lines += [task.show(loop.outputs)] if task.show else []
     if task.samples:
         written = [{"step": at, "prompt": prompt, "text": text}
-                   for prompt, text in _write(program, task.samples, params)]
+                   for prompt, text in _write_samples(program, task.samples, params)]
         lines += [f"{sample['prompt']} ==> {sample['text']}" for sample in written]
     loop.reporter.evaluation(row, "\n".join(lines))
     loop.evaluation = row
@@ -124,8 +125,8 @@ def _held_out_sums(program, task, params):
     first, total = 0, None
     while first < len(task.held_out):
         rows = min(config.batch // config.accumulate, len(task.held_out) - first)
-        if config.step == "shard_map":      # (with jit rows may be coupled: they stay together)
-            rows = rows // groups * groups or rows      # the last, fewer than groups, by everyone
+        if config.step == "shard_map":      # (with jit, rows may be coupled: they stay together)
+            rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
         sums = jax.tree.map(lambda x: np.asarray(x, float),
@@ -146,7 +147,7 @@ def _add(a, b):
 
 
 def _batch(program, collate, examples, first, rows):
-    """Examples from `first` on, so many rows of them; past the end, the last one again."""
+    """A batch of `rows` examples from number `first` on. Past the end, the last one is repeated."""
     last = len(examples) - 1
 
     def make(begin, end):
@@ -161,9 +162,9 @@ def _batch(program, collate, examples, first, rows):
 
 def predict_all(program: Program, predict: Callable, collate: Callable, examples: Sequence,
                 params: Any, count: int) -> Any:
-    """What predict(params, batch) gives for the first `count` examples, in their order: any tree of
-    arrays [count, ...] of numpy, in every process. All batches have the same number of rows, so one
-    program is compiled; padding is dropped."""
+    """The outputs of predict(params, batch) for the first `count` examples, in their order: a tree
+    of numpy arrays [count, ...], in every process. All batches have the same number of rows, so one
+    program is compiled; the padding of the last batch is dropped."""
     config, groups = program.config, row_groups(program.mesh)
     rows = min(config.batch // config.accumulate, -(-count // groups) * groups)
     compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
@@ -186,8 +187,8 @@ def _check_outputs(outputs, rows, first):
                               f"every batch to the same shape")
 
 
-def _measured(task, outputs, count, row):
-    """What the metric says of the predictions, by name; process 0's word counts."""
+def _apply_metric(task, outputs, count, row):
+    """The metric's numbers by name, as process 0 computes them."""
     if not task.metric:
         return {}
     examples = task.held_out
@@ -219,8 +220,8 @@ def _shapes(outputs):
     return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)) or "nothing"
 
 
-def _write(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
-    """Each prompt, and what the model has written."""
+def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
+    """Pairs (prompt, the text that the model writes)."""
     outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
                           len(samples.prompts))
     return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))

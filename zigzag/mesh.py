@@ -120,6 +120,13 @@ def simulate_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
 
 
+def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
+    """The mesh of --mesh and --shards, of CPU devices where there is no accelerator."""
+    sizes = mesh_sizes(text, shards)
+    simulate_devices(math.prod(sizes.values()))
+    return make_mesh(**sizes)
+
+
 def keep_compiled(least: float = 1.0) -> None:
     """Keep compiled programs in the user's cache folder for the next start: those that took so
     many seconds to compile, or more."""

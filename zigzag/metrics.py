@@ -1,7 +1,7 @@
-"""Metrics: numbers by which predictions are compared with what is wanted.
+"""Metrics: numbers that compare predictions with references.
 
-Each function takes two lists of the same length, predictions and references, of texts or of lists
-of ids, and gives a dict of numbers, each a mean over the examples (accuracy: over their places).
+Each function takes a list of predictions and one of references, of the same length. They are texts
+or lists of ids. It returns a dict of numbers, each a mean over examples (accuracy: over places).
 `fit(metric=...)` takes any function of outputs and examples, for example
 
     lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
@@ -20,16 +20,16 @@ def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The share of the references' places at which the prediction has the same id. A reference may
-    be a single one, such as a class."""
+    """The share of the references' places where the prediction has the same id. A reference may be
+    a single id, such as a class."""
     return {"accuracy": _mean(
         at < len(p) and p[at] == r[at] for p, r in map(_as_lists, _pairs(predictions, references))
         for at in range(len(r)))}
 
 
 def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The F1 score of words, or ids, in any order, as SQuAD's script has it: capital letters,
-    punctuation and the articles a, an, the do not count."""
+    """F1 of the words (or ids), in any order, as in SQuAD's script: it ignores case, punctuation
+    and the articles a, an, the."""
     def score(p, r):
         p, r = _squad_words(p), _squad_words(r)
         if not p or not r:
@@ -40,30 +40,30 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 def rouge(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 (common words, and pairs of neighbours) and ROUGE-L (the longest common
-    subsequence), as F1 scores. Words are letters and digits in lower case, without stemming."""
+    """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
+    subsequence), as F1. Words are runs of letters and digits in lower case, without stemming."""
     pairs = [(_words(p), _words(r)) for p, r in _pairs(predictions, references)]
 
-    def common_parts(p, r, n):
+    def ngram_f1(p, r, n):
         p, r = (collections.Counter(zip(*(words[i:] for i in range(n)))) for words in (p, r))
         return _f_measure(_common(p, r), p.total(), r.total())
 
-    return {"rouge1": _mean(common_parts(p, r, 1) for p, r in pairs),
-            "rouge2": _mean(common_parts(p, r, 2) for p, r in pairs),
+    return {"rouge1": _mean(ngram_f1(p, r, 1) for p, r in pairs),
+            "rouge2": _mean(ngram_f1(p, r, 2) for p, r in pairs),
             "rougeL": _mean(_f_measure(_longest_common(p, r), len(p), len(r)) for p, r in pairs)}
 
 
-# Those that the command line knows, by --metric.
-OF_TEXTS: dict[str, Callable] = {"exact": exact, "rouge": rouge, "f1": f1}
+# The choices of --metric.
+TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge, "f1": f1}
 
 
 def names(metric: str) -> tuple[str, ...]:
-    """The names of the numbers that a metric of the command line gives."""
-    return tuple(OF_TEXTS[metric]([], []))
+    """The names of the numbers that this choice of --metric returns."""
+    return tuple(TEXT_METRICS[metric]([], []))
 
 
 # -------------------------------------------------------------------------------------------
-# What they share
+# Helpers
 
 def _pairs(predictions, references):
     if len(predictions) != len(references):
@@ -78,7 +78,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _items(x: Any) -> Any:
-    """Something that == compares as a whole: of an array of ids a list."""
+    """An array as a list, which == compares as a whole; anything else as it is."""
     return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
 
 
@@ -108,7 +108,7 @@ def _f_measure(common, predicted, wanted):
 
 def _longest_common(a, b):
     """The length of the longest common subsequence."""
-    row = [0] * (len(b) + 1)        # row[j]: of what of a was read, and the first j of b
+    row = [0] * (len(b) + 1)        # row[j]: for the items of a so far and the first j of b
     for x in a:
         diagonal = 0
         for j, y in enumerate(b, 1):

@@ -7,6 +7,7 @@ c is a model's configuration, i the number of a layer.
 import functools
 import json
 import math
+import sys
 from typing import Any
 
 import jax
@@ -160,13 +161,19 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
     return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
 
 
+def max_positions(c: Any) -> int:
+    """How many positions there are: learned ones are a table, which ends."""
+    return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
+
+
 def decoding_length(c: Any, tokens: int, slots: int) -> int:
-    """The length by which positions are scaled, for rows that have so many tokens at the end and
-    room for more: where they depend on it, that of the tokens, or one that scales as it does."""
+    """The length that scales rotary positions, for rows that end with so many tokens in so many
+    slots. The scaling may depend on the tokens; else any length does, and that of the slots
+    compiles fewer programs."""
     known = parse_scaling(c.rope_scaling)
     trained = known.get("original_max_position_embeddings", 0)
-    if c.positions == "learned":        # which nothing scales: no longer than there are
-        return min(slots, c.position_rows - c.position_offset)
+    if c.positions == "learned":        # not scaled, but no longer than the table
+        return min(slots, max_positions(c))
     if known["rope_type"] not in ("dynamic", "longrope"):
         return slots
     if tokens <= trained:

@@ -1,7 +1,7 @@
-"""Rows of ids for decoding: padded to few lengths and to rows that groups of devices can share, so
-that few programs are compiled.
+"""Prompts as arrays. Their length is padded to one of few, so that few programs are compiled, and
+their number to one that divides over the mesh.
 
-    . . t h e |        prompts are padded on the left: places before a row's start are never seen
+    . . t h e |        prompts are padded on the left: places before a row's start are masked
     o n c e   |
               ^ all rows choose their first new id at the same place
 """
@@ -16,10 +16,11 @@ from zigzag import stems
 from zigzag.cache import CHUNK
 from zigzag.errors import ConfigError
 from zigzag.mesh import row_groups
+from zigzag.positions import max_positions
 
 
-def room(length: int) -> int:
-    """To how many tokens so many are padded."""
+def padded_length(length: int) -> int:
+    """The length to which a row is padded: a power of two from 16, or a multiple of CHUNK."""
     if length > CHUNK:
         return -(-length // CHUNK) * CHUNK
     return max(16, 2 ** (length - 1).bit_length())
@@ -27,23 +28,22 @@ def room(length: int) -> int:
 
 def padded_prompts(prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts that `tokens` ids are to follow as [B, P], padded on the left, and where each
-    begins."""
-    longest, known = _check_ids("prompt", prompts, c), c.seq_len
-    if longest > known:
-        raise ConfigError(f"a prompt has {longest} tokens; the model's context has {known}")
-    if c.positions == "learned" and longest + tokens > (
-            known := c.position_rows - c.position_offset):
+    """Prompts as [B, P], padded on the left, and the place [B] where each begins. `tokens` new ids
+    must have positions too."""
+    longest, limit = _check_ids("prompt", prompts, c), max_positions(c)
+    if longest > c.seq_len:
+        raise ConfigError(f"a prompt has {longest} tokens; the model's context has {c.seq_len}")
+    if longest + tokens > limit:
         raise ConfigError(f"a prompt of {longest} tokens and {tokens} new ones: the model has "
-                          f"positions for {known}")
-    padded = np.zeros((len(prompts), room(longest)), np.int32)
+                          f"positions for {limit}")
+    padded = np.zeros((len(prompts), padded_length(longest)), np.int32)
     for row, ids in zip(padded, prompts):
         row[-len(ids):] = ids
     return padded, np.array([padded.shape[1] - len(ids) for ids in prompts], np.int32)
 
 
 def _check_ids(what, rows, c):
-    """The length of the longest row."""
+    """Refuse rows that are empty or have unknown ids. Returns the length of the longest."""
     if not len(rows) or not all(map(len, rows)):
         raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
     for number, row in enumerate(rows):
@@ -54,7 +54,7 @@ def _check_ids(what, rows, c):
 
 
 def source_arrays(source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
-    """What an encoder is given of these sources; nothing, where there is no encoder."""
+    """The encoder's inputs, from the sources; {} for a model without an encoder."""
     if (source is None) == (c.encoder_layers > 0):
         raise ConfigError("this model has an encoder: give it a source" if source is None else
                           "this model has no encoder to give a source to")
@@ -69,30 +69,30 @@ def source_arrays(source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
                               f"{list(shape)}")
         return {"source": array}
     longest = _check_ids("source", source, c)
-    padded = np.zeros((rows, max(longest, min(room(longest), c.source_len))), np.int32)
+    padded = np.zeros((rows, max(longest, min(padded_length(longest), c.source_len))), np.int32)
     mask = np.zeros(padded.shape, np.float32)
-    for row, known, ids in zip(padded, mask, source):
-        row[:len(ids)], known[:len(ids)] = ids, 1
+    for row, mask_row, ids in zip(padded, mask, source):
+        row[:len(ids)], mask_row[:len(ids)] = ids, 1
     return {"source": padded, "source_mask": mask}
 
 
-def whole_groups(rows: Any, xp: Any = np) -> Any:
-    """An array of rows with more of the last, until the ambient mesh's groups can share them."""
+def pad_rows(rows: Any, xp: Any = np) -> Any:
+    """An array of rows, the last one repeated until their number divides over the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     more = 0 if mesh.empty else -len(rows) % row_groups(mesh)
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
-def rows_of(prompts: Sequence[Sequence[int]], c: Any, tokens: int, source: Any
-            ) -> dict[str, np.ndarray]:
-    """Prompts and sources as arrays, of as many rows as groups of devices can share."""
+def prompt_arrays(prompts: Sequence[Sequence[int]], c: Any, tokens: int, source: Any
+                  ) -> dict[str, np.ndarray]:
+    """Prompts and sources as arrays, whose number of rows divides over the mesh."""
     padded, start = padded_prompts(prompts, c, tokens)
-    return {name: whole_groups(x) for name, x in {
+    return {name: pad_rows(x) for name, x in {
         "tokens": padded, "start": start, **source_arrays(source, c, len(prompts))}.items()}
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array that several processes may have parts of."""
+    """The whole array as numpy, also if other processes have parts of it."""
     if not getattr(x, "is_fully_addressable", True):
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P())
         x = jax.jit(lambda x: x, out_shardings=whole)(x)
@@ -103,7 +103,7 @@ def on_host(x: Any) -> np.ndarray:
 # Seeds
 
 def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
-    """A number for the content of each row [B, ...] from its place `first` [B] on."""
+    """A hash of each row [B, ...], from its place `first` [B] on."""
     rows = rows.reshape(len(rows), -1)
     if rows.dtype == np.float32:
         rows = rows.view(np.uint32)
@@ -116,39 +116,49 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
 
 
 def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
-    """The three numbers [B, 3] that the choices of a row follow from: its seed, its content, and
-    (unless traced) how often the same came before. So a text depends neither on what else is in the
-    batch nor on its order, and the same prompt again has another one.
-    A seed for each row is one for each of the `count` that were there before whole_groups."""
+    """What the random numbers of each row follow from [B, 3]: its seed, a hash of its content, and
+    (unless traced) how many equal rows come before it. So an answer depends neither on the other
+    rows nor on their order, and equal prompts get different answers.
+    `seed` is one number, or one for each of the `count` rows that are not padding."""
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
         content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
     if np.ndim(seed):
         if len(seed) != count:
             raise ConfigError(f"{count} prompts and {len(seed)} seeds: expected one for each")
-        seed = whole_groups(np.asarray(seed))
+        seed = pad_rows(np.asarray(seed))
     seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)
-    nth, known = np.zeros(len(content), np.uint32), {}
-    for row, name in enumerate(zip(seeds.tolist(), content.tolist()) if xp is np else ()):
-        nth[row] = known[name] = known.get(name, -1) + 1
+    nth, seen = np.zeros(len(content), np.uint32), {}
+    for row, key in enumerate(zip(seeds.tolist(), content.tolist()) if xp is np else ()):
+        nth[row] = seen[key] = seen.get(key, -1) + 1
     return xp.stack([seeds, content, nth], 1)
 
 
 # -------------------------------------------------------------------------------------------
 # Ends and windows
 
-def until(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
-    """The ids before the first end."""
-    return ids[:next((at for at, i in enumerate(ids) if i in ends), len(ids))]
+def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
+    """The ids before the first one in `ends`."""
+    return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
 
 
-def overlapping(rows: Sequence[Sequence[int]], length: int
-                ) -> Iterator[tuple[int, Sequence[int], int]]:
-    """Windows of rows: the row's number, its ids there, and how many of them are only read. They
-    overlap by half."""
+def overlapping_windows(rows: Sequence[Sequence[int]], length: int
+                        ) -> Iterator[tuple[int, Sequence[int], int]]:
+    """Windows of the rows, which overlap by half: the row's number, the window's ids, and how many
+    of these are context, not scored."""
     half = max(1, length // 2)
     for number, ids in enumerate(rows):
-        begin, given = 0, 1
+        begin, context = 0, 1
         while begin == 0 or begin + length - half < len(ids):
-            yield number, ids[begin:begin + length], given
-            begin, given = begin + half, length - half
+            yield number, ids[begin:begin + length], context
+            begin, context = begin + half, length - half
+
+
+def scored_arrays(windows: Sequence[tuple[int, Sequence[int], int]], sources: Any, c: Any
+                  ) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    """The row numbers of some windows, their arrays, and which places [B, P] are scored."""
+    numbers, ids, context = zip(*windows)
+    arrays = prompt_arrays(ids, c, 0, None if sources is None else [sources[n] for n in numbers])
+    P = arrays["tokens"].shape[1]
+    begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
+    return list(numbers), arrays, np.arange(P) >= begin[:, None]

@@ -1,8 +1,8 @@
-"""python sample.py --bench: how fast a model generates here, beside the least that it could take.
+"""python sample.py --bench: how fast a model generates here, compared with a lower bound.
 
-A token of a single row needs every weight once, so it takes at least as long as reading them from
-memory. That is measured too, on an array as large, in turns with what it is compared with; the
-medians count. With transformers and torch installed, a published model is run by them as well.
+To decode one token of one row, a device must read all its weights once. So the time of that read,
+measured on an array of the same size, is the lower bound. If transformers and torch are installed,
+a published model is also run by them. All are measured in turn, and medians are printed.
 """
 
 import importlib.util
@@ -20,26 +20,26 @@ PROMPT, TOKENS, TURNS = 128, 128, 3
 
 
 def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
-    """Print how many tokens a second `stream`, sample.py's, gives with these weights, those that
-    each device has; greedily, of batches of 1 and 8."""
-    held = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
-    peer, rng = _transformers(folder), np.random.default_rng(0)
-    print(f"{human_bytes(held)} of weights on a device; prompts of {PROMPT} tokens, {TOKENS} new "
-          f"ones, greedy; medians of {TURNS}")
+    """Print how many tokens per second `stream` (sample.py's) generates with these weights,
+    greedily, in batches of 1 and 8."""
+    weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
+    transformers_speed, rng = _transformers(folder), np.random.default_rng(0)
+    print(f"{human_bytes(weight_bytes)} of weights on a device; prompts of {PROMPT} tokens, "
+          f"{TOKENS} new ones, greedy; medians of {TURNS}")
     for rows in (1, 8):
         prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
         ours, theirs, read = [], [], []
         _tokens_per_second(stream, params, c, prompts)      # compiles
         for _ in range(TURNS):
             ours.append(_tokens_per_second(stream, params, c, prompts))
-            read.append(_read_seconds(held))
-            if peer:
-                theirs.append(peer(prompts))
+            read.append(_read_seconds(weight_bytes))
+            if transformers_speed:
+                theirs.append(transformers_speed(prompts))
         whole, each = (statistics.median(x) for x in zip(*ours))
         least = statistics.median(read)
         print(f"batch {rows}   {whole:7.1f} tokens/s; a token after the first takes "
               f"{each * 1e3:.1f} ms, {each / least:.2f} times as long as\n          reading the "
-              f"weights ({least * 1e3:.1f} ms, {human_bytes(held / least)}/s)")
+              f"weights ({least * 1e3:.1f} ms, {human_bytes(weight_bytes / least)}/s)")
         if theirs:
             ratio = statistics.median(a / b for (a, _), b in zip(ours, theirs))
             print(f"          {statistics.median(theirs):7.1f} tokens/s by transformers; ours are "
@@ -47,7 +47,7 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
 
 
 def _tokens_per_second(stream, params, c, prompts):
-    """Of all, the prompts included; and how long one token after the first takes."""
+    """New tokens per second (prefill included), and the seconds of each token after the first."""
     begin = time.perf_counter()
     parts = stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS)
     next(parts)
@@ -59,7 +59,7 @@ def _tokens_per_second(stream, params, c, prompts):
 
 
 def _read_seconds(size):
-    """How long a device takes to read so many bytes from its memory."""
+    """The seconds in which a device reads so many bytes from its memory."""
     array, total = jnp.ones(size // 4, jnp.float32), jax.jit(jnp.sum)
     total(array).block_until_ready()
     times = []
@@ -71,7 +71,7 @@ def _read_seconds(size):
 
 
 def _transformers(folder):
-    """Their tokens per second for some prompts, where they are installed."""
+    """A function from prompts to transformers' tokens per second; None if it is not installed."""
     if not folder or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return None
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))

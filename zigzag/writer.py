@@ -1,15 +1,16 @@
-"""What sample.py's command line does with a model: answers to prompts, a conversation, scores."""
+"""What the command line of sample.py does: answer prompts, hold a conversation, score texts."""
 
 from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag import chat, terminal
-from zigzag.asked import CHOICES, Asked, prompts_of, room_for, scored_texts
+from zigzag.answers import Answer
 from zigzag.families import special_ids
+from zigzag.prompts import SAMPLING_FLAGS, Prompt, make_prompts, max_new_tokens, scored_texts
 from zigzag.tokenizers import Tokenizer
 
 
 class Writer(NamedTuple):
-    """sample.py's functions, its flags, and a model."""
+    """sample.py's functions (zigzag/ does not import them), its flags, and a model."""
     generate: Callable
     stream: Callable
     beam_search: Callable
@@ -19,50 +20,52 @@ class Writer(NamedTuple):
     c: Any
     tokenizer: Tokenizer
 
-    def write(self, asked: Sequence[Asked], pressed: Sequence[int] = ()) -> terminal.Answer:
-        """Show what the model writes, until Ctrl-C is pressed. The last answer."""
-        config, params, c, tokenizer = self[4:]
+    def write(self, prompts: Sequence[Prompt], pressed: Sequence[int] = ()) -> Answer:
+        """Print an answer for each prompt, until Ctrl-C is pressed. Returns the last answer."""
+        config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
         ends = special_ids(c, tokenizer)[1:2] if c.encoder_layers else tokenizer.ends
-        for first in range(0, len(asked), config.batch):
-            some = asked[first:first + config.batch]
-            ids = [a.ids for a in some]
-            source = [a.source for a in some] if c.encoder_layers else None
-            tokens, pieces = room_for(c, ids, config.tokens), None
-            choices = {name: getattr(config, name) for name in CHOICES} | dict(
-                tokens=tokens, seed=[config.seed + a.repeat for a in some], stop=ends,
+        for first in range(0, len(prompts), config.batch):
+            some = prompts[first:first + config.batch]
+            ids = [prompt.ids for prompt in some]
+            source = [prompt.source for prompt in some] if c.encoder_layers else None
+            tokens, pieces = max_new_tokens(c, ids, config.tokens), None
+            options = {name: getattr(config, name) for name in SAMPLING_FLAGS} | dict(
+                tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some], stop=ends,
                 source=source)
             if config.beams:
-                found = self.beam_search(params, ids, c, config.beams, tokens, ends, source,
-                                         config.length_penalty)
-                rows = [(a._replace(begin=f"{score:9.3f}  {a.begin}"), new, {"score": score})
-                        for a, best in zip(some, found) for new, score in best]
+                best = self.beam_search(params, ids, c, config.beams, tokens, ends, source,
+                                        config.length_penalty)
+                rows = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new,
+                         {"score": score})
+                        for prompt, beams in zip(some, best) for new, score in beams]
             elif config.logprobs:
-                found = self.generate(params, ids, c, logprobs=True, **choices)
-                rows = [(a, new, {"ids": new, "logprobs": each})
-                        for a, (new, each) in zip(some, found)]
+                results = self.generate(params, ids, c, logprobs=True, **options)
+                rows = [(prompt, new, {"ids": new, "logprobs": logprobs})
+                        for prompt, (new, logprobs) in zip(some, results)]
             else:
-                rows, pieces = [(a, [], {}) for a in some], self.stream(params, ids, c, **choices)
-            answers = [terminal.Answer(tokenizer.decode, a, tokens, config.stop, **more)
-                       for a, _, more in rows]
+                rows = [(prompt, [], {}) for prompt in some]
+                pieces = self.stream(params, ids, c, **options)
+            answers = [Answer(tokenizer.decode, prompt, tokens, config.stop, **more)
+                       for prompt, _, more in rows]
             terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json, pressed)
         return answers[-1]
 
     def converse(self) -> None:
-        """A conversation with the model's own template or, where it has none, what continues each
-        line."""
-        talk = chat.conversation(self.tokenizer, self.c, self.config.system)
+        """A conversation, with the model's chat template. If it has none, each line is a prompt."""
+        conversation = chat.conversation(self.tokenizer, self.c, self.config.system)
 
         def answer(line, pressed):
-            asked = [talk.ask(line)] if talk else prompts_of(self.c, self.tokenizer, [line])
-            said = self.write(asked, pressed).text
-            if talk:
-                talk.keep(line, said)
+            prompts = ([conversation.ask(line)] if conversation else
+                       make_prompts(self.c, self.tokenizer, [line]))
+            text = self.write(prompts, pressed).text
+            if conversation:
+                conversation.keep(line, text)
 
-        terminal.converse("Talk to the model" if talk else "Each line is continued", answer)
+        terminal.converse("Talk to the model" if conversation else "Each line is continued", answer)
 
     def score_texts(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Show how likely each text of the file is."""
-        config, params, c, tokenizer = self[4:]
+        """Print the log-probability of each text of the file --score."""
+        config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
         texts, rows, sources = scored_texts(c, tokenizer, lines, config.score)
         parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
         found = (pair for part in parts for pair in self.score(

@@ -335,7 +335,7 @@ def test_metrics_by_hand():
         "exact": 0.5}
     assert metrics.accuracy(np.array([1, 2, 3]), [1, 0, 3]) == {"accuracy": pytest.approx(2 / 3)}
     assert metrics.accuracy([[1, 2], [3]], [[1, 9], [3, 4]]) == {"accuracy": 0.5}
-    assert [metrics.names(name) for name in metrics.OF_TEXTS] == [
+    assert [metrics.names(name) for name in metrics.TEXT_METRICS] == [
         ("exact",), ("rouge1", "rouge2", "rougeL"), ("f1",)]
     with pytest.raises(ConfigError, match="1 predictions and 2 references"):
         metrics.exact(["a"], ["a", "b"])
@@ -468,7 +468,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
     answer = sample.generate(*sample.load_model(sample.Config(run=str(out)))[:1], [[256]],
                              sample.load_model(sample.Config(run=str(out)))[1], 31, 0.0,
                              source=[[*b"123", 256]])[0]
-    assert samples[-2]["text"] == data.Bytes().decode(sample.until([256], answer))
+    assert samples[-2]["text"] == data.Bytes().decode(sample.cut_at_end([256], answer))
     assert f"    | 123 ==> {samples[-2]['text'][:4]}" in done.stdout
     other = tmp_path / "other"
     for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or f1"),
@@ -506,7 +506,7 @@ def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
     ids = sample.generate(jax.device_get(result.params), [
         data.Bytes().prompt(s["prompt"]) for s in samples[3:]], config, 160, 0.8)
     assert [s["text"] for s in samples[3:]] == [
-        data.Bytes().decode(sample.until([256], new)) for new in ids]
+        data.Bytes().decode(sample.cut_at_end([256], new)) for new in ids]
 
 
 def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):

@@ -15,7 +15,7 @@ from zigzag import cache, rows
 from zigzag.families import start_id
 from zigzag.mesh import shardings
 from zigzag.positions import decoding_length
-from zigzag.rows import room, until
+from zigzag.rows import cut_at_end, padded_length
 from zigzag.tests import test_families, test_pairs_families
 from zigzag.tests.common import make, mesh_of, peer
 
@@ -51,11 +51,11 @@ def compiled_forward(config):
 def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5):
     """Each new id is what forward, which has no cache, thinks likeliest after those before it (or
     as likely but for rounding), and its log-probability is forward's."""
-    P = room(max(map(len, prompts)))
+    P = padded_length(max(map(len, prompts)))
     new = max(len(ids) for ids, _ in found)
     length = max(len(p) + len(ids) for p, (ids, _) in zip(prompts, found))
     if config.rope_scaling:     # some follow from the length
-        length = decoding_length(config, P + new, P + room(new))
+        length = decoding_length(config, P + new, P + padded_length(new))
     tokens = np.zeros((len(prompts), length), np.int32)
     for row, prompt, (ids, _) in zip(tokens, prompts, found):
         row[:len(prompt) + len(ids)] = [*prompt, *ids]
@@ -110,7 +110,7 @@ def small_chunks(monkeypatch):
     """Prompts are read in chunks of 8."""
     for module in (cache, rows, sample):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(sample._read_rows, "__defaults__", (8,))
+    monkeypatch.setattr(sample._forward_chunks, "__defaults__", (8,))
     sample._new_cache.clear_cache()
     yield
     sample._new_cache.clear_cache()
@@ -216,7 +216,8 @@ def their_beams(name, prompts, tokens, eos, **options):
         with torch.no_grad():
             out = transformers.GenerationMixin.generate(
                 theirs, **ids, **{k: a[row:row + 1] for k, a in given.items()})
-        texts = [list(until(np.ravel(eos), ids)) for ids in out.sequences[:, len(prompt):].tolist()]
+        texts = [list(cut_at_end(np.ravel(eos), ids))
+                 for ids in out.sequences[:, len(prompt):].tolist()]
         found.append(list(zip(texts, out.sequences_scores.tolist())))
     return found
 
@@ -254,7 +255,7 @@ def test_one_beam_is_greedy(name):
     eos = greedy[1][0][3]
     beams = sample.beam_search(params, prompts, config, 1, NEW, eos, source, 0.0)
     for (ids, logs), ((found, score),) in zip(greedy, beams, strict=True):
-        assert found == list(until([eos], ids))
+        assert found == list(cut_at_end([eos], ids))
         assert score == pytest.approx(sum(logs[:len(found) + 1]), abs=1e-4)
 
 

@@ -488,6 +488,6 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
     held_out = list(Pairs(digits, tokenizer).held_out)
     answers = sample.generate(params, [[start]] * len(held_out), config, 12, 0.0,
                               source=[source.tolist() for source, _ in held_out])
-    exact = [sample.until([end], ids) == target[:-1].tolist()
+    exact = [sample.cut_at_end([end], ids) == target[:-1].tolist()
              for ids, (_, target) in zip(answers, held_out)]
     assert np.mean(exact) >= 0.99

@@ -14,9 +14,9 @@ import model
 import sample
 import train
 from zigzag import families
-from zigzag.asked import source_array
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path, shardings
+from zigzag.prompts import load_source
 from zigzag.published_config import as_config
 from zigzag.tests.common import mean_loss, mesh_of, peer, sums_and_gradients
 from zigzag.tests.test_families import (
@@ -310,7 +310,7 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
         save(file)
     config = model.Config(encoder_layers=1, stem="frames", channels=4, source_len=8)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
-        source_array(str(tmp_path / "a.npy"), config)
+        load_source(str(tmp_path / "a.npy"), config)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])

@@ -11,10 +11,10 @@ import pytest
 
 import model
 import sample
-from zigzag import decoding, passes
+from zigzag import decoding, decoding_mesh
 from zigzag.errors import ConfigError
 from zigzag.mesh import shardings
-from zigzag.rows import rows_of, seeds_of, until
+from zigzag.rows import cut_at_end, prompt_arrays, seeds_of
 from zigzag.tests.common import ends, hosts, learn, make, mesh_of, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
@@ -99,8 +99,8 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     config = make(**changes)
     params = placed(jax.jit(lambda key: model.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
-    with passes.mesh_of_weights(params):
-        rows = rows_of([[1], [2]], config, 16, None)
+    with decoding_mesh.mesh_of_weights(params):
+        rows = prompt_arrays([[1], [2]], config, 16, None)
         cache = sample._new_cache(sample.for_decoding(params, config), rows, config, 32)
     for kept in jax.tree.leaves(cache):
         assert kept.addressable_shards[0].data.shape == (2, *shape)
@@ -138,19 +138,19 @@ def test_a_full_beam_finds_the_best_of_all_continuations(trained):
         assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
 
 
-def filtered(logits, choice, seen=()):
-    """The distribution that a choice is drawn from, one rule after the other."""
+def filtered(logits, sampling, seen=()):
+    """The distribution that an id is drawn from, one rule after the other."""
     logits = np.array(logits, np.float64)
     for i in seen:
-        logits[i] *= (1 / choice.repetition_penalty if logits[i] > 0 else
-                      choice.repetition_penalty)
-    share = np.exp(logits / choice.temperature)
+        logits[i] *= (1 / sampling.repetition_penalty if logits[i] > 0 else
+                      sampling.repetition_penalty)
+    share = np.exp(logits / sampling.temperature)
     order = np.argsort(-share)
-    if choice.top_k:
-        share[order[choice.top_k:]] = 0
+    if sampling.top_k:
+        share[order[sampling.top_k:]] = 0
     share /= share.sum()
-    share[order[1:][np.cumsum(share[order])[:-1] >= choice.top_p]] = 0
-    share[share < choice.min_p * share.max()] = 0
+    share[order[1:][np.cumsum(share[order])[:-1] >= sampling.top_p]] = 0
+    share[share < sampling.min_p * share.max()] = 0
     return share / share.sum()
 
 
@@ -171,15 +171,15 @@ def assert_drawn_from(share, ids):
 def test_draws_are_from_the_distribution_that_is_left(options):
     """top_p that drops the id which crosses the share, top_k one too many; a filter that knows
     nothing of the one before it."""
-    choice, seen = decoding.Choice(**options), [0, 2, 9]
+    sampling, seen = decoding.Sampling(**options), [0, 2, 9]
     logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
     is_seen = jnp.zeros((1, 12), bool).at[0, jnp.array(seen)].set(True)
     rows = jnp.asarray(logits)[None]
-    if choice.repetition_penalty != 1:
-        rows = decoding.penalised(rows, is_seen, choice.repetition_penalty)
+    if sampling.repetition_penalty != 1:
+        rows = decoding.penalised(rows, is_seen, sampling.repetition_penalty)
     keys = jax.random.split(jax.random.key(1), 20000)
-    ids = jax.jit(decoding.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, choice)
-    assert_drawn_from(filtered(logits, choice, seen), np.asarray(ids))
+    ids = jax.jit(decoding.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, sampling)
+    assert_drawn_from(filtered(logits, sampling, seen), np.asarray(ids))
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_generate_draws_from_that_distribution(trained):
     ids = [new for seed in range(4) for new, in sample.generate(
         params, [[1, 2]] * 5000, config, 1, **options, seed=seed)]
     logits = model.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
-    assert_drawn_from(filtered(logits, decoding.Choice(**options), [1, 2]), np.array(ids))
+    assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
 
 
 def test_a_text_follows_from_its_prompt_and_its_seed(trained):
@@ -228,17 +228,17 @@ def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
     """A loop that goes on for all tokens that were asked for; or that ends with the first row."""
     params, config = trained
     greedy, ends = sample.generate(params, PROMPTS, config, 40, 0), []
-    go_on = sample._go_on
+    decode = sample._decode
 
     def spy(*args):
-        state = go_on(*args)
-        ends.append(int(state["at"]))
+        state = decode(*args)
+        ends.append(int(state["count"]))
         return state
 
-    monkeypatch.setattr(sample, "_go_on", spy)
+    monkeypatch.setattr(sample, "_decode", spy)
     stop = [greedy[0][2], greedy[1][5], greedy[2][4], greedy[3][3]]
     got = sample.generate(params, PROMPTS, config, 40, 0, stop=stop)
-    assert got == [list(until(stop, ids)) for ids in greedy]
+    assert got == [list(cut_at_end(stop, ids)) for ids in greedy]
     assert ends == [max(map(len, got)) + 1]
 
 
@@ -247,11 +247,12 @@ def test_the_cache_is_donated(trained, mesh):
     """Twice the memory."""
     params, config = trained
     params = placed(params, config, mesh_of(mesh)) if mesh else params
-    with passes.mesh_of_weights(params):
-        params, rows = sample.for_decoding(params, config), rows_of(PROMPTS, config, 8, None)
-        choice = decoding.Choice()
-        state, length = sample._begin(params, rows, config, 8, choice, seeds_of(rows, 0), ())
-        compiled = sample._go_on.lower(params, state, np.int32(8), config, length, choice).compile()
+    with decoding_mesh.mesh_of_weights(params):
+        params, rows = sample.for_decoding(params, config), prompt_arrays(PROMPTS, config, 8, None)
+        sampling = decoding.Sampling()
+        state, length = sample._first_ids(params, rows, config, 8, sampling, seeds_of(rows, 0), ())
+        limit = np.int32(8)
+        compiled = sample._decode.lower(params, state, limit, config, length, sampling).compile()
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept

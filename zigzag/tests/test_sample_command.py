@@ -19,9 +19,10 @@ import pytest
 
 import model
 import sample
-from zigzag import chat, terminal
-from zigzag.asked import Asked, check_length, room_for, whole_context
+from zigzag import chat
+from zigzag.answers import Answer
 from zigzag.errors import ConfigError
+from zigzag.prompts import Prompt, check_length, max_new_tokens, whole_context
 from zigzag.tests.common import ROOT, make, published_files, refused
 from zigzag.tokenizers import Bytes, TokenizerJson
 
@@ -71,7 +72,7 @@ def given_input(monkeypatch, raw):
 
 def grown(tokenizer, prompt, ids, stop=(), tokens=10**6):
     """All that is shown of an answer, id by id."""
-    answer = terminal.Answer(tokenizer.decode, Asked("", prompt), tokens, stop)
+    answer = Answer(tokenizer.decode, Prompt("", prompt), tokens, stop)
     shown = [answer.shown()]
     for i in [*[[i] for i in ids], []]:
         answer.add(i)
@@ -266,7 +267,7 @@ def test_the_context_is_that_of_the_positions():
 
     assert longest(make(seq_len=16)) == 16
     learned = make(seq_len=16, positions="learned", position_rows=18, position_offset=2)
-    assert longest(learned) == 15 and room_for(learned, [[1] * 15, [1]], 9) == 1
+    assert longest(learned) == 15 and max_new_tokens(learned, [[1] * 15, [1]], 9) == 1
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})

@@ -1,11 +1,11 @@
-"""The command line of sample.py: its flags, and what generation is asked and what is scored, texts
-of the command line, of a file or of standard input, as ids.
+"""The flags of sample.py, and its input: prompts, or texts to score, from the command line, a file
+or standard input, as ids.
 
-    The sea is                      a text on each line; blank lines are left out
+    The sea is                      a text on each line; blank lines are skipped
     {"prompt": "The sea is"}        an object on each line: in a file *.jsonl, or where the first
                                     line is an object with these fields
 
-As a file's name, - stands for standard input.
+The file name - stands for standard input.
 """
 
 import collections
@@ -19,10 +19,11 @@ import numpy as np
 
 from zigzag import stems
 from zigzag.checkpoint import best_step
-from zigzag.decoding import Choice
+from zigzag.decoding import Sampling
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.examples import texts_of
 from zigzag.families import fields_of, special_ids
+from zigzag.positions import max_positions
 from zigzag.tokenizers import Tokenizer
 
 
@@ -35,7 +36,7 @@ class Config:
     run: str = "out"            # the --out of a train.py
     step: str = ""              # its checkpoint of this step, or best; empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to go on from; empty: the beginning of a document. An
+    prompt: str = ""            # text to continue; empty: the beginning of a document. An
                                 # encoder-decoder reads it
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
     source: str = ""            # or what an encoder reads that reads no text: a .npy file
@@ -44,18 +45,18 @@ class Config:
                                 # with "text" (for an encoder-decoder: "source" and "target")
     bench: bool = False         # instead, how fast it generates here
     json: bool = False          # print a JSON object for each text
-    logprobs: bool = False      # and in it each new id with its log-probability
-    batch: int = 8              # so many prompts or texts are computed together
+    logprobs: bool = False      # add each new id and its log-probability to it
+    batch: int = 8              # how many prompts or texts are computed together
     tokens: int = 256           # how many new ids
     stop: tuple = ()            # texts before which an answer ends
-    temperature: float = 0.8    # 0: always the likeliest
-    top_k: int = 0              # choose among this many of the likeliest; 0: all
-    top_p: float = 1.0          # choose among the likeliest that have this share together
-    min_p: float = 0.0          # choose among those with this share of the likeliest one's
-    repetition_penalty: float = 1.0     # above 1: what is there already is chosen less
-    beams: int = 0              # show that many of the likeliest continuations instead
+    temperature: float = 0.8    # 0: greedy
+    top_k: int = 0              # keep the k likeliest ids; 0: all
+    top_p: float = 1.0          # keep the likeliest with this probability together
+    min_p: float = 0.0          # keep those with this share of the likeliest's probability
+    repetition_penalty: float = 1.0     # above 1: ids that are there already are less likely
+    beams: int = 0              # show this many continuations, by beam search
     length_penalty: float = 1.0         # their score is divided by their length to this power
-    seed: int = 0               # of the choices
+    seed: int = 0               # of the random numbers
     shards: int = 0             # devices to split the model over, whatever it was trained on
     mesh: str = ""              # or axis=size,...; data takes the devices that are left
 
@@ -63,8 +64,8 @@ class Config:
         _check_flags(self)
 
 
-# Of these, how an id is chosen.
-CHOICES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# The flags that are also fields of Sampling.
+SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class TooLong(ConfigError):
@@ -72,10 +73,10 @@ class TooLong(ConfigError):
 
 
 def _check_flags(config):
-    """Refuse flags that are wrong, or do not go together."""
+    """Refuse flags with wrong values, and flags that exclude each other."""
     check_at_least(config, tokens=1, beams=0, shards=0, batch=1)
     try:
-        Choice(**{name: getattr(config, name) for name in CHOICES})
+        Sampling(**{name: getattr(config, name) for name in SAMPLING_FLAGS})
     except ConfigError as e:
         raise ConfigError(f"--{e}") from None
     given = [f"--{name}" for name in ("prompt", "prompts", "score") if getattr(config, name)]
@@ -107,7 +108,7 @@ def step_of(run: str, step: str) -> int | None:
 
 
 def read_lines(path: str, flag: str) -> list[tuple[str, str]]:
-    """(where it stands, the line) of each line that is not blank."""
+    """(its place, for messages; the line) of each line that is not blank."""
     name = f"{flag} {path}" if path != "-" else "standard input"
     try:
         raw = Path(path).read_bytes() if path != "-" else _standard_input()
@@ -133,8 +134,8 @@ def _standard_input():
 
 def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: str
                 ) -> list[tuple[str, ...]]:
-    """The texts of each line: it itself, or of an object these fields. Two fields need an
-    object."""
+    """The texts of each line: these fields of a JSON object, or the line itself (only where there
+    is one field)."""
     if len(fields) == 1 and not path.endswith((".jsonl", ".json")) and not (
             lines and _is_object(lines[0][1], fields[0])):
         return [(line,) for _, line in lines]
@@ -148,10 +149,10 @@ def given_lines(config: Any) -> list[tuple[str, str]]:
     return read_lines(config.prompts, "--prompts") if config.prompts else []
 
 
-def prompt_texts(config: Any, lines: Sequence[tuple[str, str]], is_asked: bool) -> list[str]:
-    """The prompts: of a file, of the command line, or of standard input; with nothing in that, the
-    beginning of a document."""
-    if is_asked and not config.prompts:
+def prompt_texts(config: Any, lines: Sequence[tuple[str, str]], has_input: bool) -> list[str]:
+    """The prompts, from a file, the command line or standard input. An empty standard input is one
+    empty prompt: the beginning of a document."""
+    if has_input and not config.prompts:
         return [config.prompt]
     lines = lines or read_lines("-", "")
     return [text for text, in parse_lines(lines, ["prompt"], config.prompts)] or [""]
@@ -171,38 +172,40 @@ def _is_object(line, field):
 
 
 # -------------------------------------------------------------------------------------------
-# As ids
+# Texts as ids
 
-class Asked(NamedTuple):
+class Prompt(NamedTuple):
     """A prompt."""
-    text: str               # as it was given
-    ids: Sequence[int]      # what generation goes on from
-    source: Any = None      # what an encoder reads
-    begin: str = ""         # what is shown before the answer
-    repeat: int = 0         # how often the same came before
+    text: str               # as the person or the file gave it
+    ids: Sequence[int]      # which the model continues
+    source: Any = None      # the input of the encoder
+    begin: str = ""         # the text shown before the answer
+    repeat: int = 0         # how many equal prompts come before it
 
 
-def prompts_of(c: Any, tokenizer: Tokenizer, texts: Sequence[str], source: str = "") -> list[Asked]:
-    """Prompts of this model. `source` is a file with what an encoder reads that reads no text."""
-    known, asked = collections.Counter(), []
+def make_prompts(c: Any, tokenizer: Tokenizer, texts: Sequence[str], source: str = ""
+                 ) -> list[Prompt]:
+    """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
+    read text."""
+    counts, prompts = collections.Counter(), []
     for text in texts:
-        asked.append(_prompt_of(c, tokenizer, text, source)._replace(repeat=known[text]))
-        known[text] += 1
-    return asked
+        prompts.append(_make_prompt(c, tokenizer, text, source)._replace(repeat=counts[text]))
+        counts[text] += 1
+    return prompts
 
 
-def _prompt_of(c, tokenizer, text, source):
+def _make_prompt(c, tokenizer, text, source):
     if not c.encoder_layers:
-        return Asked(text, check_length(tokenizer.prompt(text), c, "the prompt"), begin=text)
+        return Prompt(text, check_length(tokenizer.prompt(text), c, "the prompt"), begin=text)
     if c.stem == "tokens" and not text.strip():
         raise ConfigError("the prompt is empty: this model has an encoder, which needs a text to "
                           "read")
-    read = tokenizer.with_ends(text) if c.stem == "tokens" else source_array(source, c)
-    return Asked(text, [special_ids(c, tokenizer)[0]], read)
+    encoder_input = tokenizer.with_ends(text) if c.stem == "tokens" else load_source(source, c)
+    return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
 
 
-def source_array(path: str, c: Any) -> np.ndarray:
-    """The numbers of a file, for an encoder that reads no text."""
+def load_source(path: str, c: Any) -> np.ndarray:
+    """The array in a .npy file, for an encoder that does not read text."""
     try:
         return np.asarray(np.load(path, allow_pickle=False), np.float32)
     except (OSError, ValueError, TypeError, EOFError) as e:
@@ -212,8 +215,8 @@ def source_array(path: str, c: Any) -> np.ndarray:
 
 def scored_texts(c: Any, tokenizer: Tokenizer, lines: Sequence[tuple[str, str]], path: str
            ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
-    """Of each text that is scored the text, its ids, and what an encoder reads before it. The first
-    id is given: what begins a text, or its own first one where nothing does."""
+    """The texts to score, their ids, and the encoder's inputs (None without one). The first id of
+    each is not scored: it is the tokenizer's start id or, if it has none, the text's first."""
     if not c.encoder_layers:
         texts = [text for text, in parse_lines(lines, ["text"], path)]
         return texts, [tokenizer.prompt(text) for text in texts], None
@@ -228,25 +231,21 @@ def scored_texts(c: Any, tokenizer: Tokenizer, lines: Sequence[tuple[str, str]],
 
 
 def whole_context(c: Any) -> Any:
-    """A run's configuration with the context of the published model that it came from: it may have
-    learned from shorter rows."""
+    """The configuration of a fine-tuned run, with the whole context of its published model: it may
+    have been trained on shorter rows."""
     record = json.loads(c.published or "{}")
-    known = fields_of(record)["seq_len"] if record else 0
-    return dataclasses.replace(c, seq_len=max(c.seq_len, known))
+    context = fields_of(record)["seq_len"] if record else 0
+    return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 
 def check_length(ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
-    """The ids of a prompt, unless there are too many of them."""
-    known = c.seq_len
-    if c.positions == "learned":        # (a new token needs a position too)
-        known = min(known, c.position_rows - c.position_offset - 1)
-    if len(ids) > known:
-        raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {known:,}")
+    """The ids of a prompt. Refuses those that are longer than the context."""
+    limit = min(c.seq_len, max_positions(c) - 1)        # (a new token needs a position too)
+    if len(ids) > limit:
+        raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {limit:,}")
     return ids
 
 
-def room_for(c: Any, prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    """How many new tokens these prompts can have: where positions are a table, it ends."""
-    if c.positions != "learned":
-        return tokens
-    return min(tokens, c.position_rows - c.position_offset - max(map(len, prompts)))
+def max_new_tokens(c: Any, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    """`tokens`, or fewer if the model has no positions for so many after the longest prompt."""
+    return min(tokens, max_positions(c) - max(map(len, prompts)))
