@@ -68,8 +68,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
              logprobs: bool = False, tokenizer: Any = None) -> list:
-    """The new ids of each prompt: `tokens` of them, or those before the first stop. A stop is an id
-    or a text; a text needs the tokenizer. With logprobs, the pair (ids, log-probability of each).
+    """The new ids of each prompt: `tokens` of them, or those before the first id in `stop`, or up
+    to a text in it (give the tokenizer). With logprobs, pairs (ids, log-probability of each).
 
     Temperature 0 is greedy. top_k keeps the k likeliest ids (0: all), top_p the likeliest whose
     probabilities add up to top_p, min_p those with at least min_p times the probability of the
@@ -77,6 +77,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
     a prompt and its seed, not on the rest of the batch; seed is one number, or one for each prompt.
     An encoder-decoder takes a source for each prompt (ids, or what its stem reads); its prompts are
     [[zigzag.families.start_id(config)]]."""
+    stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
@@ -106,6 +107,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     """What generate returns, piece by piece: a list with the next ids of each prompt. The first
     piece has one id of each, the others at most `piece`. A prompt that has ended has none."""
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    stop = decoding.end_ids(stop, config.vocab_size)
     with decoding_mesh.mesh_of_weights(params):
         rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         seeds = seeds_of(rows, seed, count=len(prompts))
@@ -136,9 +138,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     `eos` ends a continuation: it counts in the score and is not returned. early_stop says when to
     end. False: when no running beam, at its present length, beats a finished one; "never": when
     none can at any length; True: as soon as `beams` have finished."""
-    if not 1 <= beams <= config.vocab_size:
-        raise ConfigError(f"beams {beams}: expected 1 to {config.vocab_size}, the vocabulary")
-    ends = np.array([-1] if eos is None else eos, np.int32).reshape(-1)
+    decoding.check_beams(beams, tokens, length_penalty, early_stop, config.vocab_size)
+    ends = np.array(decoding.end_ids(eos, config.vocab_size) or [-1], np.int32)
     with decoding_mesh.mesh_of_weights(params):
         rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         state, length = _prefill(params, rows, config, tokens)
@@ -146,9 +147,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
         best = _beam_search(params, state, config, length, beams, padded_length(tokens),
                             float(length_penalty), early_stop)
         ids, scores, lengths = (on_host(best[name]) for name in decoding.FINISHED)
-    return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k]))
-             for k in range(beams) if scores[row, k] > decoding.NEG_INF / 2]
-            for row in range(len(prompts))]
+    return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k])) for k in range(beams)
+             if scores[row, k] > decoding.LOWEST] for row in range(len(prompts))]
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sources: Any = None,
@@ -391,4 +391,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "fewer --tokens, a smaller --batch or a larger --mesh need less")

@@ -28,9 +28,11 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
     jinja2 = optional_package("jinja2", "a chat template")
     text, environment = _template_of(Path(folder), config, template), _environment(jinja2)
     try:
-        return environment.from_string(text).render(**{
+        prompt = environment.from_string(text).render(**{
             "tools": None, "documents": None, **special, "messages": messages,
             "add_generation_prompt": add_generation_prompt, **more})
+        prompt.encode()         # (half of a pair of surrogates is no text)
+        return prompt
     except Exception as e:      # (of a program that somebody else wrote)
         raise ConfigError(f"{folder}: its chat template refuses these messages ({one_line(e)})"
                           ) from None

@@ -60,10 +60,21 @@ def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str,
     known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
+    for f in dataclasses.fields(config):
+        if f.name in known and not _has_type(known[f.name], type(f.default)):
+            raise ConfigError(f"{path} is damaged: {f.name} is {known[f.name]!r:.80}")
+    if not isinstance(record.get("tokenizer", ""), str):
+        raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
         return {**dataclasses.asdict(config(**known)), **record}
     except (ConfigError, TypeError) as e:
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+
+
+def _has_type(value, kind):
+    """Whether JSON's value is one of a field of this type."""
+    kinds = {float: (int, float), tuple: list}.get(kind, kind)
+    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
 
 
 def _read_record(folder, flag):

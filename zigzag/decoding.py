@@ -9,6 +9,7 @@ have to gather weights together.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Callable, Sequence
 
 import jax
@@ -44,19 +45,25 @@ class Sampling:
 GREEDY = Sampling(temperature=0)
 
 
+def end_ids(ends: Any, vocab_size: int) -> list[int]:
+    """The ids in `ends` (one, several or None) that the model can give."""
+    return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
+
+
 def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     """One id for each row of logits [B, V], with each row's own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # (The largest is 0, and a tiny temperature is none that float32 takes for 0: no infinities.)
+    logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p: the likeliest always stays.
-        stay = jnp.cumsum(share, -1) - share < sampling.top_p
+        # An id stays if those before it have less than top_p. (A tiny top_p is 0 in float32.)
+        stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if sampling.min_p > 0:
@@ -126,18 +133,32 @@ def decode_loop(next_logits: Callable, state: dict[str, Any], limit: Array, samp
 # -------------------------------------------------------------------------------------------
 # Beam search. Of each prompt it has K running beams, and the K best that have finished.
 
-NEG_INF = -1e9          # the score of a beam that does not exist
+NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
+LOWEST = -3e38          # and its score: others are divided by a power of the length, and may be low
 FINISHED = ("finished", "finished_scores", "lengths")       # of the state: the best beams
 
 
 def _begin_beams(logits, beams, tokens):
     """The state before the first ids. All beams of a prompt are equal, so only the first exists."""
     B = len(logits)
-    ids, scores = jnp.zeros((B, beams, tokens), jnp.int32), jnp.full((B, beams), NEG_INF)
-    state = {"running": ids, "running_scores": scores.at[:, 0].set(0.0),
-             "finished": ids, "finished_scores": scores, "lengths": ids[:, :, 0],
-             "is_finished": scores > 0, "can_improve": ids[:, 0, 0] == 0}
+    ids, none = jnp.zeros((B, beams, tokens), jnp.int32), jnp.zeros((B, beams), bool)
+    state = {"running": ids, "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
+             "finished": ids, "finished_scores": jnp.where(none, 0, LOWEST),
+             "lengths": ids[:, :, 0], "is_finished": none, "can_improve": ids[:, 0, 0] == 0}
     return {**mark_varying(state, logits), "count": jnp.int32(0)}
+
+
+def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any, vocab_size: int
+                ) -> None:
+    """Refuse options of a beam search."""
+    if not 1 <= beams <= vocab_size:
+        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
+    if tokens < 1:
+        raise ConfigError(f"tokens {tokens}: must be at least 1")
+    if not math.isfinite(length_penalty):
+        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
+    if early_stop not in (True, False, "never"):
+        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
 
 
 def _gather_beams(tree, beams):
@@ -151,6 +172,9 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
               early_stop: bool | str) -> dict[str, Any]:
     """Beam search from the cache and the logits [B, V] after each prompt, of at most `limit` ids.
     Options are those of sample.beam_search."""
+    def score(sums, length):
+        return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
+
     def body(carry):
         state, cache, logits, _ = carry
         (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
@@ -170,10 +194,10 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
 
         # The K best that have finished, now or before.
         stops_in_top = stops & (jnp.arange(candidates) < K)
-        may_finish = stops_in_top & state["can_improve"][:, None]
+        may_finish = stops_in_top & state["can_improve"][:, None] & (scores > NEG_INF / 2)
         if early_stop is True:
             may_finish &= ~state["is_finished"].all(-1, keepdims=True)
-        new_scores = jnp.where(may_finish, scores / (count + 1.0) ** length_penalty, NEG_INF)
+        new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
         finished_scores, chosen = lax.top_k(
             jnp.concatenate([state["finished_scores"], new_scores], 1), K)
         old = state["finished"], state["lengths"], state["is_finished"]
@@ -183,9 +207,8 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
 
         # Can a running beam still beat the worst of these?
         longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
-        possible = running_scores[:, 0] / (longest * 1.0) ** length_penalty
-        worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), NEG_INF)
-        can_improve = state["can_improve"] & (possible > worst)
+        worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), LOWEST)
+        can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
         goes_on = can_improve & ~(is_finished.all(-1) & (early_stop is True))
 
         state = {"running": running, "running_scores": running_scores, "finished": finished,

@@ -6,7 +6,6 @@ flags.run_main). Every other exception is a bug, and stays a traceback.
 
 import difflib
 import importlib
-import math
 from typing import Any, Callable, Iterable
 
 
@@ -35,7 +34,7 @@ def check_at_least(config: Any, **least: float) -> None:
     """Refuse numbers of a configuration that are below these, or not finite."""
     for name, bound in least.items():
         value = getattr(config, name)
-        if not (value >= bound and math.isfinite(value)):
+        if not bound <= value < 2**63:      # (false of NaN, too)
             raise ConfigError(f"--{name} {value}: must be a number of at least {bound:g}")
 
 

@@ -209,10 +209,12 @@ def _apply_metric(task, outputs, count, row):
         if not isinstance(name, str) or name in row:
             raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
                               f"than {', '.join(row)}, which an evaluation has already")
-        if x is None or np.ndim(x) or np.asarray(x).dtype.kind in "OSU":
+        try:
+            is_number = not isinstance(x, (str, bytes)) and np.asarray(x).dtype.kind in "biufO"
+            numbers[name] = float(x if is_number and not np.ndim(x) else None)
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"the metric gave {repr(x)[:60]} as {name!r}: expected a number, or "
-                              f"a dict of numbers")
-        numbers[name] = float(x)
+                              f"a dict of numbers") from None
     return process_allgather(numbers)[0]
 
 

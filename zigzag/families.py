@@ -79,7 +79,7 @@ def token_ids(c: Any) -> dict[str, Any]:
     defaults = family.defaults if family else {}
     ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
     for name, i in ids.items():
-        if i is not None and not isinstance(i, int):
+        if i is not None and type(i) is not int:
             raise ConfigError(f"config.json: {name} {i!r:.80}: expected an id")
     return ids
 

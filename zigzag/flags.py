@@ -98,7 +98,11 @@ def help_text(cls: Any) -> str:
         for name, default, text in flag_rows(cls))])
 
 
-def exit_line(error: BaseException) -> tuple[int, str]:
+IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (python shard.py "
+               "shows what the weights take)")
+
+
+def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
     """The exit status of a command that ended with this, and the one line that says why. No line
     for a bug, which needs its traceback."""
     if isinstance(error, ConfigError):
@@ -110,19 +114,17 @@ def exit_line(error: BaseException) -> tuple[int, str]:
                      "is one")
     # (By its name: data.py runs without jax.)
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
-        return 1, (f"error: out of memory: {str(error).splitlines()[0]}; a larger --mesh, --remat "
-                   f"full or more --accumulate need less (python shard.py shows what the weights "
-                   f"take)")
+        return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
     return 1, ""
 
 
-def run_main(main: Callable[[], Any]) -> None:
+def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     """Run a command. What it cannot do ends it with one line and a status, a bug with a
     traceback."""
     try:
         main()
     except (Exception, KeyboardInterrupt) as e:
-        status, line = exit_line(e)
+        status, line = exit_line(e, saves_memory)
         if not line:
             raise
         print(line, file=sys.stderr, flush=True)

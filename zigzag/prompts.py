@@ -84,6 +84,14 @@ def _check_flags(config):
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if config.logprobs and (not config.json or config.beams):
         raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
+    if config.beams and config.score:
+        raise ConfigError("--beams and --score: give one of them")
+    if config.length_penalty != 1 and not config.beams:
+        raise ConfigError("--length_penalty is of a beam search: give --beams too")
+    if config.beams and any(getattr(config, name) != default for name, default in (
+            ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
+        raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
+                          "--min_p or --repetition_penalty")
     if "" in config.stop:
         raise ConfigError("--stop '': expected a text")
     if config.step and config.model:
@@ -102,7 +110,7 @@ def step_of(run: str, step: str) -> int | None:
         return None
     if step == "best":
         return best_step(run)
-    if not step.isdecimal():
+    if not step.isdecimal() or len(step) > 18:
         raise ConfigError(f"--step {step}: expected the number of a step, or best")
     return int(step)
 
@@ -188,6 +196,8 @@ def make_prompts(c: Any, tokenizer: Tokenizer, texts: Sequence[str], source: str
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
     read text."""
     counts, prompts = collections.Counter(), []
+    if source and (not c.encoder_layers or c.stem == "tokens"):
+        raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     for text in texts:
         prompts.append(_make_prompt(c, tokenizer, text, source)._replace(repeat=counts[text]))
         counts[text] += 1
@@ -240,12 +250,13 @@ def whole_context(c: Any) -> Any:
 
 def check_length(ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
     """The ids of a prompt. Refuses those that are longer than the context."""
-    limit = min(c.seq_len, max_positions(c) - 1)        # (a new token needs a position too)
+    limit = min(c.seq_len, max_positions(c))
     if len(ids) > limit:
         raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {limit:,}")
     return ids
 
 
-def max_new_tokens(c: Any, prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    """`tokens`, or fewer if the model has no positions for so many after the longest prompt."""
-    return min(tokens, max_positions(c) - max(map(len, prompts)))
+def max_new_tokens(c: Any, ids: Sequence[int], tokens: int) -> int:
+    """`tokens`, or fewer if the model has no positions for so many after this prompt. (The last new
+    id is not read, and needs none.)"""
+    return min(tokens, max_positions(c) - len(ids) + 1)

@@ -28,12 +28,14 @@ def padded_length(length: int) -> int:
 
 def padded_prompts(prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as [B, P], padded on the left, and the place [B] where each begins. `tokens` new ids
-    must have positions too."""
+    """Prompts as [B, P], padded on the left, and the place [B] where each begins. All `tokens` new
+    ids but the last, which is not read, must have positions too."""
     longest, limit = _check_ids("prompt", prompts, c), max_positions(c)
+    if tokens < 0:
+        raise ConfigError(f"tokens {tokens}: must be at least 0")
     if longest > c.seq_len:
         raise ConfigError(f"a prompt has {longest} tokens; the model's context has {c.seq_len}")
-    if longest + tokens > limit:
+    if longest + max(tokens - 1, 0) > limit:
         raise ConfigError(f"a prompt of {longest} tokens and {tokens} new ones: the model has "
                           f"positions for {limit}")
     padded = np.zeros((len(prompts), padded_length(longest)), np.int32)
@@ -146,7 +148,10 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int
                         ) -> Iterator[tuple[int, Sequence[int], int]]:
     """Windows of the rows, which overlap by half: the row's number, the window's ids, and how many
     of these are context, not scored."""
-    half = max(1, length // 2)
+    if length < 2:
+        raise ConfigError(f"seq_len {length}: to score a token, the context must be at "
+                          f"least 2")
+    half = length // 2
     for number, ids in enumerate(rows):
         begin, context = 0, 1
         while begin == 0 or begin + length - half < len(ids):

@@ -19,6 +19,7 @@ import sys
 from typing import Callable, Iterable, Iterator, Sequence
 
 from zigzag.answers import Answer
+from zigzag.errors import RunError
 from zigzag.prompts import TooLong
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
@@ -27,7 +28,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def is_terminal() -> bool:
     """Whether a person reads what is printed."""
-    return sys.stdout.isatty()
+    return bool(sys.stdout) and sys.stdout.isatty()     # (None: it was closed)
 
 
 def is_conversation() -> bool:
@@ -73,7 +74,8 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def _json(record):
-    return json.dumps(record, ensure_ascii=False)
+    encoding = sys.stdout and sys.stdout.encoding or ""
+    return json.dumps(record, ensure_ascii=not encoding.lower().startswith("utf"))
 
 
 def show_scores(texts: Sequence[str], found: Iterable[tuple[float, int]], as_json: bool) -> None:
@@ -151,7 +153,10 @@ def converse(greeting: str, answer: Callable[[str, list[int]], None]) -> None:
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """End with status 0 when the reader of stdout has closed it, with 130 on Ctrl-C."""
+    """End with status 0 when the reader of stdout has closed it, with 130 on Ctrl-C, and with one
+    line when it cannot be written. Characters that its encoding does not have are escaped."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield
@@ -160,6 +165,11 @@ def ends_quietly() -> Iterator[None]:
                 sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # (flushed at exit)
+    except OSError as e:
+        if sys.stdout is None or e.filename is not None:        # (not of the output)
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise RunError(f"the output cannot be written: {e.strerror or e}") from None
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)

@@ -1,5 +1,6 @@
 """What the command line of sample.py does: answer prompts, hold a conversation, score texts."""
 
+import itertools
 from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag import chat, terminal
@@ -24,11 +25,10 @@ class Writer(NamedTuple):
         """Print an answer for each prompt, until Ctrl-C is pressed. Returns the last answer."""
         config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
         ends = special_ids(c, tokenizer)[1:2] if c.encoder_layers else tokenizer.ends
-        for first in range(0, len(prompts), config.batch):
-            some = prompts[first:first + config.batch]
+        for tokens, some in self._batches(prompts):
             ids = [prompt.ids for prompt in some]
             source = [prompt.source for prompt in some] if c.encoder_layers else None
-            tokens, pieces = max_new_tokens(c, ids, config.tokens), None
+            pieces = None
             options = {name: getattr(config, name) for name in SAMPLING_FLAGS} | dict(
                 tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some], stop=ends,
                 source=source)
@@ -49,6 +49,16 @@ class Writer(NamedTuple):
                        for prompt, _, more in rows]
             terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json, pressed)
         return answers[-1]
+
+    def _batches(self, prompts):
+        """(tokens, at most --batch prompts that can have so many new ones), in order: where
+        positions end, a prompt's answer does not depend on the others' lengths."""
+        def tokens_of(prompt):
+            return max_new_tokens(self.c, prompt.ids, self.config.tokens)
+
+        for tokens, group in itertools.groupby(prompts, tokens_of):
+            while some := list(itertools.islice(group, self.config.batch)):
+                yield tokens, some
 
     def converse(self) -> None:
         """A conversation, with the model's chat template. If it has none, each line is a prompt."""

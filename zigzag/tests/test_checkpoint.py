@@ -187,6 +187,10 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
     (b"", "not a JSON object"), (b"{", "not a JSON object"), (b"[1]", "not a JSON object"),
     (b"null", "not a JSON object"), (b"\xff", "not a JSON object"),
     (b'{"name": 1}', "no configuration"), (None, "cannot be read"),
+    (b'{"biases": true}', "damaged: biases is True"), (b'{"layers": 1.5}', "layers is 1.5"),
+    (b'{"rope_scaling": -1}', "rope_scaling is -1"), (b'{"kernel": []}', "kernel is \\[\\]"),
+    (b'{"dropout": false}', "dropout is False"), (b'{"published": {}}', "published is {}"),
+    (b'{"layers": 2, "tokenizer": []}', "tokenizer is"),
     (b'{"layers": 2, "published": "{}"}', "with its model_type"),
     (b'{"layers": 2, "published": "[3"}', "with its model_type"),
     (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])

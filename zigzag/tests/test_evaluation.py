@@ -2,6 +2,7 @@
 the predictions; the best checkpoint, which stays; samples."""
 
 import collections
+import fractions
 import itertools
 import json
 import math
@@ -211,8 +212,9 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
     rows, result = learn(make(steps=1), "data=2", **OWN, metric=metric)
     assert rows[-1]["largest"] == result.outputs["y"].max() == result.evaluation["largest"]
     assert (rows[-1]["n"], rows[-1]["even"]) == (203, 2)
-    rows, _ = learn(make(steps=1), **OWN, metric=lambda outputs, examples: np.float32(0.5))
-    assert rows[-1]["metric"] == 0.5
+    for half in (np.float32(0.5), fractions.Fraction(1, 2)):
+        rows, _ = learn(make(steps=1), **OWN, metric=lambda outputs, examples: half)
+        assert rows[-1]["metric"] == 0.5
 
 
 @pytest.mark.parametrize("metric, error, says", [
@@ -221,6 +223,9 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
      r"outputs of int32\[203\], float32\[203, 8\] and 203 examples"),
     (lambda o, e: {"x": [1, 2]}, ConfigError, r"gave \[1, 2\] as 'x': expected a number"),
     (lambda o, e: None, ConfigError, "gave None as 'metric': expected a number"),
+    (lambda o, e: 1j, ConfigError, "gave 1j as 'metric': expected a number"),
+    (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
+    (lambda o, e: {"x": 10**400}, ConfigError, "expected a number"),
     (lambda o, e: {"eval_loss": 1.0}, ConfigError, "the name 'eval_loss': expected"),
     (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'")])
 def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):

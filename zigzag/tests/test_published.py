@@ -338,6 +338,7 @@ CONFIGS = [
     (dict(num_attention_heads={}), "attention_heads {}: expected a whole number"),
     (dict(num_attention_heads=3), "--heads 3"), (dict(num_key_value_heads=3), "--kv_heads 3"),
     (dict(num_key_value_heads=-2), "--kv_heads -2"),
+    (dict(num_key_value_heads=10**400), "--kv_heads 1000"),
     (dict(intermediate_size=None), "--d_ff"), (dict(intermediate_size=96), "has the shape"),
     (dict(rms_norm_eps="1e-5"), "rms_norm_eps '1e-5': expected a number"),
     (dict(rms_norm_eps=float("nan")), "rms_norm_eps nan: expected a number"),

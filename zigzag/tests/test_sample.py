@@ -182,6 +182,15 @@ def test_draws_are_from_the_distribution_that_is_left(options):
     assert_drawn_from(filtered(logits, sampling, seen), np.asarray(ids))
 
 
+@pytest.mark.parametrize("options", [
+    dict(top_p=1e-40), dict(temperature=1e-39), dict(temperature=1e-30, top_p=0.5, min_p=0.9)])
+def test_what_is_nearly_greedy_is_greedy(options):
+    """A top_p or temperature that float32 takes for 0: all logits were infinite, and the id 0."""
+    logits = jnp.array([[-3e3, 5.0, 5.1, -2.0], [9.0, 1.0, 2.0, 3.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert decoding.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
+
+
 @pytest.mark.slow
 def test_generate_draws_from_that_distribution(trained):
     """Rows whose numbers are alike, or follow from each other's."""
@@ -358,6 +367,45 @@ def test_what_is_too_much_is_refused(trained):
     with pytest.raises(ConfigError, match="has 17 tokens; the model's context has 16"):
         sample.generate(params, [[1] * 17], config)
     assert sample.generate(params, [[1], [2]], config, tokens=0) == [[], []]
+    for call, words in (
+            (lambda: sample.generate(params, [[1]], config, tokens=-1), "tokens -1"),
+            (lambda: sample.beam_search(params, [[1]], config, tokens=0), "tokens 0"),
+            (lambda: sample.beam_search(params, [[1]], config, length_penalty=np.nan), "nan"),
+            (lambda: sample.beam_search(params, [[1]], config, early_stop="x"), "'never'"),
+            (lambda: sample.score(params, [[1, 2]], dataclasses.replace(config, seq_len=1)),
+             "at least 2")):
+        with pytest.raises(ConfigError, match=words):
+            call()
+
+
+def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
+    """An end of 2**31 or more, as a tokenizer of more ids may have, does not fit into 32 bits."""
+    params, config = trained
+    want = sample.generate(params, PROMPTS, config, 6, 0)
+    assert sample.generate(params, PROMPTS, config, 6, 0, stop=[2**32, -1, 61]) == want
+    assert sample.generate(params, PROMPTS, config, 6, 0, stop=want[0][2])[0] == want[0][:2]
+    best, = sample.beam_search(params, PROMPTS[:1], config, 2, 6, eos=2**40)[0][:1]
+    assert len(best[0]) == 6
+
+
+@pytest.mark.parametrize("length_penalty", [-100.0, -9.0, 100.0])
+def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
+    """Scores below that of a beam that does not exist: all beams were lost."""
+    params, config = trained
+    found, = sample.beam_search(params, PROMPTS[:1], config, 3, 30, eos=7,
+                                length_penalty=length_penalty)
+    assert len(found) == 3 and all(np.isfinite(score) for _, score in found)
+    assert len({tuple(ids) for ids, _ in found}) == 3
+
+
+def test_positions_end_for_each_row_by_itself():
+    """The last new id needs no position; all others do."""
+    config = make(seq_len=16, positions="learned")
+    params = jax.jit(lambda key: model.init(config, key))(jax.random.key(0))
+    assert len(sample.generate(params, [[1] * 16], config, 1)[0]) == 1
+    assert len(sample.generate(params, [[1] * 10], config, 7)[0]) == 7
+    with pytest.raises(ConfigError, match="11 tokens and 7 new ones: .*positions for 16"):
+        sample.generate(params, [[1] * 11], config, 7)
 
 
 @pytest.mark.parametrize("prompts, word", [([[]], "empty"), ([[61]], "61"), ([[-1]], "-1"),

@@ -22,7 +22,7 @@ import sample
 from zigzag import chat
 from zigzag.answers import Answer
 from zigzag.errors import ConfigError
-from zigzag.prompts import Prompt, check_length, max_new_tokens, whole_context
+from zigzag.prompts import Prompt, check_length, max_new_tokens, step_of, whole_context
 from zigzag.tests.common import ROOT, make, published_files, refused
 from zigzag.tokenizers import Bytes, TokenizerJson
 
@@ -170,6 +170,18 @@ def test_a_prompt_that_is_there_twice_has_two_answers(capsys, monkeypatch):
         fake.seen.clear()
 
 
+def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatch):
+    """An answer that is shorter because another prompt of the batch is long, without a word."""
+    fake = FakeModel(monkeypatch, ["a" * 20, "b" * 20, "c" * 20, "d" * 20], positions="learned",
+                     position_rows=CONTEXT)
+    given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
+    records = map(json.loads, sampled(capsys, "--json", "--tokens", 9).splitlines())
+    assert [(r["tokens"], r["stopped"]) for r in records] == [
+        (9, "length"), (9, "length"), (4, "length"), (9, "length")]
+    assert [(len(prompts), options["tokens"]) for prompts, options in fake.seen] == [
+        (2, 9), (1, 4), (1, 9)]
+
+
 def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
     """Those of ids after a stop, or in another order than the ids."""
     FakeModel(monkeypatch, [])
@@ -243,6 +255,11 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "--json" in says("--logprobs", "--prompt", "a")
     assert "surrogates" in says("--prompt", "\udce4")
     assert "--batch 0" in says("--batch", 0)
+    with pytest.raises(ConfigError, match="expected the number of a step"):
+        step_of("out", "9" * 5000)
+    assert "--beams and --score" in says("--beams", 2, "--score", tmp_path / "latin")
+    assert "takes no --top_k" in says("--beams", 2, "--top_k", 5)
+    assert "give --beams too" in says("--length_penalty", 2)
     FakeModel(monkeypatch, [])
     assert "a.jsonl line 2: not JSON" in says("--prompts", tmp_path / "a.jsonl")
     assert "no field 'prompt'" in says("--prompts", tmp_path / "b.jsonl")
@@ -250,6 +267,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     long = says("--prompt", "x" * CONTEXT)
     assert f"the prompt has 41 tokens; the model's context has room for {CONTEXT}" in long
     assert "beams 258" in says("--prompt", "x", "--beams", 258)
+    assert "this model reads text" in says("--source", "nowhere")
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "the prompt is empty" in says("--prompt", " ")
 
@@ -267,7 +285,8 @@ def test_the_context_is_that_of_the_positions():
 
     assert longest(make(seq_len=16)) == 16
     learned = make(seq_len=16, positions="learned", position_rows=18, position_offset=2)
-    assert longest(learned) == 15 and max_new_tokens(learned, [[1] * 15, [1]], 9) == 1
+    assert longest(learned) == 16
+    assert [max_new_tokens(learned, [1] * n, 9) for n in (16, 15, 1)] == [1, 2, 9]
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
@@ -296,6 +315,8 @@ def test_a_conversation_has_a_memory(tmp_path):
     c = model.Config(vocab_size=257, seq_len=CONTEXT)
     talk = chat.conversation(WithFolder(tmp_path), c, "S")
     assert bytes(talk.ask("one").ids) == bytes(talk.ask("one").ids) == b"s:S;u:one;a:"
+    with pytest.raises(ConfigError, match="surrogates not allowed"):
+        chat.chat_prompt(tmp_path, [{"role": "user", "content": "\ud800"}])
     talk.keep("one", "1")
     talk.keep("2", "3")
     assert bytes(talk.ask("two").ids) == b"s:S;u:one;a:1;u:2;a:3;u:two;a:"
@@ -429,6 +450,25 @@ def test_ctrl_c_ends_a_single_answer():
         assert status == 130 and "Traceback" not in rest and "checkpoint" not in rest
     finally:
         person.run.kill()
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_is_one_line():
+    """A traceback where the disk is full, stdout was closed, or its encoding lacks a character."""
+    def run(shell, **env):
+        return subprocess.run(
+            ["bash", "-c", shell, "bash", sys.executable, "-c", TALKS, "", "--prompt", "é"],
+            cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **env}, capture_output=True)
+
+    full = run('"$@" > /dev/full')
+    assert full.returncode == 1
+    assert full.stderr == b"error: the output cannot be written: No space left on device\n"
+    closed = run('"$@" >&-')
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    narrow = run('"$@"; "$@" --json', PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0, narrow.stderr
+    text, record = narrow.stdout.splitlines()
+    assert text.startswith(rb"\xe9ok \U0001f600") and json.loads(record)["text"].startswith("ok 😀")
 
 
 @pytest.mark.slow
