@@ -1,7 +1,11 @@
 """Fixtures that several test files use. Importing `common` here fixes the devices for all tests."""
 
 import collections
+import gc
+import itertools
+from pathlib import Path
 
+import jax
 import pytest
 
 from zigzag.tests.common import WORDS, learn, make
@@ -18,6 +22,20 @@ def pytest_collection_modifyitems(items):
             if cases[name] % 6:
                 item.add_marker(pytest.mark.full)
             cases[name] += 1
+
+
+MAPS = Path("/proc/self/maps")
+counter = itertools.count(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Forget compiled programs before there are too many. Each has several pieces of memory, of
+    which Linux gives a process 65,530: then jax's compiler crashes. (A test of generation leaves
+    390, so a worker died after 150 of them.)"""
+    if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
