@@ -33,7 +33,7 @@ def pytest_runtest_teardown():
     """Forget compiled programs before there are too many. Each has several pieces of memory, of
     which Linux gives a process 65,530: then jax's compiler crashes. (A test of generation leaves
     390, so a worker died after 150 of them.)"""
-    if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+    if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
         gc.collect()
 
