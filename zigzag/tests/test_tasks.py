@@ -1,5 +1,8 @@
 """Tasks of one's own: functions that train.fit is given, and what it refuses of them."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import data
 import model
 import shard
 from zigzag.errors import ConfigError
-from zigzag.tests.common import learn, make, tokens_of
+from zigzag.tests.common import ROOT, learn, make, tokens_of
 
 ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
@@ -110,7 +113,18 @@ def own_pipeline(params, batch, specs=None, **more):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_count_of_the_part_that_the_head_is_given_is_a_part(schedule):
-    """Each stage's head has a part of the time: a count by its size was added up as if of all."""
+    """Each stage's head has a part of the time: a count by its size was added up as if of all.
+
+    In a process of its own: in workers with hundreds of tests behind them the two devices of gpipe
+    have waited for each other for ever (about one suite in ten; why is not known); alone they never
+    did, in 20 runs and 3,300 executions."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from zigzag.tests.test_tasks import assert_counts_are_parts\n"
+         f"assert_counts_are_parts({schedule!r})"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_counts_are_parts(schedule):
     def loss(params, batch, specs=None):
         return own_pipeline(params, batch, specs, microbatches=2, schedule=schedule)
 
