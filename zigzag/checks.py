@@ -42,6 +42,10 @@ def check_config(c: Any) -> None:
     if len(c.fields) != 2:
         raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
                           f"of the target")
+    if tuple(c.fields) != ("source", "target") and not c.encoder_layers:
+        raise ConfigError(f"--fields {' '.join(c.fields)}: this model has no encoder, and learns "
+                          f"from running text; pairs need --encoder_layers, or the --model of one "
+                          f"that has them")
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")

@@ -45,7 +45,7 @@ class Config:
                                 # with "text" (for an encoder-decoder: "source" and "target")
     bench: bool = False         # instead, how fast it generates here
     json: bool = False          # print a JSON object for each text
-    logprobs: bool = False      # add each new id and its log-probability to it
+    logprobs: bool = False      # add each new id and its log-probability to --json
     batch: int = 8              # how many prompts or texts are computed together
     tokens: int = 256           # how many new ids
     stop: tuple = ()            # texts before which an answer ends
@@ -54,7 +54,7 @@ class Config:
     top_p: float = 1.0          # keep the likeliest with this probability together
     min_p: float = 0.0          # keep those with this share of the likeliest's probability
     repetition_penalty: float = 1.0     # above 1: ids that are there already are less likely
-    beams: int = 0              # show this many continuations, by beam search
+    beams: int = 0              # show this many continuations, by beam search (no temperature)
     length_penalty: float = 1.0         # their score is divided by their length to this power
     seed: int = 0               # of the random numbers
     shards: int = 0             # devices to split the model over, whatever it was trained on
@@ -198,19 +198,23 @@ def make_prompts(c: Any, tokenizer: Tokenizer, texts: Sequence[str], source: str
     counts, prompts = collections.Counter(), []
     if source and (not c.encoder_layers or c.stem == "tokens"):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
-    for text in texts:
-        prompts.append(_make_prompt(c, tokenizer, text, source)._replace(repeat=counts[text]))
+    for number, text in enumerate(texts, 1):
+        what = f"prompt {number}" if len(texts) > 1 else "the prompt"
+        prompts.append(_make_prompt(c, tokenizer, text, source, what)._replace(
+            repeat=counts[text]))
         counts[text] += 1
     return prompts
 
 
-def _make_prompt(c, tokenizer, text, source):
+def _make_prompt(c, tokenizer, text, source, what):
     if not c.encoder_layers:
-        return Prompt(text, check_length(tokenizer.prompt(text), c, "the prompt"), begin=text)
+        return Prompt(text, check_length(tokenizer.prompt(text), c, what), begin=text)
     if c.stem == "tokens" and not text.strip():
-        raise ConfigError("the prompt is empty: this model has an encoder, which needs a text to "
-                          "read")
+        raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
     encoder_input = tokenizer.with_ends(text) if c.stem == "tokens" else load_source(source, c)
+    if c.stem == "tokens" and len(encoder_input) > (limit := max_positions(c)):
+        raise TooLong(f"{what} has {len(encoder_input):,} tokens; the model's encoder has "
+                      f"positions for {limit:,}")
     return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
 
 

@@ -46,6 +46,9 @@ def padded_prompts(prompts: Sequence[Sequence[int]], c: Any, tokens: int
 
 def _check_ids(what, rows, c):
     """Refuse rows that are empty or have unknown ids. Returns the length of the longest."""
+    if isinstance(rows, str) or any(isinstance(row, str) or not np.ndim(row) for row in rows):
+        raise ConfigError(f"a {what} is a list of ids: encode a text first, and put a single "
+                          f"{what} into a list")
     if not len(rows) or not all(map(len, rows)):
         raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
     for number, row in enumerate(rows):

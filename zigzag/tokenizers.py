@@ -176,7 +176,8 @@ def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
     tokenizer = kinds[0](Path(folder) / kinds[0].file)
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
-                          f"its embedding only {rows} rows")
+                          f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
+                          f"than pieces, unless tokenizer_config.json has another extra_ids)")
     return tokenizer
 
 

@@ -16,7 +16,14 @@ from zigzag import examples, tokenizers
 from zigzag.errors import ConfigError
 from zigzag.examples import Arrays, Pairs, collate_arrays
 from zigzag.families import special_ids
-from zigzag.tests.common import WORDS, command, digit_pairs, peer, published_files
+from zigzag.tests.common import (
+    WORDS,
+    command,
+    digit_pairs,
+    peer,
+    published_files,
+    refused,
+)
 
 END, START = 1, 0
 
@@ -491,3 +498,10 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
     exact = [sample.cut_at_end([end], ids) == target[:-1].tolist()
              for ids, (_, target) in zip(answers, held_out)]
     assert np.mean(exact) >= 0.99
+
+
+def test_pairs_are_not_learned_from_as_running_text(capsys, tmp_path):
+    """Lines of JSON learned as text, because the model has no encoder that would read sources."""
+    assert "this model has no encoder" in refused(
+        capsys, "--data", tmp_path / "a.jsonl", "--fields", "en", "de", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -409,8 +409,9 @@ def test_positions_end_for_each_row_by_itself():
         sample.generate(params, [[1] * 11], config, 7)
 
 
-@pytest.mark.parametrize("prompts, word", [([[]], "empty"), ([[61]], "61"), ([[-1]], "-1"),
-                                           ([], "empty")])
+@pytest.mark.parametrize("prompts, word", [
+    (["a"], "encode a text"), ([1, 2], "into a list"), ("a", "encode a text"), ([[]], "empty"),
+    ([[61]], "61"), ([[-1]], "-1"), ([], "empty")])
 def test_a_bad_prompt_is_refused(trained, prompts, word):
     """An id that does not exist would look up the last row of the table."""
     params, config = trained

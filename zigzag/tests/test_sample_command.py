@@ -267,9 +267,13 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     long = says("--prompt", "x" * CONTEXT)
     assert f"the prompt has 41 tokens; the model's context has room for {CONTEXT}" in long
     assert "beams 258" in says("--prompt", "x", "--beams", 258)
+    (tmp_path / "long").write_text("x\n" + "x" * CONTEXT)
+    assert "prompt 2 has 41 tokens" in says("--prompts", tmp_path / "long")
     assert "this model reads text" in says("--source", "nowhere")
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "the prompt is empty" in says("--prompt", " ")
+    FakeModel(monkeypatch, [], encoder_layers=1, positions="learned", position_rows=9, seq_len=9)
+    assert "has 10 tokens; the model's encoder has positions for 9" in says("--prompt", "x" * 9)
 
 
 def test_the_context_is_that_of_the_positions():
