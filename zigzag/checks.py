@@ -44,8 +44,8 @@ def check_config(c: Any) -> None:
                           f"of the target")
     if tuple(c.fields) != ("source", "target") and not c.encoder_layers:
         raise ConfigError(f"--fields {' '.join(c.fields)}: this model has no encoder, and learns "
-                          f"from running text; pairs need --encoder_layers, or the --model of one "
-                          f"that has them")
+                          f"from running text; to learn from pairs, give --encoder_layers, or the "
+                          f"--model of a T5 or BART")
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")

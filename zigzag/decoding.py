@@ -54,7 +54,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     """One id for each row of logits [B, V], with each row's own key."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    # (The largest is 0, and a tiny temperature is none that float32 takes for 0: no infinities.)
+    # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
     logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -134,7 +134,7 @@ def decode_loop(next_logits: Callable, state: dict[str, Any], limit: Array, samp
 # Beam search. Of each prompt it has K running beams, and the K best that have finished.
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
-LOWEST = -3e38          # and its score: others are divided by a power of the length, and may be low
+LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
 FINISHED = ("finished", "finished_scores", "lengths")       # of the state: the best beams
 
 

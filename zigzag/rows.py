@@ -152,8 +152,7 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int
     """Windows of the rows, which overlap by half: the row's number, the window's ids, and how many
     of these are context, not scored."""
     if length < 2:
-        raise ConfigError(f"seq_len {length}: to score a token, the context must be at "
-                          f"least 2")
+        raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
     half = length // 2
     for number, ids in enumerate(rows):
         begin, context = 0, 1

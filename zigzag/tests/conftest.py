@@ -30,9 +30,9 @@ counter = itertools.count(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Forget compiled programs before there are too many. Each has several pieces of memory, of
-    which Linux gives a process 65,530: then jax's compiler crashes. (A test of generation leaves
-    390, so a worker died after 150 of them.)"""
+    """Forget compiled programs before there are too many. Each has several memory mappings, of
+    which Linux allows a process 65,530; beyond that jax's compiler crashes. (A test of generation
+    leaves 390, so a worker died after 150 of them.)"""
     if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
         gc.collect()
