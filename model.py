@@ -1,648 +1,262 @@
-"""The transformer and its loss. Its options are in zigzag/config.py, its weights in tables.py.
+"""A decoder-only transformer: its options, weights, forward pass, loss, and cached decoding.
 
-    tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
+    tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-A modern decoder: RMSNorm before each half, rotary positions, grouped-query attention, SwiGLU. What
-published models do otherwise is an option, an `if` in the one function of its concern: to read the
-plain decoder, pass these over, and stop at the last section, which is for encoders. The weights are
-nested dicts of arrays with the layers stacked along a leading dimension L; q, k and v keep their
-heads as a dimension of their own.
+RMSNorm before each half, rotary positions, grouped-query attention, and a SwiGLU MLP or a mixture
+of them. The weights are nested dicts of arrays, with the layers stacked along a leading dimension.
 
-There is no mesh and no axis in this file. Where a collective may be needed it calls shard.py:
-`columns` into a block, `row` out of it, `embed_lookup`, `attend`, `experts`, `token_loss`. Without
-a mesh these are plain products.
+There is no mesh in this file. Where a collective may be needed it calls shard.py: `columns` is the
+product that leads into a block, `row` the one that leads out of it, and so on. On one device these
+are plain products. Published networks that differ from this one are in networks/.
 
-B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
-F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
-P rows of positions. Latent attention: Q, R short vectors, U the turned part of a head, Y the rest.
+B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
+E experts.
 """
 
 import dataclasses
 import functools
-from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from jax.sharding import PartitionSpec as P
+from jax import Array, lax
 
 import shard
 from zigzag import cache as kv_cache
-from zigzag import folders, lora, stems
-from zigzag.checks import check_model
-from zigzag.config import PRESETS as PRESETS
-from zigzag.config import Config, padded
-from zigzag.errors import ConfigError
-from zigzag.experts import choose
-from zigzag.families import FAMILIES
-from zigzag.flags import run_main
-from zigzag.mesh import cast, time_parts
-from zigzag.network import Network, Params
-from zigzag.positions import (
-    alibi_bias,
-    alibi_slopes,
-    counted,
-    layer_rates,
-    layer_window,
-    relative_bias,
-    relative_ids,
-    rotate,
-    sinusoids,
-)
-from zigzag.products import loss_chunks, matmul, on_columns, whole
-from zigzag.tables import batch_shapes, encoder_config, table
+from zigzag import folders, lora
+from zigzag.errors import fill_in
+from zigzag.families import PLAIN, as_llama
+from zigzag.mesh import cast
+from zigzag.network import Computed, Layer, Network, Params, Traffic, check_decoder
+from zigzag.positions import rotary_rates
+from zigzag.weights import Table, padded
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Computed):
+    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
+    layers: int = 4               # blocks
+    d_model: int = 128            # width of the residual stream
+    heads: int = 8                # query heads
+    kv_heads: int = 0             # key/value heads; 0: as many as heads
+    head_dim: int = 0             # width of a head; 0: d_model / heads
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
+    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
+    seq_len: int = 128            # tokens in a training example
+    tied: bool = False            # one table for embedding tokens and for the loss head
+    norm_eps: float = 1e-6        # what a norm adds to the mean square
+    rope_theta: float = 10000.0   # RoPE base
+    rope_scaling: str = ""        # as published: {"rope_type": "linear", "factor": 2}, or llama3's
+    embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
+    dropout: float = 0.0          # share of each block's output dropped in training
+    experts: int = 0              # experts in each MLP; 0: a dense MLP
+    experts_per_token: int = 2    # experts that each token visits
+    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
+    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+
+    def __post_init__(self) -> None:
+        check_decoder(self)
+        fill_in(self, kv_heads=self.heads, head_dim=self.d_model // self.heads,
+                d_ff=-(-self.d_model * 8 // (3 * 64)) * 64, embed_scale=self.d_model**0.5)
+
+
+def weights(c: Config) -> Params:
+    """Every weight: its dimensions, its initial standard deviation (None: all ones), and the one
+    dimension that tensor parallelism may split."""
+    make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
+                 E=c.experts, V=padded(c.vocab_size))
+    # What is added to the stream 2 L times begins smaller by the root of that.
+    into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
+    layers = {"attn_norm": make("L D"),
+              "wq": make("L D H N", into, "H"),
+              "wk": make("L D K N", into, "K"),
+              "wv": make("L D K N", into, "K"),
+              "wo": make("L H N D", (c.heads * c.head_dim) ** -0.5 * out, "H"),
+              "mlp_norm": make("L D")}
+    if c.experts:
+        visits = c.experts_per_token / c.experts
+        layers |= {"router": make("L D E", into),
+                   "e_gate": make("L E D F", into, "F", visits=visits),
+                   "e_up": make("L E D F", into, "F", visits=visits),
+                   "e_down": make("L E F D", c.d_ff**-0.5 * out, "F", visits=visits)}
+    else:
+        layers |= {"w_gate": make("L D F", into, "F"),
+                   "w_up": make("L D F", into, "F"),
+                   "w_down": make("L F D", c.d_ff**-0.5 * out, "F")}
+    head = {} if c.tied else {"head": make("D V", into, "V")}
+    return {"embed": make("V D", into, "V", lookup=not c.tied), "layers": layers,
+            "norm": make("D"), **head}
+
 
 # -------------------------------------------------------------------------------------------
-# The parts of a block
+# A block
 
-def norm(w, name, x, c, kind="", eps=0.0):
-    """RMSNorm or LayerNorm over the last dimension, in float32."""
+def norm(x, scale, c):
+    """RMSNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
-    if (kind or c.norm) == "layer":
-        x32 = x32 - jnp.mean(x32, -1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
-    x = x32.astype(x.dtype) * w[name]   # of a time-split x autodiff sums the scale's gradient here
-    return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.norm_eps)
+    return x32.astype(x.dtype) * scale
 
 
-def softmax_attention(c, bias, q, k, v, mask):
-    """q [B, T, H, N], k and v [B, S, K, N], mask [B, 1, T, S] -> [B, T, H, N], and the logarithm
-    of the sum that the weights were divided by [B, H, T]. Where scores have a bias (a function) the
-    mask is a pair, second what the bias follows from."""
-    if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
-        k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
-    scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
-                        preferred_element_type=jnp.float32)
-    if c.attn_softcap:
-        scores = c.attn_softcap * jnp.tanh(scores / c.attn_softcap)
-    if bias is not None:
-        mask, known = mask
-        scores += bias(known)
-    scores = jnp.where(mask, scores, -1e30)     # finite: a ring joins parts where nothing is seen
-    probs = jax.nn.softmax(scores, -1).astype(v.dtype)
-    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (written as bthn, v would be the left operand)
-    return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
+def rotary(x, positions, c):
+    """Rotates each pair (x[i], x[i + N/2]) of the heads x [B, T, H, N] by its own rate times the
+    position, so that q.k depends on how far apart the two tokens are."""
+    rates, _ = rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)
+    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def _attention_mask(c, i, query, key):
-    """Which keys a query sees [B, 1, T, S]: those up to its place in the row, in its document. (The
-    device's kernel knows only the first half: name any other mask in `is_plain` of _heads.)"""
-    seen = key["place"][:, None, :] <= query["place"][:, :, None]
-    if c.window:
-        seen &= key["place"][:, None, :] > query["place"][:, :, None] - layer_window(c, i)
-    same = key["document"][:, None, :] == query["document"][:, :, None]
-    seen = (seen & same if c.causal else same)[:, None]
-    if c.relative:
-        return seen, relative_ids(c, query["place"], key["place"])
-    return (seen, key["position"][:, None, None, :]) if "position" in key else seen
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
 
 
-def heads_of(q, a, dim):
-    """Of an array of all heads those that this device has of the queries."""
-    return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
+def block(w, x, i, batch, attend, c):
+    """Layer number i: x [B, T, D] -> x, and what its experts add to the loss.
+
+    attend(q, k, v) is causal softmax attention: within the row in training, to the cache in
+    decoding. attend(q, k, v, mask, scores) is another attention, as shard.self_attend explains."""
+    h = norm(x, w["attn_norm"], c)
+    q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
+    q, k = (rotary(a, batch["positions"], c) for a in (q, k))
+    y = shard.row((attend(q, k, v), w["wo"]))
+    x = x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i)
+
+    h = norm(x, w["mlp_norm"], c)
+    y, added = mixture_of_experts(w, h, i, batch, c) if c.experts else (mlp(w, h), None)
+    return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), added
 
 
-def _score_bias(w, q, c):
-    """What is added to the scores of these queries, as a function: by learned numbers for each
-    distance (`relative`), or by slopes of the heads (ALiBi)."""
-    if c.relative:
-        return functools.partial(relative_bias, c, heads_of(q, w["relative"], 1))
-    if c.positions.startswith("alibi"):
-        return functools.partial(alibi_bias, c, heads_of(q, jnp.asarray(alibi_slopes(c.heads)), 0))
-    return None
+def mlp(w, h):
+    return shard.row((swiglu(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"]))
 
 
-def with_bias(w, name):
-    """A weight, or a pair of it and its bias, as `columns` takes it."""
-    bias = w.get(f"{name}_bias")
-    return w[name] if bias is None else (w[name], bias)
-
-
-def _into_heads(w, c, cache=None):
-    if cache is not None:           # (whose heads are not repeated)
-        return [with_bias(w, name) for name in ("wq", "wk", "wv")]
-    return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
-
-
-def _into_keys(w, c, *names):
-    return [on_columns(lambda a: shard.repeat_kv(a, c.heads), with_bias(w, n)) for n in names]
-
-
-def _latent(w, h, c):
-    """Queries of latent attention [B, T, H, N], the vector [B, T, R] of which its keys and values
-    are made, and the part of a key that all heads have. (Its own norms have always had an epsilon
-    of 1e-6, whatever that of the others.)"""
-    q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
-    q, = shard.columns(q, w["wq"])
-    latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
-    return q, latent, shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]
-
-
-def _latent_heads(w, h, c):
-    """Queries, keys and values [B, T, H, N] of latent attention."""
-    q, latent, turned = _latent(w, h, c)
-    k, v = shard.columns(latent, w["wk"], w["wv"])
-    turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
-    return q, jnp.concatenate([turned, k], -1), v
-
-
-def _latent_from_cache(w, h, c, i, batch, cache):
-    """Latent attention that keeps the latent vectors, and makes no keys and values of them: it
-    multiplies queries with what would make the keys, and the result with what makes values."""
-    (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
-    turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
-    latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
-    cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
-    wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
-    q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
-    q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
-    out = kv_cache.attend(
-        functools.partial(softmax_attention, c, None), q, cached, cached[..., U:],
-        functools.partial(_attention_mask, c, i), batch, c.heads, 1)
-    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": cached}
-
-
-def _heads(w, qkv, c, i, batch, cache=None):
-    """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
-    with these keys and values in it."""
-    q, k, v = qkv
-    if c.qk_norm:
-        q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
-    if c.positions == "rotary":
-        q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
-    q, bias = _scaled(q, c), _score_bias(w, q, c)
-    attention, mask = functools.partial(softmax_attention, c, bias), functools.partial(
-        _attention_mask, c, i)
-    if cache is not None:
-        cached = {name: kv_cache.update(cache[name], a, batch["slot"], c.kv_heads)
-                  for name, a in (("k", k), ("v", v))}
-        return kv_cache.attend(attention, q, *cached.values(), mask, batch, c.heads, c.kv_heads,
-                               bias is None), cache | cached
-    is_plain = c.causal and not (c.window or c.attn_softcap or c.kv_rank or bias is not None
-                                 or {"segments", "places", "mask"} & batch.keys())
-    return shard.attend(attention, q, k, v, mask, batch["query"], batch["key"], causal=c.causal,
-                        kernel=c.kernel and is_plain), None
-
-
-def _scaled(q, c):
-    """Queries, where scores are multiplied by something else than attention does by itself."""
-    return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
-
-
-def _attention(w, h, c, i, batch, cache):
-    """h [B, T, D] -> [B, T, D]."""
-    if c.kv_rank and cache is not None:
-        heads, cache = _latent_from_cache(w, h, c, i, batch, cache)
-    else:
-        qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c, cache))
-        heads, cache = _heads(w, qkv, c, i, batch, cache)
-    return _plus_bias(w, shard.row((heads, w["wo"]), split_time=c.sequence_parallel), "wo"), cache
-
-
-def _plus_bias(w, y, *names):
-    return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
-
-
-ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
-               "gelu": functools.partial(jax.nn.gelu, approximate=False),
-               "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
-
-
-def activate(c, first, *gated):
-    """What is between the two products of an MLP."""
-    first = ACTIVATIONS[c.activation](first)
-    return first * gated[0] if gated else first
-
-
-def _into_dense(w):
-    """The weights into the MLP that all tokens visit, if there is one."""
-    return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
-
-
-def feed_forward(w, h, c, i=0, batch=None):
-    """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
-    y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
-    return _plus_bias(w, y, "w_down"), aux
-
-
-def _out_of_block(w, h, c, i, batch, out, dense):
-    """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
-    products make), and of what experts make of h; and what those add to the loss."""
-    if dense:
-        out = [*out, (activate(c, *dense), w["w_down"])]
-    if "router" in w:
-        return _experts(w, h, c, i, batch, out)
-    return shard.row(*out, split_time=c.sequence_parallel), None
-
-
-def _experts(w, h, c, i, batch, beside):
-    """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
-    are added. In training also what is added to the loss: for each row, the share of tokens that
-    an expert has times the share of probability that it is given, summed over experts, times their
-    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and
-    tokens, each with its weight: no mesh or micro-batch changes them."""
-    E, K = c.experts, c.experts_per_token
+def mixture_of_experts(w, h, i, batch, c):
+    """Each token of h [B, T, D] through its best experts, summed by the router's shares; and in
+    training what the router adds to the loss."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
-    probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
-    chosen = choose(probs, w.get("router_bias"), c)                             # [B, T, K]
-    top = jnp.take_along_axis(probs, chosen, -1)
-    if c.router_norm:
-        top = top / top.sum(-1, keepdims=True)
-    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
-                        functools.partial(activate, c), w["e_down"], *beside,
-                        split_time=c.sequence_parallel)
-    if "seeds" not in batch:
-        return out, None
-    weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
-    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
-    given = jnp.einsum("bte,bt->be", probs / probs.sum(-1, keepdims=True), weights)
-    total = shard.sum_over_time(weights.sum(-1, keepdims=True))                 # [B, 1]
-    balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
+    shares, chosen = lax.top_k(jax.nn.softmax(logits), c.experts_per_token)     # [B, T, K] twice
+    shares = shares / shares.sum(-1, keepdims=True)
+    y = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
+    return y, router_loss(logits, chosen, i, batch, c) if "seeds" in batch else None
+
+
+def router_loss(logits, chosen, i, batch, c):
+    """What a layer's router adds to the loss, and what is logged of it.
+
+    Balance: the share of a row's tokens that visit an expert times the mean probability that the
+    router gives it, summed over experts, times their number: 1 if all are equally busy. z: the
+    squared log-sum-exp of the logits. Both are sums over rows and tokens, weighted as the loss is,
+    so that no mesh changes them."""
+    weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
+    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
+    busy = busy / c.experts_per_token
+    given = jnp.einsum("bte,bt->be", jax.nn.softmax(logits), weights)
+    total = jnp.maximum(shard.sum_over_time(weights.sum(-1, keepdims=True)), 1e-9)
+    balance = c.experts * jnp.sum(shard.sum_over_time(busy) * given / total)
     z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers - c.dense_layers, E)).at[i - c.dense_layers].set(busy.sum(0))
-    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
-
-
-def _drop(y, c, site, batch):
-    """Dropout of [B, T, D] in training. The bits follow from the row's own seed, the site in the
-    network and the place in the row: not from the mesh, nor from how the batch was cut."""
-    if c.dropout == 0 or "seeds" not in batch:
-        return y
-
-    def keep(seed, place):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), place)
-        return jax.random.bernoulli(key, 1 - c.dropout, y.shape[-1:])
-
-    places = shard.my_time_slice(batch["query"]["place"], y)
-    kept = jax.vmap(jax.vmap(keep, (None, 0)))(batch["seeds"], places)
-    return jnp.where(kept, y / (1 - c.dropout), 0).astype(y.dtype)
+    load = jnp.zeros((c.layers, c.experts)).at[i].set(busy.sum(0))
+    return added, lax.stop_gradient({"router_loss": added, "expert_load": load})
 
 
 # -------------------------------------------------------------------------------------------
-# The network: embed, block, head
+# The network
 
-def embedding(params, batch, c):
-    """The stream [B, T, D] that the layers begin with."""
-    if c.own_stem == "tokens":
-        x = shard.embed_lookup(params["embed"], batch["tokens"], split_time=c.sequence_parallel)
-        x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
-    else:
-        x = stems.STEMS[c.own_stem](params, batch["source"], c)
-        x = shard.residual_stream(shard.own_time(_padded(x)), c.sequence_parallel)
-    # An embedding that has a norm has all of its parts at its own width.
-    if "project_in" in params and not c.embed_norm:
-        x = matmul(x, params["project_in"])
-    if c.positions in ("learned", "fixed", "sinusoidal"):
-        table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
-        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
-        places = shard.my_time_slice(batch["positions"], x) + c.position_offset
-        x = x + jnp.asarray(table)[places].astype(x.dtype)
-    if c.token_types:
-        x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
-    if c.embed_norm:
-        x = norm(params, "embed_norm", x, c)
-        if "project_in" in params:
-            x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
-    return x
+def embed(params, tokens, c):
+    return shard.embed_lookup(params["embed"], tokens) * c.embed_scale
 
 
-def block(w, x, i, c, batch, cache=None):
-    """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+def layer(w, x, i, batch, c):
+    """A block over whole rows, as the loss and `forward` run it."""
     w = lora.adapted(w)
-    if c.parallel:
-        return _parallel_block(w, x, i, c, batch, cache)
-    is_post = c.norm_place == "post"
-    y, cache = _attention(w, x if is_post else norm(w, "attn_norm", x, c), c, i, batch, cache)
-    x = _add(w, "attn", x, y, c, 2 * i, batch)
-    if "cross_wq" in w:
-        y = _cross_attention(w, x if is_post else norm(w, "cross_norm", x, c), c, batch, cache)
-        x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
-    y, aux = feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
-    return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
+    w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
+    batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
+    attend = functools.partial(
+        shard.self_attend, heads=c.heads, positions=batch["positions"],
+        documents=batch.get("segments"), kernel=c.kernel)
+    return block(w, x, i, batch, attend, c)
 
 
-def _add(w, half, x, y, c, site, batch):
-    """The stream, and what attention or MLP add to it."""
-    if c.norm_place == "sandwich":
-        y = norm(w, f"{half}_out_norm", y, c)
-    if f"{half}_out_scale" in w:
-        y = y * w[f"{half}_out_scale"]
-    x = x + _drop(y, c, site, batch)
-    return norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
+def norm_and_head(params, x, c):
+    return norm(x, params["norm"], c), params["embed"].T if c.tied else params["head"]
 
 
-def _parallel_block(w, x, i, c, batch, cache):
-    """Attention and MLP beside each other: after one norm, one collective into both; one out of
-    both."""
-    h = norm(w, "attn_norm", x, c)
-    if c.parallel_norms == 1:
-        q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
-    else:
-        q, k, v = shard.columns(h, *_into_heads(w, c, cache))
-        h = norm(w, "mlp_norm", x, c)
-        dense = shard.columns(h, *_into_dense(w))
-    heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
-    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
-    return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
+def head_logits(params: Params, x: Array, config: Config) -> Array:
+    """float32 logits [B, T, vocab_size] of the token that follows each of x [B, T, D]."""
+    logits = shard.vocab_logits(*norm_and_head(params, x, config), config.vocab_size)
+    return logits[..., :config.vocab_size]
 
 
-def loss_head(params, x, c):
-    """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
-    if "norm" in params:
-        x = norm(params, "norm", x, c)
-    if c.head == "masked":
-        x = activate(c, _plus_bias(params, matmul(x, params["transform"]), "transform"))
-        x = norm(params, "transform_norm", x, c)
-    if "project_out" in params:
-        x = matmul(x, params["project_out"])
-    if c.head_scale:
-        x = x * c.head_scale
-    head = {"head": params["embed"].T if c.tied else params["head"]}
-    return x, with_bias({**params, **head}, "head")
+def forward(params: Params, tokens: Array, config: Config, **more: Array) -> Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. `more` may be
+    their positions [B, T], and segments [B, T], which number the documents packed into a row."""
+    params, batch = cast(params, config.dtype), {"tokens": tokens, **more}
+    x, _ = shard.layers(lambda w, x, i: layer(w, x, i, batch, config), params["layers"],
+                        embed(params, tokens, config), jnp.arange(config.layers))
+    return head_logits(params, x, config)
 
 
-def _with_info(batch, c):
-    """A batch with what is known of its tokens: their positions [B, T] in the document, and, of
-    queries and of keys, the place in the row and the document, which decide who sees whom. (Where a
-    mask says that no token is, is a document of its own.)"""
-    if c.own_stem != "tokens" and "places" not in batch:
-        return _source(batch, c)
-    shape = batch.get("places", batch.get("tokens")).shape
-    place = batch.get("places", jnp.broadcast_to(jnp.arange(shape[1]), shape))
-    document = batch.get("segments", jnp.zeros_like(place))
-    if "mask" in batch:
-        document = jnp.where(batch["mask"] > 0, document, -1)
-    more = {"token_types": jnp.zeros_like(place)} if c.token_types else {}
-    if c.pad_id >= 0:
-        more["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, place)
-    batch, info = {"positions": place, **more, **batch}, {"place": place, "document": document}
-    if c.positions.startswith("alibi"):
-        info["position"] = batch["positions"]
-    return {**batch, "query": info, "key": info}
-
-
-# -------------------------------------------------------------------------------------------
-# The network: all layers, logits, loss
-
-def _layers(params, specs=None):
-    """The weights of the layers, each with what all of them share, and their specs."""
-    layers, specs = params["layers"], specs and specs["layers"]
-    if "relative" in params:
-        shared = params["relative"]
-        count = jax.tree.leaves(layers)[0].shape[:1]
-        layers = {**layers, "relative": jnp.broadcast_to(shared, count + shared.shape)}
-        specs = specs and {**specs, "relative": P("pipe")}
-    return layers, specs
-
-
-def stack(params, name, x, c, batch, specs=None):
-    """x through "dense_layers" or "layers"."""
-    first, count = (0, c.dense_layers) if name == "dense_layers" else (
-        c.dense_layers, c.layers - c.dense_layers)
-
-    def layer(w, x, i):
-        return _repeat(w, x, i, c, batch)[0] if c.layer_groups else block(w, x, i, c, batch)[0], ()
-
-    weights, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
-        _layers(params, specs))
-    numbers = jnp.arange(first, first + (c.layer_groups or count))
-    return shard.layers(layer, weights, x, numbers, specs, c.remat, c.sum_dtype)[0]
-
-
-def trunk(params, c, batch, specs=None):
-    """The last block's output [B, T, D]."""
-    x = embedding(params, batch, c)
-    for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
-        x = stack(params, name, x, c, batch, specs)
-    return x
-
-
-def head_logits(params, x, c):
-    """float32 logits [B, T, V] of the token that follows each of x [B, T, D]."""
-    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
-    return logits[..., :c.vocab_size]
-
-
-def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
-            positions: Array | None = None, segments: Array | None = None,
-            mask: Array | None = None, source_mask: Array | None = None,
-            token_types: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. An encoder has
-    those of the tokens themselves, or of classes [B, labels], or, without a head, vectors
-    [B, T, D]. `source` is what an encoder-decoder translates, or what a stem reads; a mask is 0
-    where a row has no token."""
-    c = config
-    if c.own_stem != "tokens" and source is None:
-        tokens, source = None, tokens
-    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
-        raise ConfigError("this model has no encoder to give a source to" if source is not None else
-                          "this model has an encoder: give it a source")
-    given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
-                 source_mask=source_mask, token_types=token_types)
-    batch = {name: a for name, a in given.items() if a is not None}
-    c, params, batch = prepared(params, batch, c)
-    x = trunk(params, c, batch)
-    if c.head == "classes":
-        return _class_logits(params, x, c)
-    if c.head == "none":
-        x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
-        x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
-        return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
-    return head_logits(params, x, c)
-
-
-def prepared(params, batch, c, specs=None):
-    """The configuration for rows as long as a batch's (some scaled positions depend on that),
-    weights in its precision, and the batch with what is known of it; of a source, what the encoder
-    makes of it."""
-    if "tokens" in batch:
-        c = dataclasses.replace(c, seq_len=shard.whole_length(batch["tokens"]))
-    params, batch = cast(params, c.dtype), _with_info(batch, c)
-    if c.encoder_layers:
-        batch |= _encode(params, batch, c, specs)
-    return c, params, {k: a for k, a in batch.items() if k != "source" or not c.encoder_layers}
-
-
-def loss(params: Params, batch: dict[str, Array], config: Config,
-         specs: Params | None = None, with_aux: bool = False) -> tuple:
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+         ) -> tuple:
     """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
-    weights. They travel together and are divided once, so that masks and uneven shards change
-    nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
-    what makes them equally busy; `with_aux` then gives other sums of theirs, third. Of a model with
-    classes it is the cross-entropy of `labels` [B], and the number of rows."""
-    c, params, batch = prepared(params, batch, config, specs)
-
-    def embed(params, batch):
-        x = embedding(params, batch, c)
-        if c.dense_layers:
-            x = stack(params, "dense_layers", x, c, batch, specs)
-        return x
-
-    def layer(w, x, i, batch):
-        return (_repeat(w, x, i, c, batch) if c.layer_groups else
-                block(w, x, c.dense_layers + i, c, batch)[:2])
+    weights, to be divided when all is summed. A batch with `seeds` [B] is to learn from: dropout is
+    on, and experts add router_loss, and a dict of what is logged, third."""
+    def embed_tokens(params, batch):
+        return embed(params, batch["tokens"], config)
 
     def head(params, x, batch):
-        if c.head == "classes":
-            return class_loss(_class_logits(params, x, c), batch["labels"])
-        if c.head == "none":        # (from which the rule finds where weights lie)
-            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
-        x, table = loss_head(params, x, c)
-        return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
-                                loss_chunks(*x.shape[:2], padded(c.vocab_size)),
-                                c.logit_softcap), jnp.sum(batch["weights"])
+        return shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
+                                batch["weights"], config.vocab_size), jnp.sum(batch["weights"])
 
-    others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
-    weights, specs_of_layers = _layers(params, specs)
-    result = shard.pipelined_loss(
-        embed, layer, head, others, weights, batch, specs_of_layers, c.remat, c.microbatches,
-        c.schedule, c.chunks, c.sum_dtype)
-    return result if with_aux else result[:2]
+    return shard.loss_of_layers(embed_tokens, functools.partial(layer, c=config), head,
+                                cast(params, config.dtype), batch, specs, config)
+
+
+def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    ids = jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
+    return {"tokens": ids, "targets": ids, "weights": ids.update(dtype=jnp.float32)}
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding, with a cache of keys and values (zigzag/cache.py)
+# Decoding: the same block, with attention to a cache of keys and values (zigzag/cache.py)
 
-def encode_source(params: Params, source: dict[str, Array], config: Config,
-                  specs: Params | None = None) -> list[Params]:
-    """What a source (with source_mask) adds to each layer's cache: cross-attention's k and v."""
-    c = config
-    all_time = functools.partial(shard.whole_time, in_parts=True)
-    encoded, info = _encode(params, source, c, specs, all_time).values()
-    keys = (_cross_keys(shard.gather(w, specs and specs["layers"][i]), encoded, c)
-            for i, w in enumerate(params["layers"]))
-    return [{"cross_k": k, "cross_v": v, "cross_document": info["document"]} for k, v in keys]
+def cache_layer(config: Config, i: int) -> Layer:
+    """What the cache keeps of layer i: arrays by name with the width of a head, and the heads."""
+    return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
-def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
-           config: Config, length: int, specs: Params | None = None,
-           embed: Callable = embedding) -> tuple[Array, list[Params]]:
-    """Run `tokens` [B, T], at places `slot` and on, through all layers. Returns the last block's
-    output [B, T, D], with all time, and the cache with their keys and values. Row b begins at place
-    start[b]. `length` scales positions. Layers are a list (zigzag.decoding_mesh.unstack_layers)."""
-    config = dataclasses.replace(config, seq_len=length)
-    place = jnp.broadcast_to(slot + jnp.arange(tokens.shape[1]), tokens.shape)
-    position = jnp.maximum(place - start[:, None], 0)
-    batch = {"tokens": tokens, "positions": position, "slot": slot, "start": start,
-             "query": {"place": place, "document": jnp.zeros_like(place)}}
-    if config.positions.startswith("alibi"):
-        batch["query"]["position"] = position
-    shared = {name: params[name] for name in ("relative",) if name in params}
-    x, new_cache = embed(params, batch, config), []
-    one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
-    for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
-        w = shard.gather(w, specs and specs["layers"][i])
-        x, _, layer = one_block({**w, **shared}, x, i, batch=batch, cache=layer)
-        new_cache.append(layer)
-    return shard.whole_time(x), new_cache
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
+           config: Config, length: int = 0, specs: Params | None = None
+           ) -> tuple[Array, list[Params]]:
+    """Runs `tokens` [B, T], from `slot` on in rows that begin at start [B], through all layers.
+    Returns the last block's output [B, T, D] and the cache with their keys and values. Weights and
+    cache have a list of layers. (length is for networks whose positions depend on it.)"""
+    batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
+
+    @jax.jit                # traced once for all layers
+    def one(w, x, i, cached):
+        attend = kv_cache.Attend(cached, slot, start, config.heads, config.kv_heads)
+        x, _ = block(w, x, i, batch, attend, config)
+        return x, attend.layer
+
+    x, new = embed(params, tokens, config), []
+    for i, (w, cached) in enumerate(zip(params["layers"], cache, strict=True)):
+        x, cached = one(shard.gather(w, specs and specs["layers"][i]), x, i, cached)
+        new.append(cached)
+    return shard.whole_time(x), new
 
 
-# -------------------------------------------------------------------------------------------
-# Encoders: a source, attention to what was made of it, a class of a whole row. A reader of the
-# plain decoder has read all.
-
-def _source(batch, c):
-    """The batch of an encoder: of its source this device's part of the time."""
-    is_text, shape = c.own_stem == "tokens", batch["source"].shape
-    length = shape[1] if is_text else stems.length(c)
-    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
-    if is_text:
-        known["tokens"] = batch["source"]
-    known = jax.tree.map(_padded, known)
-    shape = known["mask"].shape
-    known["places"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    known = batch | shard.own_time(known)
-    if "seeds" in batch:        # for other numbers than the decoder's
-        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
-    return _with_info(known, c)
-
-
-def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
-    """What the encoder makes of a batch's source, and where it is none."""
-    e = encoder_config(c, batch["source"].shape[1])
-    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
-    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
-    known = _source(given, e)
-    x = embedding(params, known, e)
-    known = {name: known[name] for name in ("query", "key", "positions", "seeds") if name in known}
-
-    def layer(w, x, i, batch):
-        return block(w, x, i, e, batch)[:2]
-
-    weights, specs = _layers(params, specs and specs["encoder"])
-    x = shard.pipelined_layers(layer, weights, x, known, specs, c.remat, c.microbatches, c.chunks,
-                               c.sum_dtype)
-    x = norm(params, "norm", x, e) if "norm" in params else x
-    return {"encoded": gather(x), "source_info": {"document": gather(known["key"]["document"])}}
-
-
-def _padded(x):
-    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
-    more = -x.shape[1] % time_parts()
-    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
-
-
-def _cross_attention(w, h, c, batch, cache):
-    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
-    has already."""
-    q, = shard.columns(h, with_bias(w, "cross_wq"))
-    if cache is None:
-        k, v = _cross_keys(w, batch["encoded"], c)
-        key = batch["source_info"]
-    else:
-        k, v, key = cache["cross_k"], cache["cross_v"], {"document": cache["cross_document"]}
-    out = shard.attend(functools.partial(softmax_attention, c, None), _scaled(q, c), k, v,
-                       lambda query, key: (key["document"] >= 0)[:, None, None, :],
-                       batch["query"], key)
-    out = shard.row((out, w["cross_wo"]), split_time=c.sequence_parallel)
-    return _plus_bias(w, out, "cross_wo")
-
-
-def _cross_keys(w, encoded, c):
-    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
-
-
-def _class_logits(params, x, c):
-    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
-    picture's patches. (Its last norm is then of the mean.)"""
-    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
-    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
-    if "norm" in params:
-        x = norm(params, "norm", x, c)
-    if c.pool_dense:
-        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
-    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
-
-
-def class_loss(logits, labels):
-    """The sum over rows of the cross-entropy of labels [B], and how many rows there are."""
-    chosen = jax.nn.one_hot(labels, logits.shape[1])
-    return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
-
-
-def _repeat(w, x, group, c, batch):
-    """A group of layers with the same weights."""
-    times = c.layers // c.layer_groups
-
-    def layer(x, i):
-        return block(w, x, i, c, batch)[0], None
-
-    layer = layer if c.remat == "none" else jax.checkpoint(layer)
-    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
-
-
-# (zigzag/network.py has what follows.)
-TRANSFORMER = Network(Config, table, loss, batch_shapes, FAMILIES, check_model)
-init, weight_shapes = TRANSFORMER.init, TRANSFORMER.weight_shapes
-tensor_dims, weight_specs = TRANSFORMER.tensor_dims, TRANSFORMER.weight_specs
-parameters, flops, load_run = TRANSFORMER.parameters, TRANSFORMER.flops, TRANSFORMER.load_run
-load_hf, save_hf, read_hf = TRANSFORMER.load_hf, TRANSFORMER.save_hf, TRANSFORMER.read_hf
-plan_weights = TRANSFORMER.plan_weights
+NETWORK = Network("decoder", Config, weights, loss, batch_shapes, forward, PLAIN, extend=extend,
+                  head_logits=head_logits, cache_layer=cache_layer,
+                  block_traffic=lambda config: Traffic(), as_published=as_llama)
+init, weight_specs = NETWORK.init, NETWORK.weight_specs
+load_run, load_hf, save_hf = (functools.partial(f, NETWORK) for f in (
+    folders.load_run, folders.load_hf, folders.save_hf))
 
 
 if __name__ == "__main__":
     import data
+    import networks
 
-    run_main(functools.partial(folders.export, TRANSFORMER.load_run, save_hf, data.tokenizer_of))
+    shard.run_main(functools.partial(folders.export, networks.network_of_record, data.tokenizer_of))

@@ -7,8 +7,8 @@
     o n c e   |
               ^ all rows choose their first new id at the same place
 
-The network is model.py's, with a cache (model.extend). On a mesh each pass is one shard_map, as a
-training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
+The network is that of training, with a cache (model.extend). On a mesh each pass is one shard_map,
+as a training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
 
 In zigzag/, rows.py pads prompts, cache.py keeps keys and values, decoding.py chooses ids and has
 the loops, decoding_mesh.py splits weights, rows and cache over a mesh.
@@ -26,18 +26,16 @@ import numpy as np
 from jax import Array
 
 import data
-import families
-import model
+import networks
 import shard
-from zigzag import decoding, decoding_mesh, terminal
+from zigzag import decoding, decoding_mesh, folders, terminal
 from zigzag.answers import Answer
 from zigzag.cache import CHUNK
-from zigzag.checkpoint import read_run, run_config
+from zigzag.checkpoint import run_record
 from zigzag.errors import ConfigError
 from zigzag.flags import parse_flags, run_main
 from zigzag.mesh import keep_compiled, mesh_of_flags
 from zigzag.plan import resolve_dtype
-from zigzag.positions import decoding_length
 from zigzag.products import LOGITS
 from zigzag.prompts import (
     Config,
@@ -63,7 +61,7 @@ from zigzag.tokenizers import published_tokenizer
 from zigzag.writer import Writer
 
 
-def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
+def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
@@ -99,7 +97,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: model.Config
     return results if logprobs else [ids for ids, _ in results]
 
 
-def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, tokens: int = 128,
+def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
            temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
            seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
            repetition_penalty: float = 1.0, stop: Sequence[int] = (), piece: int = 8,
@@ -109,7 +107,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stop = decoding.end_ids(stop, config.vocab_size)
     with decoding_mesh.mesh_of_weights(params):
-        rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
+        rows, params = _prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         seeds = seeds_of(rows, seed, count=len(prompts))
         state, length = _first_ids(params, rows, config, tokens, sampling, seeds, stop)
     sent, unfinished = 0, np.ones(len(prompts), bool)
@@ -129,7 +127,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: model.Config, 
                             sampling)
 
 
-def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Config,
+def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
                 beams: int = 4, tokens: int = 128, eos: int | Sequence[int] | None = None,
                 source: Any = None, length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
@@ -141,7 +139,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
     decoding.check_beams(beams, tokens, length_penalty, early_stop, config.vocab_size)
     ends = np.array(decoding.end_ids(eos, config.vocab_size) or [-1], np.int32)
     with decoding_mesh.mesh_of_weights(params):
-        rows, params = prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
+        rows, params = _prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         state, length = _prefill(params, rows, config, tokens)
         state |= {"ends": ends, "limit": np.int32(tokens)}
         best = _beam_search(params, state, config, length, beams, padded_length(tokens),
@@ -151,7 +149,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: model.Con
              if scores[row, k] > decoding.LOWEST] for row in range(len(prompts))]
 
 
-def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sources: Any = None,
+def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8) -> list[tuple[float, int]]:
     """For each row of ids the sum of its log-probabilities, and their number: all ids but the first
     have one. A row longer than the context is read in windows that overlap by half."""
@@ -159,7 +157,8 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
     with decoding_mesh.mesh_of_weights(params):
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
-            numbers, arrays, weights = scored_arrays(windows[first:first + batch], sources, config)
+            numbers, arrays, weights = scored_arrays(
+                networks.network_of(config), windows[first:first + batch], sources, config)
             sums = _sum_logprobs(params, arrays, pad_rows(weights), config)[:len(weights)]
             np.add.at(totals, numbers, np.stack([sums, weights.sum(1)], 1))
     return [(float(total), int(count)) for total, count in totals]
@@ -168,10 +167,18 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: model.Config, sour
 # -------------------------------------------------------------------------------------------
 # Passes over the network
 
+def _prompt_arrays(prompts, config, tokens, source):
+    network = networks.network_of(config)
+    if network.gives(config) != "text":
+        raise ConfigError(f"this model gives {network.gives(config)}, and writes no text")
+    return prompt_arrays(network, prompts, config, tokens, source)
+
+
 @functools.cache
 def _specs_on(mesh, config):
-    specs = families.network_of(config).weight_specs(config, mesh) if mesh.size > 1 else None
-    return specs and decoding_mesh.decoding_specs(specs, config)
+    network = networks.network_of(config)
+    specs = network.weight_specs(config, mesh) if mesh.size > 1 else None
+    return specs and decoding_mesh.decoding_specs(specs, network.table(config))
 
 
 def _specs(config):
@@ -179,10 +186,10 @@ def _specs(config):
     return _specs_on(jax.sharding.get_abstract_mesh(), config)
 
 
-def for_decoding(params: Any, config: model.Config) -> Any:
+def for_decoding(params: Any, config: Any) -> Any:
     """The weights as decoding needs them. (Call it once yourself if you generate often.)"""
     with decoding_mesh.mesh_of_weights(params):
-        return decoding_mesh.for_decoding(params, config, _specs(config))
+        return decoding_mesh.for_decoding(params, config.dtype, _specs(config))
 
 
 def _on_mesh(fn, params, state, config, outputs):
@@ -192,18 +199,20 @@ def _on_mesh(fn, params, state, config, outputs):
     def run(params, state):
         return fn(decoding_mesh.gather_all_but_layers(params, specs, shard.gather), specs, state)
 
-    return decoding_mesh.on_mesh(run, params, state, config, specs, outputs)
+    layers = networks.network_of(config).cache_layers(config)
+    return decoding_mesh.on_mesh(run, params, state, layers, specs, outputs)
 
 
 @jax.jit(static_argnames=("config", "slots"))
 def _new_cache(params, rows, config, slots):
     """An empty cache for these rows; with an encoder, it has the keys and values of the sources."""
-    cache = decoding_mesh.empty_cache(config, len(rows["start"]), slots, params["embed"].dtype,
-                                      _specs(config))
+    network = networks.network_of(config)
+    cache = decoding_mesh.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
+                                      params["embed"].dtype, _specs(config))
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
     if source:
         def encode(params, specs, source):
-            return {"cross": model.encode_source(params, source, config, specs)}
+            return {"cross": network.encode_source(params, source, config, specs)}
 
         cross = _on_mesh(encode, params, source, config, ["cross"])["cross"]
         cache = [layer | of_source for layer, of_source in zip(cache, cross)]
@@ -215,12 +224,14 @@ def _forward_chunk(params, cache, rows, config, length):
     """Run the rows' tokens [B, T] through the network: the cache with them in it, and the logits
     [B, V] after the last. If rows have targets, the weighted sum of their log-probabilities [B]
     takes the place of the logits."""
+    network = networks.network_of(config)
+
     def forward(params, specs, state):
-        x, cache = model.extend(params, state["cache"], state["tokens"], state["slot"],
-                                state["start"], config, length, specs)
+        x, cache = network.extend(params, state["cache"], state["tokens"], state["slot"],
+                                  state["start"], config, length, specs)
         if "targets" not in state:
-            return {"cache": cache, "logits": model.head_logits(params, x[:, -1:], config)[:, 0]}
-        logs = jax.nn.log_softmax(model.head_logits(params, x, config))
+            return {"cache": cache, "logits": network.head_logits(params, x[:, -1:], config)[:, 0]}
+        logs = jax.nn.log_softmax(network.head_logits(params, x, config))
         logs = jnp.take_along_axis(logs, state["targets"][..., None], 2)[..., 0]
         return {"cache": cache, "sums": jnp.sum(logs * state["weights"], 1)}
 
@@ -233,7 +244,7 @@ def _forward_chunks(params, rows, config, tokens, chunk=CHUNK):
     Yields what _forward_chunk returns, and the length that scales positions (decoding_length)."""
     P, has_time = rows["tokens"].shape[1], ("tokens", "targets", "weights")
     slots = P + (padded_length(tokens) if tokens else 0)
-    length = decoding_length(config, P + tokens, slots)
+    length = networks.network_of(config).decoding_length(config, P + tokens, slots)
     cache = _new_cache(params, rows, config, slots)
     for begin in range(0, P, chunk):
         inputs = {name: x[:, begin:begin + chunk] if name in has_time else x
@@ -277,7 +288,8 @@ def _choose_ids(state, logits, config, sampling):
         logits = state.pop("logits")
         return decoding.append_ids(state, logits, sampling)
 
-    return decoding_mesh.on_mesh(choose, {}, state | {"logits": logits}, config, _specs(config),
+    return decoding_mesh.on_mesh(choose, {}, state | {"logits": logits},
+                                 networks.network_of(config).cache_layers(config), _specs(config),
                                  state)
 
 
@@ -294,9 +306,11 @@ def _decode(params, state, limit, config, length, sampling):
 
 def _next_logits(params, start, config, length, specs):
     """next_logits of zigzag/decoding.py's loops: ids [B, 1] -> logits [B, V], and the new cache."""
+    network = networks.network_of(config)
+
     def next_logits(ids, cache, slot):
-        x, cache = model.extend(params, cache, ids, slot, start, config, length, specs)
-        return model.head_logits(params, x, config)[:, 0], cache
+        x, cache = network.extend(params, cache, ids, slot, start, config, length, specs)
+        return network.head_logits(params, x, config)[:, 0], cache
 
     return next_logits
 
@@ -316,7 +330,7 @@ def _beam_search(params, state, config, length, beams, tokens, length_penalty, e
 
 
 @jax.jit(static_argnames=("config", "tokens", "sampling", "ends", "beams"))
-def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, tokens: int,
+def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
                  sampling: decoding.Sampling = decoding.Sampling(), seed: int = 0,
                  ends: tuple[int, ...] = (), beams: int = 0) -> Array:
     """generate for use inside a compiled function; with beams, the best one. rows are arrays:
@@ -338,37 +352,40 @@ def generate_ids(params: Any, rows: dict[str, Array], config: model.Config, toke
 # -------------------------------------------------------------------------------------------
 # The command line
 
-def load_model(config: Config) -> tuple[Any, model.Config, data.Tokenizer]:
-    """The weights on a mesh, as decoding needs them; the model's configuration; its tokenizer."""
+def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
+    """The weights on a mesh, as decoding needs them; the network's configuration; its tokenizer."""
     if config.model:
-        c, mesh = families.hf_config(config.model), mesh_of_flags(config.mesh, config.shards)
-        _check_writes(c, f"--model {config.model}")
+        c, mesh = networks.hf_config(config.model), mesh_of_flags(config.mesh, config.shards)
+        network = _check_writes(c, f"--model {config.model}")
         tokenizer = published_tokenizer(config.model, c.vocab_size)
-        c = families.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
-        model.read_hf(config.model, c)      # (first: is everything in the folder?)
-        shapes = decoding_mesh.decoding_shapes(c, model.weight_shapes(c), _specs_on(mesh, c), mesh)
-        return model.read_hf(config.model, c, shapes), c, tokenizer
-    record = read_run(config.run, model.Config)
-    _check_writes(run_config(config.run, model.Config), f"--run {config.run}")
+        c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
+        networks.read_hf(config.model, c)       # (first: is everything in the folder?)
+        shapes = decoding_mesh.decoding_shapes(c.dtype, network.weight_shapes(c),
+                                               _specs_on(mesh, c), mesh)
+        return networks.read_hf(config.model, c, shapes), c, tokenizer
+    record = run_record(config.run)
+    network = _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
                           f"or write text with")
     mesh = mesh_of_flags(config.mesh, config.shards)
-    params, c = model.load_run(config.run, mesh, step_of(config.run, config.step))
+    params, c = folders.load_run(network, config.run, mesh,
+                                 step_of(config.run, config.checkpoint))
     c = whole_context(c)
     return for_decoding(params, c), c, data.tokenizer_of(Path(config.run), record)
 
 
 def _check_writes(c, what):
-    """Refuse a model that does not generate text."""
-    if families.network_of(c) is not model.TRANSFORMER or c.head != "tokens" or not c.causal:
-        gives = {"classes": "classes", "none": "vectors"}.get(c.head, "numbers for each token")
+    """The network of a model that generates text; other models are refused."""
+    network = networks.network_of(c)
+    if (gives := network.gives(c)) != "text":
         raise ConfigError(f"{what}: this model gives {gives}, and writes no text")
+    return network
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     with terminal.ends_quietly():
-        given, _ = parse_flags(Config, argv)
+        given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"})
         config = Config(**given)
         keep_compiled(least=0)
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score
@@ -378,7 +395,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
         lines = given_lines(config)     # (first: a missing file should not wait for a model)
         params, c, tokenizer = load_model(config)
-        writer = Writer(generate, stream, beam_search, score, config, params, c, tokenizer)
+        network = networks.network_of(c)
+        writer = Writer(generate, stream, beam_search, score, config, network, params, c, tokenizer)
         if config.bench:
             bench(stream, writer.params, c, config.model)
         elif config.score:
@@ -387,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             writer.converse()
         else:
             texts = prompt_texts(config, lines, has_input)
-            writer.write(make_prompts(c, tokenizer, texts, config.source))
+            writer.write(make_prompts(network, c, tokenizer, texts, config.source))
 
 
 if __name__ == "__main__":

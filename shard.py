@@ -84,7 +84,7 @@ from zigzag.mesh import (
     varying,
 )
 from zigzag.mesh import make_mesh as make_mesh
-from zigzag.products import chunked_sum, matmul, on_columns, on_rows, time_chunks
+from zigzag.products import chunked_sum, loss_chunks, matmul, on_columns, on_rows, time_chunks
 from zigzag.remat import POLICIES
 from zigzag.rule import TENSOR_SIZE
 from zigzag.rule import explain as explain
@@ -201,10 +201,10 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     return [named(sum(bias, matmul(x, w, 1, dtype)), "columns") for w, *bias in weights]
 
 
-def row(*pairs: tuple[Array, Array], split_time: bool = True) -> Array:
+def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: the sum of the products of activations [B, T, F, ...] with weights
     [F, ..., D], as the stream [B, T, D]. All of them share one reduction."""
-    return named(_into_stream(*_products(pairs), split_time), "row")
+    return named(_into_stream(*_products(pairs)), "row")
 
 
 def _products(pairs):
@@ -218,10 +218,10 @@ def _products(pairs):
     return partial, whole
 
 
-def _into_stream(partial, whole, split_time):
+def _into_stream(partial, whole):
     """The residual stream of partial sums over tensor, and of what every device has whole."""
     n, total = _size("tensor"), []
-    split_time = split_time and n > 1 and (partial or whole)[0].shape[1] % n == 0
+    split_time = n > 1 and (partial or whole)[0].shape[1] % n == 0
     if partial:
         y = sum(partial)
         total.append(lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True) if split_time
@@ -237,9 +237,9 @@ def _into_stream(partial, whole, split_time):
     return checkpoint_name(y, "stream") if n > 1 else y
 
 
-def residual_stream(x: Array, split_time: bool = True) -> Array:
+def residual_stream(x: Array) -> Array:
     """An array [B, T, D] that every device of tensor has whole, as the residual stream."""
-    return _into_stream([], [x], split_time)
+    return _into_stream([], [x])
 
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
@@ -269,10 +269,15 @@ def my_time_slice(tree: Any, x: Array) -> Any:
     return jax.tree.map(part, tree) if is_split(x) else tree
 
 
-def repeat_kv(w: Array, heads: int) -> Array:
-    """Weights [D, K, N] of keys or values beside `heads` query heads. Where tensor divides the
-    query heads but not K, each head is repeated until it divides, and a device has only those that
-    its own queries use. Gradients are summed over a head's copies and over tensor."""
+def repeat_kv(w: Any, heads: int) -> Any:
+    """Weights [D, K, N] of keys or values beside `heads` query heads (or a tuple: the weight and
+    its bias [1, K, N]). Where tensor divides the query heads but not K, each head is repeated until
+    it divides, and a device has only those that its own queries use. Gradients are summed over a
+    head's copies and over tensor."""
+    return on_columns(lambda w: _repeat_kv(w, heads), w)
+
+
+def _repeat_kv(w, heads):
     count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
     if is_split(w) or count == w.shape[1] or heads % count:
         return w
@@ -293,13 +298,13 @@ def repeat_kv(w: Array, heads: int) -> Array:
 #               only their largest logit and their sum of exponentials
 #   more        zigzag/products.py (chunks of the time, for memory)
 
-def embed_lookup(table: Array, ids: Array, split_time: bool = True) -> Array:
+def embed_lookup(table: Array, ids: Array) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
-        return residual_stream(table[ids], split_time)
+        return residual_stream(table[ids])
     here = ids - lax.axis_index("tensor") * len(table)      # others' rows are zeros
     rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return _into_stream([rows], [], split_time)
+    return _into_stream([rows], [])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
@@ -323,10 +328,10 @@ def _vocab_ids(head):
 
 
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
-               vocab_size: int, chunks: int = 1, softcap: float = 0.0) -> Array:
+               vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for a
-    stream x and a head as `vocab_logits` takes it. In so many chunks of the time, one in memory at
-    a time."""
+    stream x and a head as `vocab_logits` takes it. The logits are computed in so many chunks of the
+    time, one in memory at a time (0: as many as memory needs)."""
     split_vocab, ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     own_time = is_split(x) and not split_vocab      # each device all logits of its time: no gather
     if own_time:
@@ -348,6 +353,8 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
             total, target = lax.psum((total, target), "tensor")
         return jnp.sum((jnp.log(total) + top - target) * weights)
 
+    rows, time = x.shape[:2]
+    chunks = chunks or loss_chunks(rows, time, len(ids) * (_size("tensor") if split_vocab else 1))
     if chunks == 1:
         loss = chunk_loss(head, x, targets, weights)
     else:
@@ -429,11 +436,46 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     if "seq" in varying(q):     # (to generate, time is not split)
         ring = attention.causal_ring if causal else attention.full_ring
         out = ring(attend_to, queries, mark_alike(keys, q), send_around, n)
-    elif kernel and attention.kernel_fits(q):
+    elif kernel and attention.kernel_fits(q, k, v):
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    return named(out, "attend")
+    kind = "by_kernel" if kernel else "causal" if causal else "full"    # (for the start of a run)
+    return named(named(out, "attend"), f"attend_{kind}")
+
+
+def slots_of(tokens: Array) -> Array:
+    """Where in its row each of this device's tokens [B, T, ...] lies: [1, T]."""
+    T, n = tokens.shape[1], _size("seq")
+    if n == 1:
+        return jnp.arange(T)[None]
+    order = jnp.asarray(zigzag_order(T * n, n).reshape(n, 1, T))
+    return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
+
+
+def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
+                scores: Callable | None = None, *, causal: bool = True, heads: int = 0,
+                positions: Array | None = None, documents: Array | None = None,
+                slots: Array | None = None, kernel: bool = True) -> Array:
+    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> q's shape.
+
+    A query sees the keys of its own document (documents [B, T]) up to its own slot; all of them
+    where causal is False. mask(query, key) takes some of them away: a window of 100 tokens is
+    query.slot - key.slot < 100. scores(s, query, key, heads) changes the scores s [B, H, T, S]:
+    of this device's query heads, whose numbers `heads` [H] has (the argument `heads` is how many
+    there are on all devices). query and key are attention.Token: slot, position, document, arrays
+    [B, T, 1] and [B, 1, S].
+
+    The device's own kernel computes causal attention and nothing else, so it is used only where
+    nothing else was asked for."""
+    is_usual = causal and mask is None and scores is None and documents is None
+    slots = slots_of(q) if slots is None else slots
+    positions = slots if positions is None else positions
+    documents = jnp.zeros_like(slots) if documents is None else documents
+    tokens = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
+                               for a in (slots, positions, documents)])
+    return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
+                  tokens, tokens, causal, kernel and is_usual)
 
 
 def own_time(tree: Any) -> Any:
@@ -463,8 +505,7 @@ def sum_over_time(x: Array) -> Array:
 #   more        zigzag/experts.py (sorting, grouped products); README "The parallelisms"
 
 def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
-            between: Callable, back: Array, *beside: tuple[Array, Array],
-            split_time: bool = True) -> Array:
+            between: Callable, back: Array, *beside: tuple[Array, Array]) -> Array:
     """Each token of the stream x [B, T, D] through the experts that it has chosen [B, T, K], into
     the stream: the sum of what they make, by shares [B, T, K]. An expert is columns `into`, each
     [E, D, F], then between(...), then rows `back` [E, F, D]. `beside` are pairs as `row` takes
@@ -498,7 +539,27 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     out = named(out, "experts").reshape(B, T, D)
     partial, whole = _products(beside)
     (partial if is_split(back) else whole).append(out)
-    return _into_stream(partial, whole, split_time)
+    return _into_stream(partial, whole)
+
+
+def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
+            ) -> Array:
+    """Dropout of a stream [B, T, D] where there are seeds [B]: in training. The bits follow from
+    the row's seed, the site in the network and the slot in the row: not from the mesh, nor from how
+    the batch was cut."""
+    if not rate or seeds is None:
+        return x
+
+    def keep(seed, slot):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), slot)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
+
+    if slots is None:
+        time = x.shape[1] * (_size("tensor") if is_split(x) else 1)
+        slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
+    slots = jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2])
+    kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, slots)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 # -------------------------------------------------------------------------------------------
@@ -564,7 +625,8 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
 
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
                    batch: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
-                   schedule: str = "gpipe", chunks: int = 1, sum_dtype: str = "") -> tuple:
+                   schedule: str = "gpipe", chunks: int = 1, sum_dtype: str = "",
+                   all_time: bool = False) -> tuple:
     """A loss with a stack of layers in the middle, as a sum and a count:
 
         x = embed(params, batch)
@@ -575,7 +637,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     [B, ...]. aux is None, or a pair: what the layer adds to the sum, and a dict of other sums,
     without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
     given a part of the time of x and of the batch, so that all stages share it: its sum and count
-    are of that part. But a head that calls whole_time has all of it, in every stage."""
+    are of that part. A head that needs all of the time (it calls whole_time) says so by `all_time`:
+    every stage then computes all of it."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype, schedule == "1f1b")
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
@@ -583,11 +646,16 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
         return named(s, "pipelined_loss"), *others
 
     def shared_head(params, x, batch):
-        if "whole_time" in names_in(head, params, x, batch):
+        if all_time:
             x = beside_auto_tensor(lambda x: lax.psum(x, "pipe"), P())(x)
             return keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
         x = _share_time(x)
-        return head(params, x, _time_of_stage(batch, x))
+        batch = _time_of_stage(batch, x)
+        if "whole_time" in names_in(head, params, x, batch):
+            raise ConfigError(f"mesh axis pipe={_size('pipe')}: the head of this loss calls "
+                              f"shard.whole_time, and each stage has a part of the time; give "
+                              f"pipelined_loss all_time=True")
+        return head(params, x, batch)
 
     stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
     loss = pipeline.Loss(embed, stack, shared_head, _send, batch, jnp.arange(total), stages,
@@ -595,6 +663,15 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if schedule == "1f1b":
         return pipeline.one_forward_one_backward(loss, params, weights)
     return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
+
+
+def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any, batch: Any,
+                   specs: Any, c: Any, all_time: bool = False) -> tuple:
+    """pipelined_loss with the layers params["layers"], computed as the configuration c says."""
+    others = {name: w for name, w in params.items() if name != "layers"}
+    return pipelined_loss(embed, block, head, others, params["layers"], batch,
+                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks,
+                          c.sum_dtype, all_time)
 
 
 def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,

@@ -44,7 +44,7 @@ from zigzag.tests.updates import assert_same_copies, assert_same_gradient, run_u
 # Two models between them have what behaves differently on a mesh: key heads that serve two query
 # heads each, experts, dropout.
 DENSE = dict(layers=4, heads=4, kv_heads=2)
-EXPERTS = dict(layers=2, heads=4, kv_heads=2, experts=4, shared_experts=1, dropout=0.1)
+EXPERTS = dict(layers=2, heads=4, kv_heads=2, experts=4, dropout=0.1)
 
 # Six meshes of three axes, which are all fifteen pairs of axes; and the compiler's own step.
 MESHES = [

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -34,21 +35,22 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import data
-import families
 import model
+import networks
 import sample
 import shard
 from zigzag import commands, examples, hosts, init_from, lora, metrics
 from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder
+from zigzag.checkpoint import RunFolder, check_run_folder, run_config, run_record
 from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
 from zigzag.decoding import GREEDY, Sampling
 from zigzag.errors import ConfigError, fill_in
 from zigzag.evaluation import check_task, evaluate
 from zigzag.families import special_ids
-from zigzag.flags import parse_flags, run_main
+from zigzag.flags import change, flat, help_text, parse_flags
+from zigzag.flags import run_main as run_main
 from zigzag.hlo import collectives
-from zigzag.init_from import COMPUTED, fields_with_weights
+from zigzag.init_from import fields_with_weights
 from zigzag.loop import (
     Fit,
     Loop,
@@ -63,8 +65,8 @@ from zigzag.loop import (
 )
 from zigzag.loss_check import check_loss, check_traceable
 from zigzag.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
+from zigzag.network import COMPUTED, Network
 from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
-from zigzag.positions import max_positions
 from zigzag.presets import fields_of_preset
 from zigzag.program import Program, make_program, shapes_hash
 from zigzag.report import Reporter
@@ -75,9 +77,9 @@ from zigzag.weights import count
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(model.Config):
+class Config:
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
-    # The model's fields come first: a run's configuration serves wherever a model's does.
+    network: Any = model.Config()   # what is trained: the configuration of a network
     model: str = "tiny"             # a preset, which other flags change, or a Hugging Face folder
     init_from: str = ""             # a run to take the model from, with its weights
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
@@ -118,22 +120,47 @@ class Config(model.Config):
     distributed: bool = False       # many hosts by SLURM, Open MPI, Kubernetes or on a TPU pod
     patience: int = 120             # seconds that other processes may be late, beyond the usual
 
+    def __getattr__(self, name: str) -> Any:
+        """The network's fields can be read here too: config.layers is config.network.layers."""
+        if name.startswith("__") or name == "network":
+            raise AttributeError(name)
+        return getattr(self.network, name)
+
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_config(self)
         fifth = max(1, self.steps // 5)
         fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model,
                 warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
 
 
-# What decides a run's numbers. To continue it these must be what they were; the rest (how long,
-# where, how fast, how often it is saved) may change.
-SAME = tuple(f.name for f in dataclasses.fields(model.Config) if f.name not in COMPUTED) + (
-    "init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+# What decides a run's numbers, beside the network's configuration (but for network.COMPUTED). To
+# continue a run these must be what they were; the rest (how long, where, how fast, how often it is
+# saved) may change.
+SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
                 "bench", "profile")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
+
+
+def record_of(config: Config) -> dict[str, Any]:
+    """What config.json has of a configuration: all fields, flat, and the network's name."""
+    return {**{k: v for k, v in flat(config).items() if k not in NOT_RECORDED},
+            "network": networks.network_of(config).name}
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What must be the same when a run continues."""
+    own = [f.name for f in dataclasses.fields(config.network) if f.name not in COMPUTED]
+    record = record_of(config)
+    return {name: record[name] for name in ("network", *own, *SAME)}
+
+
+def read_old(folder: str) -> dict[str, Any]:
+    """config.json of the run in a folder that is continued, as this version would write it."""
+    record = run_record(folder, "--out")
+    own = networks.config_of_run(folder, "--out")
+    return {**record, **record_of(run_config(folder, Config, "--out", network=own))}
 
 
 # -------------------------------------------------------------------------------------------
@@ -248,10 +275,10 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # Only this partial of our own loss is trusted; what wraps it is somebody else's, and checked.
-    ours = isinstance(loss, functools.partial) and loss.func is families.network_of(config).loss
-    dims = families.network_of(config).tensor_dims(loss.keywords["config"]) if ours else None
-    plan = make_plan(config, mesh, init, loss, batch, overrides, typed, dims)
+    # Only this partial of the network's own loss is trusted; what wraps it is a custom loss.
+    network = networks.network_of(config)
+    ours = isinstance(loss, functools.partial) and loss.func is network.loss
+    plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None)
     update = optimizer(plan.config, plan.split(plan.decisions)[0])
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
@@ -290,21 +317,21 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         config, say = program.config, say or Reporter(config.steps)
         check_task(config, program, task)
         facts = {"weights": shapes_hash(program.state["params"]), **(record or {})}
-        record = {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_RECORDED}
-        record |= facts
+        same, record = [*facts_of(config), *facts], record_of(config) | facts
         hosts.assert_same_everywhere(record)
         if not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
         first, facts_of_first = frozen_state(program, weights)
-        record, facts = record | facts_of_first, facts | facts_of_first
-        folder = RunFolder(config.out, record, [*SAME, *facts], Config,
+        record |= facts_of_first
+        folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
                            program.saved(program.state), config.keep, config.verify == "on",
                            config.patience) if config.out else None
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
                 len(examples), config.seed, at * config.batch, config.batch), first)
             del first
-            report_header(program, say, count_parameters(program), HIDDEN)
+            report_header(program, say, count_parameters(program), HIDDEN,
+                          networks.describe(config) if program.plan.trusted else "")
             step = prepare(loop, weights)
             if step:
                 say.collectives(collectives(step), expected_traffic(program.plan),
@@ -384,37 +411,43 @@ def check_program(program: Program, build_program: Callable, task: Task, say: Ca
 
 def language(config: Config) -> tuple[Callable, Callable, Any]:
     """The configuration's own model for `build`: init, loss, and the shape of a batch."""
-    network = families.network_of(config)
-    batch = {**network.batch_shapes(config, config.batch),
+    network = networks.network_of(config)
+    batch = {**network.batch_shapes(config.network, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    return (functools.partial(network.init, config),
-            functools.partial(network.loss, config=config, with_aux=True), batch)
+    return (functools.partial(network.init, config.network),
+            functools.partial(network.loss, config=config.network), batch)
 
 
 def count_parameters(program: Program) -> tuple[int, int]:
     """All parameters, and those that a token visits."""
     if program.plan.trusted:
-        return families.network_of(program.config).parameters(program.config)
+        return networks.network_of(program.config).parameters(program.config.network)
     return (count(program.plan.params),) * 2
 
 
 def check_transformer(config: Config, mesh: Any) -> None:
     """Refuse a transformer that this mesh cannot train."""
-    network = families.network_of(config)
-    network.check(config, mesh)
+    network = networks.network_of(config)
+    network.check(config.network, mesh)
     check_batch(config, mesh)
+    if network.couples_rows and config.accumulate > 1:
+        raise ConfigError(f"--accumulate {config.accumulate}: {network.name} compares every row of "
+                          f"a batch with all others, and a part of a batch has fewer; give a "
+                          f"smaller --batch, or more devices of data or fsdp")
     # (A vocabulary that is still to follow from the data divides by everything.)
-    some = dataclasses.replace(config, vocab_size=config.vocab_size or 128 * mesh.size)
-    check_overrides(config.override, network.weight_shapes(some), mesh)
+    some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
+    check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
 
 def flops_of_update(config: Config) -> float:
-    return families.network_of(config).flops(config, config.batch * config.seq_len)
+    return networks.network_of(config).training_flops(config.network,
+                                                      config.batch * config.seq_len)
 
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    families.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, HIDDEN)
+    networks.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, HIDDEN,
+    networks.describe)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -423,18 +456,51 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config."""
-    given, _ = parse_flags(Config, argv)
+    """train.py's command line as a Config. --model and --init_from choose the network."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    asks_help = [words.index(word) for word in ("-h", "--help") if word in words]
+    is_all = asks_help and words[asks_help[0] + 1:] == ["all"]      # --help all
+    words = words[:asks_help[0]] if asks_help else words
+    classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
+    given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"})
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")
-    name = given.get("model", "tiny")       # a preset's name means the preset, gpt2/ a folder
-    if given.get("init_from") or name not in model.PRESETS and Path(name).is_dir():
-        given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
-        base = fields_with_weights(given, model.Config, families.hf_config)
-    else:
-        base = fields_of_preset(name, given)
-    return Config(**{**base, **given})
+    network, fields, run = chosen_network(given)
+    if asks_help:
+        print(help_text((networks.transformer.Config if is_all else network.config, Config)))
+        sys.exit(0)
+    own = {f.name for f in dataclasses.fields(network.config)}
+    for name, value in given.items():
+        if name in own:
+            fields[name] = value
+        elif name not in run:
+            has = [n.name for n in networks.NETWORKS.values()
+                   if name in {f.name for f in dataclasses.fields(n.config)}]
+            raise ConfigError(f"--{name} {value}: the network {network.name} has no such option; "
+                              f"--model {has[0]} has it")
+    return Config(network=network.config(**fields), **run)
+
+
+def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
+    """The network that flags ask for, the fields that its --model or --init_from means, and the
+    run's own fields. (The name of a preset means the preset, gpt2/ a folder.)"""
+    run = {f.name: given[f.name] for f in dataclasses.fields(Config) if f.name in given}
+    name, source = given.get("model", "tiny"), given.get("init_from", "")
+    if not source and (name in networks.PRESETS or not Path(name).is_dir()):
+        fields = fields_of_preset(name, given)
+        is_general = name == networks.transformer.NETWORK.name
+        return (networks.transformer.NETWORK if is_general else
+                networks.network_of_fields(fields)), fields, run
+    if source and "model" in given:
+        raise ConfigError(f"--model {name} --init_from {source}: both say which model; give one of "
+                          f"them")
+    given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
+    config = (networks.config_of_run(source, "--init_from") if source else
+              networks.hf_config(name))
+    network = networks.network_of(config)
+    run |= {"model": given.get("model", ""), "init_from": given.get("init_from") or given["model"]}
+    return network, fields_with_weights(given, network, config), run
 
 
 def show_sharding(argv: Sequence[str] | None = None) -> None:
@@ -447,8 +513,9 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
 
 def reads_text(config: Config) -> bool:
     """Whether --data is text, which needs a tokenizer; pictures, sound and classes are arrays."""
-    return (config.stem == "tokens" and config.head == "tokens" and config.causal
-            and families.network_of(config) is model.TRANSFORMER)
+    network = networks.network_of(config)
+    shape = network.source_shape(config.network)
+    return network.gives(config.network) == "text" and (shape is None or len(shape) == 1)
 
 
 @contextlib.contextmanager
@@ -457,14 +524,13 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
     """What --data holds for this model: the configuration with its vocabulary, what makes its task,
     what a run notes of it, and what a person is told. (`run` and `ready` are data.opened's.)"""
     if not reads_text(config):
-        shapes = families.network_of(config).batch_shapes(config, 1)
-        arrays = examples.open_arrays(config.data, shapes, {
-            "tokens": config.vocab_size, "targets": config.vocab_size, "labels": config.labels,
-            "source": config.vocab_size, "token_types": config.token_types})
+        network = networks.network_of(config)
+        arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
+                                      network.limits(config.network))
         make = functools.partial(Task, examples.collate_arrays, None, arrays.train, arrays.held_out)
         yield config, lambda: make(None, flops_of_update(config), None), {
             "fingerprint": arrays.fingerprint}, arrays
-    elif config.encoder_layers:
+    elif networks.network_of(config).source_shape(config.network):
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)
         yield config, lambda: pairs_task(config, pairs), {
@@ -486,7 +552,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
 
 def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
     """Text from text, by an encoder and a decoder."""
-    tokenizer, width = pairs.tokenizer, config.source_len
+    tokenizer, (width,) = pairs.tokenizer, networks.network_of(config).source_shape(config.network)
     start, end, pad = special_ids(config, tokenizer)
     collate = functools.partial(data.collate_pairs, source_len=width, target_len=config.seq_len,
                                 start=start, end=end, pad=pad)
@@ -494,8 +560,8 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
     def predict(params, batch):
         rows = {"tokens": jnp.full((len(batch["source"]), 1), start),
                 **{name: batch[name] for name in ("source", "source_mask")}}
-        new = sample.generate_ids(params, rows, config, config.seq_len - 1, GREEDY, 0, (end,),
-                                  config.beams)
+        new = sample.generate_ids(params, rows, config.network, config.seq_len - 1, GREEDY, 0,
+                                  (end,), config.beams)
         return batch["source"], batch["source_mask"], new
 
     def text(ids):
@@ -522,16 +588,16 @@ HELD_OUT_TOKENS = 2**17
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, begin, room = tokenizer.vocab_size, min(32, T), max_positions(config)
-    if config.positions == "learned":       # new ids need some of them
-        begin = min(32, -(-T // 2))
+    ids, room = tokenizer.vocab_size, networks.network_of(config).max_positions(config.network)
+    begin = min(32, T, -(-room // 2))       # (where positions end, new ids need some of them)
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
     def write(params, batch):
         more = min(160, room - batch["tokens"].shape[1])
-        return sample.generate_ids(params, batch, config, more, Sampling(0.8), config.seed)
+        return sample.generate_ids(params, batch, config.network, more, Sampling(0.8),
+                                   config.seed)
 
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
@@ -575,7 +641,7 @@ def first_weights(config: Config
                   ) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
     """How fit reads the weights that the model has already, if it has, its tokenizer, and what a
     run notes of them."""
-    return init_from.first_weights(config, model.Config, families.network_of(config),
+    return init_from.first_weights(config, networks.network_of(config),
                                    data.tokenizer_of if reads_text(config) else None)
 
 
@@ -585,7 +651,7 @@ def train_language(config: Config, mesh: Any) -> None:
         raise ConfigError("--out '': expected a folder for the run")
     weights, tokenizer, noted = first_weights(config)
     # Before its data is looked at, or anything written.
-    check_run_folder(config.out, {name: getattr(config, name) for name in SAME}, Config,
+    check_run_folder(config.out, facts_of(config), read_old,
                      ("tokenizer",) if reads_text(config) else ())
     is_process_0 = jax.process_index() == 0
     if not is_process_0:
@@ -593,13 +659,13 @@ def train_language(config: Config, mesh: Any) -> None:
     with opened_data(config, tokenizer, Path(config.out), 0 if is_process_0 else min(
             60, config.patience)) as (config, make_task, record, text):
         record |= noted
-        check_run_folder(config.out, record, Config)
+        check_run_folder(config.out, record, read_old)
     if is_process_0:
         hosts.process_allgather("the data is there")
         if config.init_from:
             print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
                   f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
-        print(f"data     {text}\n{commands.describe_attention(config, mesh)}", flush=True)
+        print(f"data     {text}", flush=True)
     init, loss, _ = language(config)
     fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
         **make_task()._asdict())

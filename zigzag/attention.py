@@ -38,6 +38,57 @@ class Partial(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------
+# What is computed. causal_kernel, below, computes the same for causal attention, and nothing else
+
+class Token(NamedTuple):
+    """What a mask or scores may ask of a query [B, T, 1] and of a key [B, 1, S]."""
+    slot: Array         # where it lies in its row
+    position: Array     # what the rotary embedding sees
+    document: Array     # several documents may share a row; -1 where there is no token
+
+
+def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callable | None = None
+                      ) -> tuple[Array, Array]:
+    """q [B, T, H, N], k and v [B, S, K, N], seen [B, 1, T, S] -> [B, T, H, N], and the logarithm of
+    what the weights were divided by [B, H, T]. `change` maps scores [B, H, T, S] to other ones."""
+    if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
+                        preferred_element_type=jnp.float32)
+    scores = change(scores) if change else scores
+    scores = jnp.where(seen, scores, -1e30)     # finite: a ring joins parts where nothing is seen
+    probs = jax.nn.softmax(scores, -1).astype(v.dtype)
+    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (written as bthn, v would be the left operand)
+    return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
+
+
+def self_attention(mask: Callable | None, scores: Callable | None, causal: bool, heads: int
+                   ) -> Callable:
+    """Softmax attention as shard.attend and the cache take it. A query sees the keys of its own
+    document, no later ones if `causal`, and of these the ones that mask(query, key) allows.
+    scores(s, query, key, heads) computes other scores [B, H, T, S] from s; the last argument has
+    the numbers [H] of this device's query heads, out of `heads` in all."""
+    def attention(q, k, v, tokens):
+        query, key = tokens
+        seen = key.document == query.document
+        seen = seen & (key.slot <= query.slot) if causal else seen
+        seen = seen & mask(query, key) if mask else seen
+
+        def change(s):
+            first = lax.axis_index("tensor") * s.shape[1] if s.shape[1] < heads else 0
+            return scores(s, query, key, first + jnp.arange(s.shape[1]))
+
+        return softmax_attention(q, k, v, seen[:, None], change if scores else None)
+
+    return attention
+
+
+def both(query: Token, key: Token) -> tuple[Token, Token]:
+    """What self_attention takes for a mask: arrays [B, T] and [B, S] that meet as [B, T, S]."""
+    return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
+
+
+# -------------------------------------------------------------------------------------------
 # In blocks
 
 def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
@@ -106,11 +157,13 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
     return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
 
 
-def kernel_fits(q: Array) -> bool:
-    """Whether the device has a kernel for these queries, and no compiler has to split it."""
+def kernel_fits(q: Array, k: Array, v: Array) -> bool:
+    """Whether the device has a kernel for queries, keys and values like these, and no compiler has
+    to split it."""
     sizes, manual = ambient()
-    whole = all(size == 1 or axis in manual for axis, size in sizes.items())
-    return whole and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
+    is_alike = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
+    return is_own and is_alike and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
 
 
 def causal_kernel(q: Array, k: Array, v: Array) -> Array:

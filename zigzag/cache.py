@@ -21,45 +21,44 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.attention import in_blocks
+from zigzag.attention import Token, both, in_blocks, self_attention
+from zigzag.errors import ConfigError
 from zigzag.mesh import ambient, mark_varying
-from zigzag.positions import layer_slots
+from zigzag.network import Layer
 
 # A prompt is prefilled in chunks of so many tokens.
 CHUNK = 256
 
 
-def _splits_heads(c, specs, tensor):
-    """Whether tensor splits the kv heads of a layer's cache: its weights' specs say so."""
-    return c.kv_rank == 0 and c.kv_heads % tensor == 0 and any(
-        "tensor" in specs[name] for name in ("wq", "wk", "wv"))
+def _splits_heads(layer, specs, tensor):
+    """Whether tensor splits the heads of a layer's cache: its weights' specs say so."""
+    return layer.heads % tensor == 0 and any(
+        "tensor" in specs.get(name, ()) for name in layer.weights)
 
 
-def layer_specs(c: Any, specs: Any, batch: P, tensor: int) -> dict[str, P]:
+def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]:
     """The specs of a layer's cache, from those of its weights and of a batch."""
     rows, = batch or (None,)
     own = cross = P(rows)
     if tensor > 1:
-        own = P(rows, "tensor") if _splits_heads(c, specs, tensor) else P(rows, None, "tensor")
-    if tensor > 1 and c.encoder_layers and "tensor" in specs["cross_wk"]:
-        cross = P(rows, None, "tensor")
-    names = ["latent"] if c.kv_rank else ["k", "v"]
-    names += ["cross_k", "cross_v", "cross_document"] if c.encoder_layers else []
-    return {name: P(rows) if name == "cross_document" else cross if name.startswith("cross")
-            else own for name in names}
+        own = P(rows, "tensor") if _splits_heads(layer, specs, tensor) else P(rows, None, "tensor")
+    found = dict.fromkeys(layer.widths, own)
+    if layer.source:
+        if tensor > 1 and "tensor" in specs["cross_wk"]:
+            cross = P(rows, None, "tensor")
+        found |= {"cross_k": cross, "cross_v": cross, "cross_document": P(rows)}
+    return found
 
 
-def new_layer(c: Any, i: int, rows: int, slots: int, dtype: Any, specs: Any = None,
-              tensor: int = 1) -> dict[str, Array]:
-    """The empty cache of layer i: so many rows and slots, over all devices together."""
-    if window := layer_slots(c, i):
-        slots = min(slots, -(-window // CHUNK) * CHUNK + CHUNK)
-    if tensor > 1 and not _splits_heads(c, specs, tensor):
+def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None, tensor: int = 1
+              ) -> dict[str, Array]:
+    """An empty cache: so many rows and slots, over all devices together."""
+    if layer.window:
+        slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
+    if tensor > 1 and not _splits_heads(layer, specs, tensor):
         slots = -(-slots // tensor) * tensor
-    if c.kv_rank:
-        return {"latent": jnp.zeros((rows, 1, slots, c.rotary_dim + c.kv_rank), dtype)}
-    return {name: jnp.zeros((rows, c.kv_heads, slots, width), dtype)
-            for name, width in (("k", c.head_dim), ("v", c.v_head_dim or c.head_dim))}
+    return {name: jnp.zeros((rows, layer.heads, slots, width), dtype)
+            for name, width in layer.widths.items()}
 
 
 def _slot_shards(cached, kv_heads):
@@ -85,17 +84,45 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
     return cached.at[:, :, here].set(new, mode="drop")
 
 
-def attend(attention: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           batch: dict[str, Any], heads: int, kv_heads: int, folds: bool = True) -> Array:
-    """Attention of the batch's queries q [B, T, H, N] to the cached k and v [B, K, S, N], which
-    have the batch's own keys already: [B, T, H, M]. attention(q, k, v, mask) and mask(query, key)
-    are as in shard.attend. With `folds`, query heads that share a kv head are folded into the time
-    of q, so that keys need not be repeated."""
-    shards, own_heads, query = _slot_shards(k, kv_heads), q.shape[2], batch["query"]
+class Attend:
+    """shard.self_attend for new tokens [B, T], from `slot` on in rows that begin at start [B]: to
+    the keys and values in a layer's cache, after theirs were added. The new cache is `.layer`."""
+
+    def __init__(self, layer: dict[str, Array], slot: Array, start: Array, heads: int,
+                 kv_heads: int):
+        self.layer, self.slot, self.start = layer, slot, start
+        self.heads, self.kv_heads = heads, kv_heads
+
+    def __call__(self, q: Array, k: Array, v: Array, mask: Callable | None = None,
+                 scores: Callable | None = None, *, causal: bool = True, **others: Any) -> Array:
+        if not causal or any(a is not None for a in others.values()):
+            raise ConfigError(f"attention with {', '.join(others) or 'causal=False'} cannot "
+                              f"generate: to write token by token, attend takes a mask or scores")
+        self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
+                                   for name, a in (("k", k), ("v", v))}
+        query = query_tokens(self.slot, self.start, q.shape[1])
+        return attend(self_attention(mask, scores, True, self.heads), q, self.layer["k"],
+                      self.layer["v"], query, self.start, self.heads, self.kv_heads,
+                      folds=scores is None)
+
+
+def query_tokens(slot: Array, start: Array, count: int) -> Token:
+    """So many new tokens of each row, from this slot on; the rows begin at start [B]."""
+    slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
+    return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
+
+
+def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, start: Array,
+           heads: int, kv_heads: int, folds: bool = True) -> Array:
+    """Attention of queries q [B, T, H, N] to the cached k and v [B, K, S, N], which have the
+    queries' own keys already: [B, T, H, M]. attention(q, k, v, (query, key)) is as
+    attention.self_attention makes it. With `folds`, query heads that share a kv head are folded
+    into the time of q, so that keys need not be repeated."""
+    shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
     (B, T, H, N), K = q.shape, k.shape[1]
-    key = _key_info(batch, _own_slots(k, shards), k.shape[2] * shards)
+    key = _key_tokens(query, start, _own_slots(k, shards), k.shape[2] * shards)
     folds = folds and K < H
     if folds:
         q = q.reshape(B, T, K, H // K, N).swapaxes(2, 3).reshape(B, -1, K, N)
@@ -103,7 +130,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
     def attend_to(queries, keys):
         (q, query), (k, v, key) = queries, keys
-        values, logsum = attention(q, k, v, mask(query, key))
+        values, logsum = attention(q, k, v, both(query, key))
         if shards > 1:      # in one array, since in_blocks concatenates only values
             logsum = logsum.swapaxes(1, 2)[..., None]
             values = jnp.concatenate([values.astype(jnp.float32), logsum], -1)
@@ -115,15 +142,12 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, mask: Callable,
     return out if shards == 1 else _join(out, own_heads).astype(q.dtype)
 
 
-def _key_info(batch, slots, total):
-    """The key info of these slots, of `total` in all. Each slot has the newest token whose place
-    belongs there. Padding and slots that are still empty are in no document (-1)."""
-    last, start = batch["query"]["place"][:, -1:], batch["start"][:, None]
-    place = last - (last - slots) % total
-    info = {"place": place, "document": jnp.where(place < start, -1, 0)}
-    if "position" in batch["query"]:
-        info["position"] = jnp.maximum(place - start, 0)
-    return info
+def _key_tokens(query, start, slots, total):
+    """What is in these slots of the cache, of `total` in all. Each has the newest token whose place
+    in the row belongs there. Padding and slots that are still empty are in no document (-1)."""
+    last, start = query.slot[:, -1:], start[:, None]
+    slots = last - (last - slots) % total
+    return Token(slots, jnp.maximum(slots - start, 0), jnp.where(slots < start, -1, 0))
 
 
 def _join(out, own_heads):

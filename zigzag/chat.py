@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from zigzag.errors import ConfigError, did_you_mean, one_line, optional_package
+from zigzag.network import Network
 from zigzag.prompts import Prompt, TooLong, check_length
 from zigzag.tokenizers import read_record
 
@@ -41,8 +42,8 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
 class Conversation:
     """A conversation with the model of this tokenizer and configuration, by its template."""
 
-    def __init__(self, tokenizer: Any, c: Any, system: str = ""):
-        self.tokenizer, self.c = tokenizer, c
+    def __init__(self, network: Network, tokenizer: Any, c: Any, system: str = ""):
+        self.network, self.tokenizer, self.c = network, tokenizer, c
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages = []
 
@@ -51,7 +52,7 @@ class Conversation:
         now = [*self.system, *self.messages, {"role": "user", "content": text}]
         ids = self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
         try:
-            return Prompt(text, check_length(ids, self.c, "the conversation"))
+            return Prompt(text, check_length(self.network, ids, self.c, "the conversation"))
         except TooLong as e:
             self.messages = []
             raise TooLong(f"{e}; the next line begins a new one") from None
@@ -62,13 +63,14 @@ class Conversation:
                           {"role": "assistant", "content": answer}]
 
 
-def conversation(tokenizer: Any, c: Any, system: str = "") -> Conversation | None:
+def conversation(network: Network, tokenizer: Any, c: Any, system: str = ""
+                 ) -> Conversation | None:
     """A new conversation, if the model has a chat template."""
     folder = getattr(tokenizer, "folder", None)     # (bytes have no files)
-    if folder and not c.encoder_layers and (
+    if folder and network.source_shape(c) is None and (
             (folder / "chat_template.jinja").is_file()
             or read_record(folder / "tokenizer_config.json").get("chat_template")):
-        return Conversation(tokenizer, c, system)
+        return Conversation(network, tokenizer, c, system)
     if system:
         raise ConfigError("--system: this model has no chat template that could hold it")
     return None

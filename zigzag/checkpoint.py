@@ -53,20 +53,32 @@ WAITS_FROM = 2**28
 # -------------------------------------------------------------------------------------------
 # config.json
 
+# Options that had other names in earlier versions.
+RENAMED = {"parallel": "parallel_block"}
+
+
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. One that
     is younger than the run has its default, or what follows from the others."""
-    record, path = _read_record(folder, flag), Path(folder) / "config.json"
-    known = {f.name: record[f.name] for f in dataclasses.fields(config) if f.name in record}
+    return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
+
+
+def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
+    """The fields of a run's config.json that the dataclass `config` has, as one; with the fields
+    that are `given` in place of the file's."""
+    record, path = run_record(folder, flag), Path(folder) / "config.json"
+    fields = {f.name: f for f in dataclasses.fields(config) if f.name not in given}
+    known = {name: record[name] for name in fields if name in record}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
-    for f in dataclasses.fields(config):
-        if f.name in known and not _has_type(known[f.name], type(f.default)):
-            raise ConfigError(f"{path} is damaged: {f.name} is {known[f.name]!r:.80}")
+    for name, value in known.items():
+        if not _has_type(value, type(fields[name].default)):
+            raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
     if not isinstance(record.get("tokenizer", ""), str):
         raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
-        return {**dataclasses.asdict(config(**known)), **record}
+        return config(**{name: tuple(value) if isinstance(value, list) else value
+                         for name, value in known.items()}, **given)
     except (ConfigError, TypeError) as e:
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
@@ -77,7 +89,8 @@ def _has_type(value, kind):
     return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
 
 
-def _read_record(folder, flag):
+def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
+    """config.json of the run that `flag` names, as it is."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -88,33 +101,32 @@ def _read_record(folder, flag):
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
+    record = {RENAMED.get(name, name): value for name, value in record.items()}
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     return record
 
 
-def run_config(folder: str | Path, config: type, flag: str = "--run") -> Any:
-    """The fields of a run's config.json that the dataclass `config` has, as one."""
-    record = read_run(folder, config, flag)
-    return config(**{f.name: record[f.name] for f in dataclasses.fields(config)})
-
-
-def check_run_folder(out: str, now: dict[str, Any], config: type,
+def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
                      needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
-    before anything is touched."""
+    before anything is touched. read_old(out) gives the facts of the run that is there."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if not (folder / "config.json").exists():
         return
-    old = read_run(out, config)
+    old = json.loads(json.dumps(read_old(out)))
     for name in needs:
         if name not in old:
             raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
                               f"another --out")
     for name, value in json.loads(json.dumps(now)).items():     # as config.json has it
         is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
+        if name == "network" and old[name] != value:
+            raise ConfigError(f"--out {out} holds a run of the network {old[name]}, and this "
+                              f"command trains the network {value}: continue it with --model "
+                              f"{old[name]} and its other flags, or give another --out")
         if name in old and old[name] != value and is_known:
             raise ConfigError(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} "
                               f"was given: continue with what it was, or give another --out")
@@ -128,9 +140,10 @@ class RunFolder(contextlib.AbstractContextManager):
     itself."""
 
     def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
-                 config: type, state: Any, keep: int, verify: bool, patience: int):
+                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int):
         """`record` becomes config.json; of a run that is continued the facts `must_match` must be
-        in it as they are now. `state` is abstract: shapes with their places on the mesh."""
+        as they are now in what read_old(out) gives. `state` is abstract: shapes with their places
+        on the mesh."""
         self.out, self.folder = out, Path(out).resolve()
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
@@ -139,7 +152,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.losses = []        # of training since the last evaluation before it
         self.best = None        # step of the best checkpoint
         self.samples = None     # samples.jsonl, once there are some
-        check_run_folder(out, {name: record[name] for name in must_match}, config)
+        check_run_folder(out, {name: record[name] for name in must_match}, read_old)
         word = secrets.token_hex(8)
         if self.is_process_0:
             self._take(word, record)
@@ -410,7 +423,7 @@ def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
 
 def best_step(folder: str | Path, flag: str = "--run") -> int:
     """The step of a run's best checkpoint, by the --best that it was trained with."""
-    best = _read_record(folder, flag).get("best")
+    best = run_record(folder, flag).get("best")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so no checkpoint "
                           f"of it is the best; its newest is of step {run_steps(folder, flag)[0]}")

@@ -2,12 +2,10 @@
 
     check_config      values of the configuration, each by itself and beside others
     check_batch       a batch that does not divide over the mesh
-    check_model       a transformer that pipe, seq or expert cannot split
     check_overrides   --override, of any weights
     check_corpus      data that is too short, or has other ids
 """
 
-import dataclasses
 import re
 from typing import Any, Sequence
 
@@ -21,6 +19,7 @@ from zigzag.errors import (
     nearest_divisor,
     nearest_multiple,
 )
+from zigzag.flags import change
 from zigzag.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.rule import apply_overrides, parse_overrides
 
@@ -29,7 +28,7 @@ ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("
 
 
 def check_config(c: Any) -> None:
-    """Refuse what a train.Config cannot be, beyond what model.Config refuses."""
+    """Refuse what a train.Config cannot be, beyond what the network's configuration refuses."""
     check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, beams=0, lr=0,
                    eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
                    profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
@@ -42,10 +41,6 @@ def check_config(c: Any) -> None:
     if len(c.fields) != 2:
         raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
                           f"of the target")
-    if tuple(c.fields) != ("source", "target") and not c.encoder_layers:
-        raise ConfigError(f"--fields {' '.join(c.fields)}: this model has no encoder, and learns "
-                          f"from running text; to learn from pairs, give --encoder_layers, or the "
-                          f"--model of a T5 or BART")
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
@@ -111,48 +106,6 @@ def check_batch(c: Any, mesh: Any) -> None:
                           f"{nearest_divisor(rows, c.microbatches)}")
 
 
-def check_model(c: Any, mesh: Any) -> None:
-    """Refuse a transformer that the mesh cannot split. (What tensor does not divide is whole.)"""
-    if c.head == "none":
-        raise ConfigError("--head none: this model gives vectors, and has no loss of its own; give "
-                          "fit a loss, or --head classes or masked")
-    sizes = mesh.shape
-    if c.dense_layers and sizes["pipe"] > 1:
-        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "
-                          f"--dense_layers {c.dense_layers} are not like the others; give its "
-                          f"devices to data, fsdp, expert or tensor")
-    if c.experts % sizes["expert"]:
-        raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
-                          f"{c.experts}; the nearest that does is "
-                          f"expert={nearest_divisor(c.experts, sizes['expert'])}")
-    stages, ring, chunks = sizes["pipe"], sizes["seq"], c.chunks
-    with_chunks = f" x --chunks {chunks}" if chunks > 1 else ""
-    _check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * chunks)
-    _check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
-                  stages * chunks)
-    if stages > 1 and c.layer_groups:
-        raise ConfigError(f"mesh axis pipe={stages}: stages have layers of their own, and "
-                          f"--layer_groups {c.layer_groups} have several layers with the same "
-                          f"weights; give its devices to data, fsdp or tensor")
-    if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
-        raise ConfigError("--schedule 1f1b: an encoder-decoder goes through the stages twice, "
-                          "first all of its encoder; give gpipe or interleaved")
-    if c.own_stem != "tokens":      # (its time is padded)
-        return
-    if stages > 1 and c.head != "classes":
-        _check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
-                      " (what follows the layers is shared out by time)")
-    if ring > 1:
-        _check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
-                      " (each device has an early and a late part)")
-
-
-def _check_length(axis, name, value, parts, why=""):
-    if value % parts:
-        raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
-                          f"the nearest that does is --{name} {nearest_multiple(parts, value)}")
-
-
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
                     others: Sequence[tuple[str, P]] = ()) -> list[tuple[str, P]]:
     """--override, and `others` that code gave, as the rule takes them."""
@@ -171,7 +124,7 @@ def check_vocabulary(config: Any, ids: int) -> Any:
     """The configuration with a vocabulary of the data's, which must not have more ids."""
     if config.vocab_size and config.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
-    return dataclasses.replace(config, vocab_size=config.vocab_size or ids)
+    return change(config, vocab_size=config.vocab_size or ids)
 
 
 def check_corpus(config: Any, corpus: Any) -> Any:

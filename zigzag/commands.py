@@ -16,14 +16,12 @@ from typing import Any, Callable, NamedTuple
 import jax
 
 from zigzag import chips, forecast, hosts, lora
-from zigzag.attention import block_ends, kernel_name
+from zigzag.flags import change
 from zigzag.loop import report_header
 from zigzag.mesh import (
     abstract_mesh,
-    is_single_cpu,
     make_mesh,
     mesh_sizes,
-    row_groups,
     simulate_devices,
 )
 from zigzag.plan import resolve_dtype
@@ -42,6 +40,7 @@ class Trained(NamedTuple):
     count: Callable         # Program -> all parameters, and those that a token visits
     vocab_size: int         # where no data says it
     hidden: tuple[str, ...]     # fields of the configuration that are not shown
+    describe: Callable      # config -> which network it is, and why, as a text
 
 
 def machine(config: Any) -> Any:
@@ -68,10 +67,10 @@ def choose_mesh(config: Any, trained: Trained
     devices = _devices(config)
     one = _resolved(config, make_mesh(devices[:1]), trained)
     # What no mesh could have is refused here; other refusals only leave a mesh out.
-    trained.check(dataclasses.replace(one, batch=1, accumulate=1, microbatches=1, chunks=1,
-                                      schedule="gpipe"), abstract_mesh({}))
+    trained.check(change(one, batch=1, accumulate=1, microbatches=1, chunks=1, schedule="gpipe"),
+                  abstract_mesh({}))
     mesh, ready = forecast.auto_mesh(
-        one, devices, trained.network(one).weight_shapes(one), check=trained.check,
+        one, devices, trained.network(one).weight_shapes(one.network), check=trained.check,
         flops=trained.flops(one),
         compile_program=lambda config: ready_to_run(config, trained),
         say=Reporter(config.steps).line)
@@ -93,7 +92,7 @@ def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Com
 def _resolved(config, mesh, trained):
     """The configuration with the precision of this mesh and a vocabulary."""
     config = resolve_dtype(config, mesh)
-    return dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
+    return change(config, vocab_size=config.vocab_size or trained.vocab_size)
 
 
 def dry_run(config: Any, trained: Trained) -> None:
@@ -101,8 +100,7 @@ def dry_run(config: Any, trained: Trained) -> None:
     begin = time.perf_counter()
     program, step = ready_to_run(config, trained)
     config, say = program.config, Reporter(config.steps)
-    report_header(program, say, trained.count(program), trained.hidden)
-    say.line(describe_attention(config, program.mesh))
+    report_header(program, say, trained.count(program), trained.hidden, trained.describe(config))
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
                      expected=expected_traffic(program.plan), complete=is_complete(program.plan))
@@ -113,12 +111,12 @@ def show_sharding(config: Any, trained: Trained) -> None:
     if config.topology:
         return dry_run(config, trained)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
-    config = dataclasses.replace(config, vocab_size=config.vocab_size or trained.vocab_size)
+    config = change(config, vocab_size=config.vocab_size or trained.vocab_size)
     network = trained.network(config)
-    network.check(config, mesh)
-    decisions = network.plan_weights(config, mesh, overrides=parse_overrides(config.override),
-                                     fsdp_min=config.fsdp_min)
-    shapes = network.weight_shapes(config)
+    network.check(config.network, mesh)
+    decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
+                                     overrides=parse_overrides(config.override))
+    shapes = network.weight_shapes(config.network)
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
@@ -131,7 +129,6 @@ def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Calla
     config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0,
                                  metric="", best="", eval_first=False, sample_prompts="")
     say = BenchReporter(config.steps)
-    say.line(describe_attention(config, mesh))
     fit(config, say)
     if len(say.took) < config.steps:
         return              # it was stopped, and said so
@@ -140,24 +137,3 @@ def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Calla
         make_batch(config, at)
     forecast.bench_report(say, mesh, config.dtype, tokens=config.batch * config.seq_len,
                           flops=flops, loader=(time.perf_counter() - begin) / 10)
-
-
-def describe_attention(config: Any, mesh: Any) -> str:
-    """How attention is computed, for a person."""
-    sizes, T, by_hand = mesh.shape, config.seq_len, config.step == "shard_map"
-    if by_hand and sizes["seq"] > 1:
-        return "attend   each device's queries with keys that go around a ring"
-    kernel = kernel_name(config.dtype, T, config.head_dim, mesh)
-    if kernel and config.kernel and (by_hand or mesh.size == 1):
-        return f"attend   by the {kernel} kernel"
-    rows = config.batch // config.accumulate
-    if by_hand:
-        rows //= row_groups(mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
-    scores = rows * config.heads * T * T
-    if config.heads % sizes["tensor"] == 0:
-        scores //= sizes["tensor"]
-    ends, parts = block_ends(scores, T, loops=not is_single_cpu(mesh))
-    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
-    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
-    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
-            f"the keys up to the last of them{again}")

@@ -79,3 +79,10 @@ def human_bytes(size: float) -> str:
     else:
         unit = "TB"
     return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+
+
+def check_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
+    """Refuse an option that a mesh axis (axis=size) does not divide into so many parts."""
+    if value % parts:
+        raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
+                          f"the nearest that does is --{name} {nearest_multiple(parts, value)}")

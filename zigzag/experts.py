@@ -9,7 +9,7 @@ R rows, D model, F feed-forward, E experts of this device.
 
 import functools
 import math
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.mesh import ambient, mark_varying, platform, zeros_of
 from zigzag.products import Adapted
-
-
-def choose(scores: Array, bias: Array | None, c: Any) -> Array:
-    """Each token's experts [B, T, K] of the configuration c, by their scores [B, T, E] and a bias
-    that counts only here."""
-    if bias is not None:
-        scores = scores + bias.astype(scores.dtype)
-    if c.expert_groups > 1:         # first the groups, each by its best two
-        groups = scores.reshape(*scores.shape[:2], c.expert_groups, -1)
-        best = lax.top_k(groups, 2)[0].sum(-1)
-        least = lax.top_k(best, c.groups_per_token)[0][..., -1:]
-        scores = jnp.where((best >= least)[..., None], groups, 0).reshape(scores.shape)
-    return lax.top_k(scores, c.experts_per_token)[1]
 
 
 def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],

@@ -29,7 +29,7 @@ from zigzag.family import (
     under,
 )
 from zigzag.positions import mscale, parse_scaling
-from zigzag.published import Change
+from zigzag.published import Change, one_stack
 from zigzag.published_config import (
     Fields,
     activation,
@@ -104,36 +104,40 @@ def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
     return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
 
 
+# What a LLaMA's config.json, or a Mixtral's, has names for. Of the other options of a network each
+# must be at its default, but for those that only say how it is trained and computed.
+NAMED = {"layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "seq_len",
+         "tied", "norm_eps", "rope_theta", "rope_scaling", "embed_scale", "activation", "experts",
+         "experts_per_token"}
+OF_TRAINING = {"dropout", "balance", "router_z", "dtype", "remat", "kernel", "microbatches",
+               "schedule", "chunks", "sum_dtype", "lora_rank", "published"}
+
+
 def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral."""
+    kind, window = ("mixtral" if c.experts else "llama"), getattr(c, "window", 0)
     record = dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
+        model_type=kind, architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
         head_dim=c.head_dim, intermediate_size=c.d_ff, vocab_size=c.vocab_size,
         max_position_embeddings=c.seq_len, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
-        hidden_act=c.activation, tie_word_embeddings=False,
+        hidden_act=getattr(c, "activation", "silu"), tie_word_embeddings=False,
         rope_scaling=json.loads(c.rope_scaling or "null"))
     if c.experts:
-        record |= dict(model_type="mixtral", architectures=["MixtralForCausalLM"],
-                       num_local_experts=c.experts, num_experts_per_tok=c.experts_per_token,
-                       sliding_window=c.window or None)
-    plain = dict(norm="rms", norm_place="pre", positions="rotary", gated=True, biases="",
-                 parallel=False, qk_norm=False, embed_norm=False, local_layers="",
-                 window=c.window if c.experts else 0, local_theta=0.0, embed_dim=0, attn_scale=0.0,
-                 attn_softcap=0.0, logit_softcap=0.0, kv_rank=0, shared_experts=0, dense_layers=0,
-                 router="softmax", router_norm=True, router_scale=1.0, expert_groups=1,
-                 expert_d_ff=0, causal=True, encoder_layers=0, stem="tokens", token_types=0,
-                 head="tokens", pool_dense=False, head_scale=0.0, layer_groups=0,
-                 layer_scale=False, relative="", pad_id=-1)
-    other = [name for name, value in plain.items() if getattr(c, name) != value]
+        record |= dict(architectures=["MixtralForCausalLM"], num_local_experts=c.experts,
+                       num_experts_per_tok=c.experts_per_token, sliding_window=window or None)
+    known = NAMED | OF_TRAINING | ({"window"} if c.experts else set())
+    other = [f.name for f in dataclasses.fields(c)
+             if f.name not in known and getattr(c, f.name) != f.default]
     mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,
                                published=json.dumps(record))
     there = {} if other else fields_of(record)
     if there and c.rope_scaling and (
             parse_scaling(c.rope_scaling) == parse_scaling(there["rope_scaling"])):
         there["rope_scaling"] = c.rope_scaling
-    other += [name for name, value in there.items() if value != getattr(mine, name)
-             and name != "published" and (value or name != "head_dim")]
+    other += [name for name, value in there.items() if name != "published"
+              and hasattr(mine, name) and value != getattr(mine, name)
+              and (value or name != "head_dim")]
     if other:
         raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "
                           f"--{other[0]} {getattr(c, other[0])}")
@@ -305,6 +309,44 @@ FAMILIES["mixtral"] = Family(
     {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
      "num_experts_per_tok": 2}, "model.", INV_FREQ, aliases={"num_experts": "num_local_experts"})
+
+
+# -------------------------------------------------------------------------------------------
+# The plain decoder (model.py), which is a LLaMA, a Mistral without window, or a Mixtral
+
+# What their config.json may say that the plain decoder lacks, and what it must say then.
+NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
+
+
+def _plain_fields(family):
+    def fields(r):
+        found = family.fields(r)
+        for name, neutral in NEUTRAL.items():
+            if (value := found.pop(name, neutral)) != neutral:
+                raise ConfigError(f"config.json: --{name} would be {value!r}, which the plain "
+                                  f"decoder lacks; networks.load_hf finds the network that has it")
+        return found
+
+    return fields
+
+
+def _plain_arrays(c):
+    ends = {"model.embed_tokens.weight": "V D -> embed", "model.norm.weight": "D -> norm",
+            "lm_head.weight": "V D = embed" if c.tied else "V D -> head"}
+    attention = ATTENTION | {"self_attn.v_proj.weight": "(K N) D -> wv",
+                             "self_attn.o_proj.weight": "D (H N) -> wo"}
+    routed = {name: pattern.replace("G", "F")
+              for name, pattern in _routed("block_sparse_moe.", "w1", "w3", "w2").items()}
+    return ends | under(LAYER, NORMS, attention, routed if c.experts else MLP)
+
+
+PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
+                                   arrays=_plain_arrays, stacks=one_stack)
+         for kind in ("llama", "mistral", "mixtral")}
+
+
+# -------------------------------------------------------------------------------------------
+# More experts
 
 DENSE_LAYER, EXPERT_LAYER = "model.layers.{d}.", "model.layers.{m}."
 

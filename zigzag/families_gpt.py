@@ -60,7 +60,7 @@ GPT["gpt2"] = Family(_gpt2, _gpt2_arrays, GPT2, "transformer.", MASKS, aliases=G
 def _gptj(r):
     return {**_old(r, layers="n_layer", d_model="n_embd", heads="n_head", seq_len="n_positions"),
             "d_ff": r["n_inner"] or 4 * r["n_embd"], "rotary_dim": r["rotary_dim"] or 0,
-            "parallel": True, "biases": "mlp,head",
+            "parallel_block": True, "biases": "mlp,head",
             "activation": activation(r["activation_function"])}
 
 
@@ -117,7 +117,7 @@ def _gpt_neox(r):
     bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
     return {**_old(r, "layer_norm_eps"), **rope(
         {**r, "rope_theta": r["rotary_emb_base"], "partial_rotary_factor": r["rotary_pct"]}),
-        "d_ff": r["intermediate_size"], "parallel": parallel,
+        "d_ff": r["intermediate_size"], "parallel_block": parallel,
         "parallel_norms": 2 if parallel else 1,
         "activation": activation(r["hidden_act"]), **biased(qkv=bias, out=bias, mlp=True)}
 
@@ -190,7 +190,7 @@ def _bloom_arrays(c):
     norms = layer_norm("input_layernorm", "attn_norm")
     if c.parallel_norms == 2:
         norms = layer_norm("ln_attn", "attn_norm") | layer_norm("ln_mlp", "mlp_norm")
-    elif not c.parallel:
+    elif not c.parallel_block:
         norms |= layer_norm("post_attention_layernorm", "mlp_norm")
     return head(c) | under("transformer.", ends) | under(
         "transformer.h.{l}.", norms,
@@ -215,7 +215,7 @@ def _falcon(r):
     fields = {**_old(r), "kv_heads": (r["num_kv_heads"] or heads) if grouped else
               1 if r["multi_query"] else heads,
               "d_ff": r["ffn_hidden_size"] or 4 * r["hidden_size"],
-              "parallel": bool(r["parallel_attn"]),
+              "parallel_block": bool(r["parallel_attn"]),
               "parallel_norms": (r["num_ln_in_parallel_attn"] or 2) if grouped else 1,
               "activation": activation(r["activation"]),
               "biases": "qkv,out,mlp" if r["bias"] else ""}

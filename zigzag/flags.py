@@ -21,6 +21,23 @@ from zigzag.errors import ConfigError, RunError, did_you_mean
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
+def change(config: Any, **fields: Any) -> Any:
+    """The configuration with other values of these fields, its own or those of its `network`."""
+    own = {f.name for f in dataclasses.fields(config)}
+    inner = {name: value for name, value in fields.items() if name not in own}
+    fields = {name: value for name, value in fields.items() if name in own}
+    if inner:
+        fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
+    return dataclasses.replace(config, **fields)
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """All fields of a configuration, those of its `network` first, beside its own."""
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    network = own.pop("network", None)
+    return {**(dataclasses.asdict(network) if network else {}), **own}
+
+
 def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
     """The dataclass `defaults` with what the command line changes. Where other words are expected
     (`positional` names them in messages): those words, and the dataclass."""
@@ -29,11 +46,16 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
     return (words, result) if positional else result
 
 
-def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = ""
+def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
+                renamed: dict[str, str] = {}, elsewhere: Callable[[str], str] = lambda name: ""
                 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields that a command line gives, and its other words."""
+    """The fields that a command line gives, and its other words. `cls` is a dataclass, or a tuple
+    of them, whose fields are then flags side by side. `renamed` has former names of flags.
+    elsewhere(name) says who has a flag that these do not."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    types = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+    classes = cls if isinstance(cls, tuple) else (cls,)
+    types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
+             if not dataclasses.is_dataclass(f.default)}
     given, words = {}, []
     while argv:
         word = argv.pop(0)
@@ -43,9 +65,12 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = ""
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
+            if name not in types and renamed.get(name) in types:
+                print(f"warning: --{name} is now --{renamed[name]}", file=sys.stderr)
+                name = renamed[name]
             if name not in types:
                 raise ConfigError(f"--{name} is not an option" + (
-                    did_you_mean(name, types, "--{}".format)
+                    elsewhere(name) or did_you_mean(name, types, "--{}".format)
                     or f"; the options are --{' --'.join(types)}"))
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
@@ -82,18 +107,24 @@ def _value(name, kind, values, given):
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
-    """(name, default, help) of every field. Help is read off the source."""
+    """(name, default, help) of every field, those of base classes last. Help is read off the
+    source."""
+    if isinstance(cls, tuple):
+        return [row for one in cls for row in flag_rows(one)]
     texts = {}
     for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
         texts.update(re.findall(r"^    (\w+): .*?  # (.*(?:\n {5,}#.*)*)", inspect.getsource(owner),
                                 re.M))
     return [(f.name, "" if f.default in ("", ()) else str(f.default),
-             re.sub(r"\n +# *", " ", texts.get(f.name, ""))) for f in dataclasses.fields(cls)]
+             re.sub(r"\n +# *", " ", texts.get(f.name, ""))) for f in sorted(
+                 dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
+            if not dataclasses.is_dataclass(f.default)]
 
 
 def help_text(cls: Any) -> str:
     """What --help prints."""
-    return "\n".join([inspect.cleandoc(cls.__doc__), "", *(
+    classes = cls if isinstance(cls, tuple) else (cls,)
+    return "\n".join([inspect.cleandoc(classes[-1].__doc__), "", *(
         f"  --{name:18} {text}" + (f"  [{default}]" if default else "")
         for name, default, text in flag_rows(cls))])
 

@@ -1,44 +1,90 @@
-"""A published model's folder as model.py uses it: the body of load_hf and save_hf, and of
+"""Where a network's weights come from and go to: a run's checkpoints, or a published folder.
 
     python model.py --run RUN --export DIR      a run's weights, for transformers and others
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-from zigzag.checkpoint import read_run
+from zigzag import lora
+from zigzag.checkpoint import run_config, run_record
 from zigzag.errors import ConfigError
-from zigzag.families import as_llama, family_of, fields_of
+from zigzag.families import family_of, fields_of
 from zigzag.flags import from_flags
+from zigzag.network import Network, Params
 from zigzag.published import DTYPES, Folder, read_config, read_weights, write_folder
 from zigzag.published_config import as_config
 from zigzag.tokenizers import copy_files
 
+# -------------------------------------------------------------------------------------------
+# Published folders
 
-def hf_config(path: str | Path, config: type, families: Any, **fields: Any) -> Any:
-    """The dataclass `config` of a folder's config.json, but for these fields."""
-    record = read_config(path)
-    found, seen = fields_of(record, families), family_of(record, families).seen
-    if seen:
-        found |= seen(found, Folder(path).arrays)
-    return as_config(config, Path(path) / "config.json", found | fields)
-
-
-def read(path: str | Path, config: Any, families: Any, table: Any, places: Any = None) -> Any:
-    """The weights in these places (shapes with shardings). With none, only a look at the folder."""
-    folder = Folder(path)
-    return read_weights(folder, family_of(folder.config, families), config, table, places)
+def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
+    """The configuration of a published model, but for these fields."""
+    record = read_config(folder)
+    found = fields_of(record, network.families)
+    if seen := family_of(record, network.families).seen:
+        found |= seen(found, Folder(folder).arrays)
+    return as_config(network.config, Path(folder) / "config.json", found | fields)
 
 
-def write(path: str | Path, params: Any, config: Any, families: Any, table_of: Callable,
-          dtype: str) -> None:
+def load_hf(network: Network, folder: str | Path, mesh: Any = None, **fields: Any
+            ) -> tuple[Params, Any]:
+    """The weights of a published model (a Hugging Face folder), straight into their shards on the
+    mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
+    config = hf_config(network, folder, **fields)
+    read_hf(network, folder, config)    # is everything there, before shapes that large are made?
+    return read_hf(network, folder, config, network.places(config, mesh)), config
+
+
+def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
+            ) -> Params | None:
+    """The weights in these places (shapes with shardings). Without places, only a look at the
+    folder."""
+    opened = Folder(folder)
+    return read_weights(opened, family_of(opened.config, network.families), config,
+                        network.table(config), places)
+
+
+def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
+            dtype: str = "float32") -> None:
+    """The same, back: a folder that transformers reads, adapters merged. A model that was never
+    published is saved as one that transformers knows, if it is one."""
+    if config.lora_rank:
+        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
     if not config.published:
-        params, config = as_llama(params, config)
-    write_folder(path, family_of(json.loads(config.published), families), config,
-                 table_of(config), params, dtype)
+        if network.as_published is None:
+            raise ConfigError(f"the network {network.name} is saved only as what it was loaded "
+                              f"from: a published folder")
+        params, config = network.as_published(params, config)
+    family = family_of(json.loads(config.published), network.families)
+    write_folder(folder, family, config, network.table(config), params, dtype)
 
+
+# -------------------------------------------------------------------------------------------
+# Runs
+
+def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int | None = None
+             ) -> tuple[Params, Any]:
+    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
+    without a mesh, on one device."""
+    config = dataclasses.replace(run_config(folder, network.config), lora_rank=0)
+    return read_run_weights(network, folder, network.places(config, mesh), step), config
+
+
+def read_run_weights(network: Network, folder: str | Path, places: Params,
+                     step: int | None = None, flag: str = "--run") -> Params:
+    """The weights of a run, which `flag` names, in these places (shapes with shardings), adapters
+    merged. (A damaged checkpoint is reported, and passed over.)"""
+    return lora.read_run_weights(folder, network.config, places, step, flag, network.places,
+                                 network.init, functools.partial(read_hf, network))
+
+
+# -------------------------------------------------------------------------------------------
+# The command line
 
 @dataclasses.dataclass(frozen=True)
 class Export:
@@ -52,15 +98,17 @@ class Export:
             raise ConfigError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
 
 
-def export(load_run: Callable, save_hf: Callable, tokenizer_of: Callable,
-           argv: Sequence[str] | None = None) -> None:
-    """The command line. The functions are model.py's and data.py's."""
+def export(network_of_record: Callable, tokenizer_of: Callable, argv: Sequence[str] | None = None
+           ) -> None:
+    """The command line: network_of_record(config.json) is the network of a run, tokenizer_of is
+    data.py's."""
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")
-    params, config = load_run(options.run)
-    record, out = read_run(options.run, type(config)), Path(options.export)
-    save_hf(out, params, config, options.dtype)
+    record, out = run_record(options.run), Path(options.export)
+    network = network_of_record(record)
+    params, config = load_run(network, options.run)
+    save_hf(network, out, params, config, options.dtype)
     files = []
     if "tokenizer" in record:       # (a run of another task has none)
         files = copy_files(tokenizer_of(Path(options.run), record), out)

@@ -19,9 +19,11 @@ import jax
 import numpy as np
 
 from zigzag import chips, lora
+from zigzag.attention import block_ends, kernel_name
 from zigzag.checkpoint import RunFolder
 from zigzag.errors import RunError, human_bytes
 from zigzag.hosts import process_allgather, watchdog
+from zigzag.mesh import is_single_cpu, row_groups
 from zigzag.pipeline import timeline
 from zigzag.program import Program, compiled
 from zigzag.report import Reporter
@@ -202,10 +204,10 @@ def profile(loop: Loop) -> None:
                            f"perfetto_trace.json.gz in ui.perfetto.dev")
 
 
-def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str]
-                  ) -> None:
+def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str],
+                  network: str = "") -> None:
     """How a run begins, for a person: `counts` are of all parameters and of those that a token
-    visits; fields `hidden` are not shown."""
+    visits; fields `hidden` are not shown; `network` says which one it is."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
@@ -222,4 +224,32 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks)
     say.header(config, program.mesh, weights, table, schedule,
-               process_allgather(socket.gethostname()), hidden)
+               process_allgather(socket.gethostname()), hidden,
+               [network and f"network  {network}", describe_attention(plan)])
+
+
+def describe_attention(plan: Any) -> str:
+    """How attention is computed, for a person: what the loss asked of shard.attend, on this mesh.
+    Nothing for a custom loss."""
+    config, sizes, names = plan.config, plan.sizes, plan.names
+    if plan.network is None or "attend" not in names:
+        return ""
+    T, by_hand = config.seq_len, config.step == "shard_map"
+    if by_hand and sizes["seq"] > 1:
+        return "attend   each device's queries with keys that go around a ring"
+    kernel = kernel_name(config.dtype, T, config.head_dim, plan.mesh)
+    if kernel and "attend_by_kernel" in names and (by_hand or plan.mesh.size == 1):
+        return f"attend   by the {kernel} kernel"
+    rows = config.batch // config.accumulate
+    if by_hand:
+        rows //= row_groups(plan.mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
+    scores = rows * config.heads * T * T
+    if config.heads % sizes["tensor"] == 0:
+        scores //= sizes["tensor"]
+    causal = bool(names & {"attend_by_kernel", "attend_causal"})
+    ends, parts = block_ends(scores, T, causal, loops=not is_single_cpu(plan.mesh))
+    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
+    keys = "the keys up to the last of them" if causal else "all keys"
+    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
+    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
+            f"{keys}{again}")

@@ -29,32 +29,40 @@ from zigzag.mesh import cast, compiler_options, mesh_of
 from zigzag.products import Adapted
 from zigzag.weights import Weight
 
-# The matrices that have adapters: those into a block and those out of it. Of the first the
-# dimension after the layers (and experts) is contracted, of the second all but the last.
-COLUMNS = ("wq", "wk", "wv", "w_gate", "w_up", "e_gate", "e_up")
-ROWS = ("wo", "w_down", "e_down")
+
+def with_adapters(table: Any, rank: int) -> Any:
+    """The table of a network's weights, with adapters of this rank (0: none) beside each matrix of
+    its layers that leads into a block or out of it: whatever tensor may split in a product.
+
+    The dimension after the layers (and experts) of a matrix is contracted, or, where that is the
+    one which tensor may split, all dimensions but the last."""
+    if not rank:
+        return table
+    made = {}
+    for name, w in table.items():
+        if isinstance(w, dict):
+            made[name] = with_adapters(w, rank)
+        elif "L" in w.axes and w.tensor >= 0 and not w.lookup and "1" not in w.axes:
+            made |= _adapters(name, w, rank)
+    return table | made
 
 
-def with_adapters(layer: dict[str, Weight], rank: int) -> dict[str, Weight]:
-    """The table of a stack's weights, with those of adapters of this rank (0: none)."""
-    more = {}
-    for name in [n for n in (*COLUMNS, *ROWS) if rank and n in layer]:
-        w = layer[name]
-        first = sum(letter in "LE" for letter in w.axes)
-        last = len(w.axes) - 1 if name in ROWS else first + 1
-        is_row = w.tensor < last
-        more[f"{name}_a"] = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
-                                   math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1)
-        more[f"{name}_b"] = Weight((*w.axes[:first], "r", *w.axes[last:]),
-                                   (*w.shape[:first], rank, *w.shape[last:]), 0.0,
-                                   -1 if is_row else w.tensor - last + first + 1)
-    return layer | more
+def _adapters(name, w, rank):
+    first = sum(letter in "LE" for letter in w.axes)
+    is_row = w.tensor == first
+    last = len(w.axes) - 1 if is_row else first + 1
+    a = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
+               math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1, w.visits)
+    b = Weight((*w.axes[:first], "r", *w.axes[last:]), (*w.shape[:first], rank, *w.shape[last:]),
+               0.0, -1 if is_row else w.tensor - last + first + 1, w.visits)
+    return {f"{name}_a": a, f"{name}_b": b}
 
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:
-    """A layer's weights, each that has adapters together with them."""
-    return w | {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
-                for name in (*COLUMNS, *ROWS) if f"{name}_a" in w}
+    """A layer's weights, those that have adapters as one Adapted with them."""
+    pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
+             for name in w if f"{name}_a" in w and f"{name}_b" in w}
+    return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def as_stored(params: Any, dtype: str) -> Any:
     """Weights with those that are frozen in this precision."""
     adapters, frozen = split(params)
     if not adapters:
-        raise ConfigError("--lora_rank is for the transformer of model.py: these weights have no "
+        raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
                           "adapters; leave it out to train all of them")
     return join(adapters, cast(frozen, dtype))
 
@@ -130,9 +138,9 @@ def fingerprint(frozen: Any) -> str:
 
 def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag: str,
                      places_of: Callable, init: Callable, read_hf: Callable) -> Any:
-    """The weights of a run in the places `wanted` (shapes with shardings). Of a run with adapters
-    those are merged into the weights that it began with. The functions are model.py's, and `cls`
-    its configuration."""
+    """The weights of a run in the places `wanted` (shapes with shardings). Adapters are merged into
+    the weights that their run began with. The functions are the network's, and `cls` its
+    configuration; read_hf reads a published folder."""
     record, config = (read(folder, cls, flag)
                       for read in (checkpoint.read_run, checkpoint.run_config))
     if not config.lora_rank:

@@ -1,67 +1,230 @@
-"""What follows from a kind of model's table of weights and its loss: first values, counts, where
-the weights lie on a mesh, and how they are read and written.
+"""A network, as the machinery sees it: its configuration, its table of weights, its functions, and
+what may be asked of it. model.py has the plain decoder, networks/ has the others.
 
-model.py's transformer is one kind; each file of families/ has another.
+From the table and the loss follow first values, counts, and where the weights lie on a mesh.
 """
 
 import dataclasses
-from pathlib import Path
-from typing import Any, Callable, Mapping
+import json
+import sys
+from typing import Any, Callable, Mapping, NamedTuple
 
 import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zigzag import folders, lora, weights
-from zigzag.checkpoint import run_config
-from zigzag.config import padded
-from zigzag.errors import ConfigError
-from zigzag.family import Family
+from zigzag import lora, weights
+from zigzag.errors import (
+    ConfigError,
+    check_at_least,
+    check_length,
+    did_you_mean,
+    nearest_divisor,
+)
 from zigzag.mesh import make_mesh, shardings
+from zigzag.positions import check_rotary, scaling_type
 from zigzag.rule import plan_sharding
 
 Params = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """How a network is computed: no number follows from it, but for rounding and for what is
+    trained. The base of every network's configuration."""
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
+    remat: str = "none"           # what to recompute in the backward pass: none, selective or full
+    kernel: bool = True           # attention by the device's own kernel, where it has one
+    microbatches: int = 1         # parts in which a device's rows go through the pipeline
+    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
+    chunks: int = 1               # pieces of consecutive layers on each stage of the pipeline
+    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
+    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
+    published: str = ""           # config.json of the published model that this came from
+
+
+ONE_OF = {"dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
+          "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32")}
+
+
+def check_computed(c: Any) -> None:
+    """Refuse what no network can be computed as."""
+    check_at_least(c, microbatches=1, chunks=1, lora_rank=0)
+    for name, known in ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
+                              + did_you_mean(value, known))
+
+
+def check_published(c: Any) -> None:
+    """Refuse a config.json that is none, in a run that somebody else wrote."""
+    try:
+        known = json.loads(c.published or '{"model_type": ""}')
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
+        raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
+                          f"model, with its model_type")
+
+
+# What may change when a run continues: the rest of a network's configuration may not.
+COMPUTED = ("remat", "kernel", "microbatches", "schedule", "chunks", "sum_dtype")
+
+
+def check_decoder(c: Any) -> None:
+    """Refuse what no plain decoder can be."""
+    check_computed(c)
+    check_published(c)
+    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
+                   seq_len=1, norm_eps=0, embed_scale=0, dropout=0, experts=0, experts_per_token=1,
+                   balance=0, router_z=0)
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+    head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
+    for is_wrong, why in (
+            (c.heads % (c.kv_heads or c.heads),
+             f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}"),
+            (head_dim % 2 or head_dim > 2**16,
+             f"--head_dim {head_dim}: rotary positions need an even one, of at most {2**16}"),
+            (not c.rope_theta > 1, f"--rope_theta {c.rope_theta}: must be above 1"),
+            (c.dropout >= 1, f"--dropout {c.dropout}: at least 0 and below 1"),
+            (0 < c.experts < c.experts_per_token, f"--experts_per_token {c.experts_per_token}: "
+                                                  f"there are only --experts {c.experts}"),
+            (kind not in ("default", "linear", "llama3"),
+             f"--rope_scaling of type {kind!r:.80}: the plain decoder has linear and llama3; "
+             f"--model transformer has the others")):
+        if is_wrong:
+            raise ConfigError(why)
+    check_rotary(c, head_dim)
+
+
+def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
+                ) -> None:
+    """Refuse a stack of layers that the mesh cannot split. (What tensor does not divide is whole.)
+    `time_of_stages`: the head shares out the time over the stages; `time_is_padded`: any length
+    divides."""
+    sizes = mesh.shape
+    if c.experts % sizes["expert"]:
+        raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
+                          f"{c.experts}; the nearest that does is "
+                          f"expert={nearest_divisor(c.experts, sizes['expert'])}")
+    stages, ring = sizes["pipe"], sizes["seq"]
+    with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
+    check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * c.chunks)
+    if time_is_padded:
+        return
+    if stages > 1 and time_of_stages:
+        check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
+                     " (what follows the layers is shared out by time)")
+    if ring > 1:
+        check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
+                     " (each device has an early and a late part)")
+
+
+class Layer(NamedTuple):
+    """What the cache of a layer holds."""
+    widths: dict[str, int]  # the arrays, and how wide one head is in each
+    heads: int              # how many heads they have
+    window: int = 0         # how many keys a query sees at most; 0: all before it
+    source: bool = False    # beside them the keys and values of an encoder's output
+    weights: tuple[str, ...] = ("wq", "wk", "wv")   # that make the heads
+
+
+class Traffic(NamedTuple):
+    """What a decoder's blocks send over tensor, for zigzag/traffic.py."""
+    pairs: int = 2          # of a gather into a block and a reduction out of it, in a layer
+    beside: bool = False    # whether something stands beside the experts in the same block
+
+
+def _none(config):
+    return None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A kind of model."""
-    config: type                        # of its configurations
-    table: Callable                     # config -> a tree of weights.Weight
-    loss: Callable                      # params, batch, config[, specs] -> sum, count
+    """A kind of model. Functions that end in (config) answer what the machinery asks."""
+    name: str                           # which a run's config.json records
+    config: type                        # of its configurations: a dataclass, based on Computed
+    weights: Callable                   # config -> a tree of weights.Weight
+    loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
     batch_shapes: Callable              # config, rows -> shapes of a batch
-    families: Mapping[str, Family]      # by model_type, how published ones are written
-    check: Callable = lambda config, mesh: None     # refuses what a mesh cannot split
+    apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
+    families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #                                     by model_type, how published ones are written
+    check: Callable = check_stack       # (config, mesh) refuses what a mesh cannot split
+
+    # Generation: None where it writes no text.
+    extend: Callable | None = None      # model.extend explains it
+    head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
+    cache_layer: Callable | None = None     # config, i -> Layer
+    encode_source: Callable | None = None   # params, source, config, specs -> for the caches
+    gives: Callable = lambda config: "text"     # what it gives; anything but "text" cannot generate
+    max_positions: Callable = lambda config: sys.maxsize    # how many there are
+    decoding_length: Callable = lambda config, tokens, slots: 0     # which positions may depend on
+    source_shape: Callable = _none      # of one row that its encoder reads; (T,) is a text
+
+    # Training
+    limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
+    #                                     of ids in a batch of arrays
+    trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
+    #                                     options that may change when its weights are fine-tuned
+    block_traffic: Callable = _none     # config -> Traffic, where there are formulas for it
+    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: those
+    #                                     of a decoder
+    as_published: Callable | None = None    # params, config -> the same as a published model
+    couples_rows: bool = False          # whether its loss compares the rows of a batch
+
+    def table(self, config: Any) -> Params:
+        """Every weight, with the adapters of config.lora_rank."""
+        return lora.with_adapters(self.weights(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
         """New float32 weights, which follow from the key and each weight's path, not from the
         mesh."""
-        if config.stem == "tokens" and not config.vocab_size:
+        table = self.table(config)
+        if any(0 in w.shape for w in jax.tree.leaves(table)):
             raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
-        return weights.first_values(self.table(config), key)
+        return weights.first_values(table, key)
 
     def weight_shapes(self, config: Any) -> Params:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
+    def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
+        """Logits of tokens [B, T]. What else the network reads (source, mask, positions ...) may be
+        None."""
+        more = {name: x for name, x in more.items() if x is not None}
+        if "source" in more and self.source_shape(config) is None:
+            raise ConfigError("this model has no encoder to give a source to")
+        return self.apply(params, tokens, config, **more)
+
     def tensor_dims(self, config: Any) -> Params:
-        """Of each weight the dimension that tensor may split, or -1."""
+        """The dimension of each weight that tensor may split, or -1."""
         return jax.tree.map(lambda w: w.tensor, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """How many parameters a model has, and how many of them one token visits."""
-        return weights.parameters(self.table(config), config,
-                                  padded(config.vocab_size) - config.vocab_size)
+        return weights.parameters(self.table(config),
+                                  weights.padded(config.vocab_size) - config.vocab_size)
 
-    def flops(self, config: Any, tokens: int) -> float:
-        """Arithmetic of training on that many tokens."""
-        return weights.flops(self.table(config), config, tokens)
+    def training_flops(self, config: Any, tokens: int) -> float:
+        """FLOPs of training on that many tokens."""
+        c, table = config, self.table(config)
+        if self.flops:
+            return self.flops(c, tokens, table)
+        return tokens * (weights.product_flops(table) + weights.attention_flops(
+            c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
+
+    def cache_layers(self, config: Any) -> list[Layer]:
+        return [self.cache_layer(config, i) for i in range(config.layers)]
 
     # Where weights lie
 
     def plan_weights(self, config: Any, mesh: Any, **options: Any) -> Params:
         """Where each weight lies on a mesh, and why."""
         return plan_sharding(
-            lambda p, b: self.loss(p, b, config), self.weight_shapes(config),
+            lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
             self.batch_shapes(config, 1), mesh=mesh, tensor_dims=self.tensor_dims(config),
             **options)
 
@@ -75,45 +238,3 @@ class Network:
                  jax.tree.map(lambda _: PartitionSpec(), shapes))
         return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
                             shardings(specs, mesh))
-
-    # Where weights come from, and go to
-
-    def load_run(self, folder: str | Path, mesh: Any = None, step: int | None = None
-                 ) -> tuple[Params, Any]:
-        """The weights of a run's newest (or given) step, straight into their shards on the mesh;
-        without a mesh, on one device."""
-        config = dataclasses.replace(run_config(folder, self.config), lora_rank=0)
-        return self.read_run_weights(folder, self.places(config, mesh), step), config
-
-    def read_run_weights(self, folder: str | Path, places: Params, step: int | None = None,
-                         flag: str = "--run") -> Params:
-        """The weights of a run, which `flag` names, in these places (shapes with shardings),
-        adapters merged. (A damaged checkpoint is reported, and passed over.)"""
-        return lora.read_run_weights(folder, self.config, places, step, flag, self.places,
-                                     self.init, self.read_hf)
-
-    def hf_config(self, folder: str | Path, **fields: Any) -> Any:
-        """The configuration of a published model, but for these fields."""
-        return folders.hf_config(folder, self.config, self.families, **fields)
-
-    def load_hf(self, folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Any]:
-        """The weights of a published model (a Hugging Face folder), straight into their shards on
-        the mesh; without a mesh, on one device. `fields` of the configuration may say how to train
-        it."""
-        config = self.hf_config(folder, **fields)
-        self.read_hf(folder, config)    # is everything there, before shapes that large are made?
-        return self.read_hf(folder, config, self.places(config, mesh)), config
-
-    def read_hf(self, folder: str | Path, config: Any, places: Params | None = None
-                ) -> Params | None:
-        """The weights in these places (shapes with shardings). With none, only a look at the
-        folder."""
-        return folders.read(folder, config, self.families, self.table(config), places)
-
-    def save_hf(self, folder: str | Path, params: Params, config: Any, dtype: str = "float32"
-                ) -> None:
-        """The same, back: a folder that transformers reads, adapters merged. A model of our own
-        becomes a LLaMA, or with experts a Mixtral."""
-        if config.lora_rank:
-            params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
-        folders.write(folder, params, config, self.families, self.table, dtype)

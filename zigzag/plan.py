@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag import lora
 from zigzag.checks import check_batch, check_overrides
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.mesh import (
     AXES,
@@ -59,7 +60,8 @@ class Plan:
     mesh: Any
     init: Callable          # key -> weights, as they are stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
-    trusted: bool           # the transformer's own, which the tests hold to one device
+    network: Any            # whose own loss this is, which tests hold to one device; None: a
+    #                         custom loss
     mode: str               # how it runs: see run_mode
     takes_specs: bool       # whether its layers gather their own weights
     params: Any             # shapes
@@ -68,11 +70,20 @@ class Plan:
     decisions: Any          # where each weight lives, and why
     dtype: str              # what the loss is computed in
     accumulate: int         # into how many micro-batches a batch is cut
-    pools: bool             # whether the loss picks or pools positions, by shard.whole_time
+    names: set[str]         # of the functions of shard.py that the loss calls
 
     @property
     def sizes(self) -> Any:
         return self.mesh.shape
+
+    @property
+    def trusted(self) -> bool:
+        return self.network is not None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the loss picks or pools positions, by shard.whole_time."""
+        return "whole_time" in self.names
 
     @property
     def typed(self) -> bool:
@@ -203,11 +214,10 @@ def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool,
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-              tensor_dims: Any = None) -> Plan:
+              network: Any = None) -> Plan:
     """The plan to train init's weights with `loss` on batches shaped like `batch` (a dict of
     shapes, with as many rows as an update has). `typed` False runs the loss on each device as on
-    one, whatever it calls. `tensor_dims` is the transformer's own (rule.plan_sharding takes it)
-    and says that the loss is."""
+    one, whatever it calls. `network` is the network whose own loss this is, if it is one's."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if config.lora_rank:
@@ -217,7 +227,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at one micro-batch of one group of devices: what each of them computes.
-    rows, trusted = config.batch // row_groups(mesh) // config.accumulate, tensor_dims is not None
+    rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
+    tensor_dims = network.tensor_dims(config.network) if network else None
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
     jaxpr, sums = jax.make_jaxpr(loss, return_shape=True)(weights, few)
@@ -235,9 +246,9 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     mode = run_mode(config.step, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
-    plan = Plan(config, mesh, init, loss, trusted, mode,
+    plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, "whole_time" in names)
+                config.dtype, config.accumulate, names)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
@@ -320,8 +331,7 @@ def _check_sums_of_parts(plan, weights, rows):
 def resolve_dtype(config: Any, mesh: Any) -> Any:
     """The configuration with the compute precision that the mesh's devices are best at."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return dataclasses.replace(config,
-                               dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
+    return change(config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
 
 
 def _check_floats(params):

@@ -57,6 +57,7 @@ def _pair(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: i
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
+    "transformer": {},      # the general network, for options given as flags
     # This codebase's own block, in the sizes of GPT-2 small and of a model of 1.2 billion.
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
                  tied=True),
@@ -64,7 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The model of the UvA notebook on 3D parallelism, which learns random tokens. (It has 1,152
     # parameters more: scales of queries' and keys' norms, once for each device and shard.)
     "uva3d": dict(layers=6, d_model=256, heads=8, d_ff=1024, vocab_size=100, seq_len=8,
-                  parallel=True, qk_norm=True, positions="learned", activation="gelu_tanh",
+                  parallel_block=True, qk_norm=True, positions="learned", activation="gelu_tanh",
                   gated=False, biases="out,mlp,head", embed_scale=1.0, dropout=0.1,
                   dtype="bfloat16", remat="full", microbatches=8),
     "gpt2": _shape(GPT2, 12, 768, 12), "gpt2-medium": _shape(GPT2, 24, 1024, 16),
@@ -75,7 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opt-6.7b": _shape(OPT, 32, 4096, 32), "opt-13b": _shape(OPT, 40, 5120, 40),
     "opt-30b": _shape(OPT, 48, 7168, 56), "opt-66b": _shape(OPT, 64, 9216, 72),
     "gptj-6b": _shape(GPT2, 28, 4096, 16, vocab_size=50400, seq_len=2048, positions="rotary",
-                      rotary_dim=64, biases="mlp,head", tied=False, parallel=True),
+                      rotary_dim=64, biases="mlp,head", tied=False, parallel_block=True),
     "llama-7b": _shape(LLAMA, 32, 4096, 32, 11008), "llama-13b": _shape(LLAMA, 40, 5120, 40, 13824),
     "llama-33b": _shape(LLAMA, 60, 6656, 52, 17920),
     "llama-65b": _shape(LLAMA, 80, 8192, 64, 22016),

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from zigzag import stems
 from zigzag.checkpoint import best_step
 from zigzag.decoding import Sampling
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.examples import texts_of
 from zigzag.families import fields_of, special_ids
-from zigzag.positions import max_positions
+from zigzag.network import Network
 from zigzag.tokenizers import Tokenizer
 
 
@@ -34,7 +33,7 @@ class Config:
     With no prompt it continues each line of standard input. On a terminal it talks: a conversation
     where the model has a chat template, else it continues what you type."""
     run: str = "out"            # the --out of a train.py
-    step: str = ""              # its checkpoint of this step, or best; empty: the newest
+    checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
     prompt: str = ""            # text to continue; empty: the beginning of a document. An
                                 # encoder-decoder reads it
@@ -94,8 +93,8 @@ def _check_flags(config):
                           "--min_p or --repetition_penalty")
     if "" in config.stop:
         raise ConfigError("--stop '': expected a text")
-    if config.step and config.model:
-        raise ConfigError("--step is of a run: give --run, not --model")
+    if config.checkpoint and config.model:
+        raise ConfigError("--checkpoint is of a run: give --run, not --model")
     for name in ("prompt", "system", "stop"):
         try:
             "".join(getattr(config, name)).encode()
@@ -105,13 +104,14 @@ def _check_flags(config):
 
 
 def step_of(run: str, step: str) -> int | None:
-    """The step that --step names: a number, the best one or, where it is empty, the newest."""
+    """The step that --checkpoint names: a number, the best one or, where it is empty, the newest.
+    """
     if not step:
         return None
     if step == "best":
         return best_step(run)
     if not step.isdecimal() or len(step) > 18:
-        raise ConfigError(f"--step {step}: expected the number of a step, or best")
+        raise ConfigError(f"--checkpoint {step}: expected the number of a step, or best")
     return int(step)
 
 
@@ -191,51 +191,60 @@ class Prompt(NamedTuple):
     repeat: int = 0         # how many equal prompts come before it
 
 
-def make_prompts(c: Any, tokenizer: Tokenizer, texts: Sequence[str], source: str = ""
-                 ) -> list[Prompt]:
+def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
+                 source: str = "") -> list[Prompt]:
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
     read text."""
     counts, prompts = collections.Counter(), []
-    if source and (not c.encoder_layers or c.stem == "tokens"):
+    if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     for number, text in enumerate(texts, 1):
         what = f"prompt {number}" if len(texts) > 1 else "the prompt"
-        prompts.append(_make_prompt(c, tokenizer, text, source, what)._replace(
+        prompts.append(_make_prompt(network, c, tokenizer, text, source, what)._replace(
             repeat=counts[text]))
         counts[text] += 1
     return prompts
 
 
-def _make_prompt(c, tokenizer, text, source, what):
-    if not c.encoder_layers:
-        return Prompt(text, check_length(tokenizer.prompt(text), c, what), begin=text)
-    if c.stem == "tokens" and not text.strip():
+def reads_text(network: Network, c: Any) -> bool:
+    """Whether what a model reads is text: it has no encoder, or one that reads text."""
+    shape = network.source_shape(c)
+    return shape is None or len(shape) == 1
+
+
+def _make_prompt(network, c, tokenizer, text, source, what):
+    shape, is_text = network.source_shape(c), reads_text(network, c)
+    if shape is None:
+        return Prompt(text, check_length(network, tokenizer.prompt(text), c, what), begin=text)
+    if is_text and not text.strip():
         raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
-    encoder_input = tokenizer.with_ends(text) if c.stem == "tokens" else load_source(source, c)
-    if c.stem == "tokens" and len(encoder_input) > (limit := max_positions(c)):
+    encoder_input = tokenizer.with_ends(text) if is_text else load_source(source, shape)
+    if is_text and len(encoder_input) > (limit := network.max_positions(c)):
         raise TooLong(f"{what} has {len(encoder_input):,} tokens; the model's encoder has "
                       f"positions for {limit:,}")
     return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
 
 
-def load_source(path: str, c: Any) -> np.ndarray:
-    """The array in a .npy file, for an encoder that does not read text."""
+def load_source(path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of this shape in a .npy file, for an encoder that does not read text."""
     try:
         return np.asarray(np.load(path, allow_pickle=False), np.float32)
     except (OSError, ValueError, TypeError, EOFError) as e:
         raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
-                          f"{list(stems.source_shape(c, 1)[1:])} ({one_line(e)})") from None
+                          f"{list(shape)} ({one_line(e)})") from None
 
 
-def scored_texts(c: Any, tokenizer: Tokenizer, lines: Sequence[tuple[str, str]], path: str
-           ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
+def scored_texts(network: Network, c: Any, tokenizer: Tokenizer,
+                 lines: Sequence[tuple[str, str]], path: str
+                 ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
     """The texts to score, their ids, and the encoder's inputs (None without one). The first id of
     each is not scored: it is the tokenizer's start id or, if it has none, the text's first."""
-    if not c.encoder_layers:
+    if network.source_shape(c) is None:
         texts = [text for text, in parse_lines(lines, ["text"], path)]
         return texts, [tokenizer.prompt(text) for text in texts], None
-    if c.stem != "tokens":
-        raise ConfigError(f"--score {path}: this model's encoder reads {c.stem}, not a text")
+    if not reads_text(network, c):
+        raise ConfigError(f"--score {path}: this model's encoder reads arrays "
+                          f"{list(network.source_shape(c))}, not a text")
     pairs, start = parse_lines(lines, ["source", "target"], path), special_ids(c, tokenizer)[0]
     targets = [tokenizer.with_ends(target) for _, target in pairs]
     # (As data.collate_pairs: BART's targets begin with another id, those of others perhaps not.)
@@ -252,15 +261,15 @@ def whole_context(c: Any) -> Any:
     return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 
-def check_length(ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
+def check_length(network: Network, ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
     """The ids of a prompt. Refuses those that are longer than the context."""
-    limit = min(c.seq_len, max_positions(c))
+    limit = min(c.seq_len, network.max_positions(c))
     if len(ids) > limit:
         raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {limit:,}")
     return ids
 
 
-def max_new_tokens(c: Any, ids: Sequence[int], tokens: int) -> int:
+def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) -> int:
     """`tokens`, or fewer if the model has no positions for so many after this prompt. (The last new
     id is not read, and needs none.)"""
-    return min(tokens, max_positions(c) - len(ids) + 1)
+    return min(tokens, network.max_positions(c) - len(ids) + 1)

@@ -33,6 +33,7 @@ from zigzag.errors import ConfigError, one_line, optional_package
 from zigzag.files import read_json, write_json
 from zigzag.hosts import process_allgather
 from zigzag.mesh import by_path, flatten
+from zigzag.weights import layer_counts
 
 # So many bytes of arrays go into one file.
 FILE_BYTES = 4 * 2**30
@@ -274,6 +275,11 @@ def stacks_of(c: Any) -> dict[str, list[tuple[str, range]]]:
             "s": [("encoder.layers", range(c.encoder_layers))]}
 
 
+def one_stack(c: Any) -> dict[str, list[tuple[str, range]]]:
+    """stacks_of a network whose layers are all alike."""
+    return {"l": [("layers", range(c.layers))]}
+
+
 def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
     """Every array that a model of this configuration has, by name. In names {e} is the number of an
     expert, and another letter that of a layer, as the family's `stacks` say."""
@@ -318,8 +324,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     spare = {name for name in folder.arrays if any(re.fullmatch(p, name) for p in ignored)}
     found = folder.arrays.keys() - spare
     # (Before there is a list of them all.)
-    least = config.layer_groups or config.layers
-    least += (config.layers - config.dense_layers) * config.experts
+    counts = layer_counts(table)
+    least = (sum(counts.values()) or config.layers) + counts.get("layers", 0) * config.experts
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
@@ -381,7 +387,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
-        path, number = (path, None) if path in axes else _of_stack(path, config)
+        path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
         own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
         parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
 
@@ -405,10 +411,10 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
 
 
-def _of_stack(path, config):
-    """Of a weight of a layer that is apart: the path of its stack, and the number there."""
+def _of_stack(path, counts):
+    """The path of the stack that a weight of a layer by itself is in, and its number there."""
     _, layer, name = path.split(".", 2)
-    at = int(layer) - config.dense_layers
+    at = int(layer) - counts.get("dense_layers", 0)
     return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
@@ -471,6 +477,10 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         raise ConfigError(f"{dtype!r} is no precision to save in; expected one of "
                           f"{', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)
+    placed = {part.path for parts in expected.values() for part in parts}
+    if lost := weights.keys() - placed:
+        raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
+                          f"has no array for the weights {_listed(lost)}")
     expected = {name: parts for name, parts in expected.items() if not parts[0].again}
     adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize
     files, size = [[]], 0

@@ -7,7 +7,6 @@
 """
 
 import collections
-import dataclasses
 import math
 import shutil
 import statistics
@@ -18,6 +17,7 @@ from typing import Any, Sequence
 import jax
 
 from zigzag.errors import human_bytes
+from zigzag.flags import flat
 
 
 class Reporter:
@@ -38,10 +38,11 @@ class Reporter:
                   flush=True)
 
     def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
-               host_names: Sequence[str], hidden: Sequence[str] = ()) -> None:
+               host_names: Sequence[str], hidden: Sequence[str] = (), about: Sequence[str] = ()
+               ) -> None:
         """`weights` counts them, `table` says where each lies and why, `timeline` draws the
-        pipeline; `host_names` has the name of each process's host, and the fields `hidden` of the
-        configuration are not shown."""
+        pipeline; `host_names` has the name of each process's host, the fields `hidden` of the
+        configuration are not shown, and `about` has more lines."""
         device, count = mesh.devices.flat[0], mesh.size
         what = (f"{count} simulated CPU device{'s' if count > 1 else ''}, no accelerator was found"
                 if device.platform == "cpu" else f"{count} x {device.device_kind}")
@@ -57,6 +58,8 @@ class Reporter:
                           f"{own[0].device_kind} ({', '.join(str(d.id) for d in own)})")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         self.line(config_text(config, {"mesh", "shards", "dtype", "step", *hidden}))
+        for text in filter(None, about):
+            self.line(text)
         self.line(f"weights  {weights}")
         self.line(table)
         if timeline:
@@ -108,7 +111,7 @@ class Reporter:
 def config_text(config: Any, hidden: set[str]) -> str:
     """The fields of the configuration in lines of at most 100 columns."""
     lines = ["config  "]
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in flat(config).items():
         if name not in hidden:
             text = " ".join(value) if isinstance(value, tuple) else str(value)
             word = f" {name}={text or '-'}"

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from zigzag import stems
 from zigzag.cache import CHUNK
 from zigzag.errors import ConfigError
 from zigzag.mesh import row_groups
-from zigzag.positions import max_positions
+from zigzag.network import Network
 
 
 def padded_length(length: int) -> int:
@@ -26,11 +25,11 @@ def padded_length(length: int) -> int:
     return max(16, 2 ** (length - 1).bit_length())
 
 
-def padded_prompts(prompts: Sequence[Sequence[int]], c: Any, tokens: int
+def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as [B, P], padded on the left, and the place [B] where each begins. All `tokens` new
     ids but the last, which is not read, must have positions too."""
-    longest, limit = _check_ids("prompt", prompts, c), max_positions(c)
+    longest, limit = _check_ids("prompt", prompts, c), network.max_positions(c)
     if tokens < 0:
         raise ConfigError(f"tokens {tokens}: must be at least 0")
     if longest > c.seq_len:
@@ -58,23 +57,24 @@ def _check_ids(what, rows, c):
     return max(map(len, rows))
 
 
-def source_arrays(source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
+def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
     """The encoder's inputs, from the sources; {} for a model without an encoder."""
-    if (source is None) == (c.encoder_layers > 0):
+    shape = network.source_shape(c)
+    if (source is None) == (shape is not None):
         raise ConfigError("this model has an encoder: give it a source" if source is None else
                           "this model has no encoder to give a source to")
     if source is None:
         return {}
     if len(source) != rows:
         raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
-    if c.stem != "tokens":
-        shape, array = stems.source_shape(c, rows), np.asarray(source, np.float32)
-        if array.shape != shape:
+    if len(shape) > 1:      # (it reads no text)
+        array = np.asarray(source, np.float32)
+        if array.shape != (rows, *shape):
             raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
-                              f"{list(shape)}")
+                              f"{[rows, *shape]}")
         return {"source": array}
     longest = _check_ids("source", source, c)
-    padded = np.zeros((rows, max(longest, min(padded_length(longest), c.source_len))), np.int32)
+    padded = np.zeros((rows, max(longest, min(padded_length(longest), shape[0]))), np.int32)
     mask = np.zeros(padded.shape, np.float32)
     for row, mask_row, ids in zip(padded, mask, source):
         row[:len(ids)], mask_row[:len(ids)] = ids, 1
@@ -88,12 +88,13 @@ def pad_rows(rows: Any, xp: Any = np) -> Any:
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
-def prompt_arrays(prompts: Sequence[Sequence[int]], c: Any, tokens: int, source: Any
-                  ) -> dict[str, np.ndarray]:
+def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
+                  source: Any) -> dict[str, np.ndarray]:
     """Prompts and sources as arrays, whose number of rows divides over the mesh."""
-    padded, start = padded_prompts(prompts, c, tokens)
-    return {name: pad_rows(x) for name, x in {
-        "tokens": padded, "start": start, **source_arrays(source, c, len(prompts))}.items()}
+    padded, start = padded_prompts(network, prompts, c, tokens)
+    arrays = {"tokens": padded, "start": start,
+              **source_arrays(network, source, c, len(prompts))}
+    return {name: pad_rows(x) for name, x in arrays.items()}
 
 
 def on_host(x: Any) -> np.ndarray:
@@ -161,11 +162,12 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int
             begin, context = begin + half, length - half
 
 
-def scored_arrays(windows: Sequence[tuple[int, Sequence[int], int]], sources: Any, c: Any
-                  ) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+def scored_arrays(network: Network, windows: Sequence[tuple[int, Sequence[int], int]],
+                  sources: Any, c: Any) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
     """The row numbers of some windows, their arrays, and which places [B, P] are scored."""
     numbers, ids, context = zip(*windows)
-    arrays = prompt_arrays(ids, c, 0, None if sources is None else [sources[n] for n in numbers])
+    sources = None if sources is None else [sources[n] for n in numbers]
+    arrays = prompt_arrays(network, ids, c, 0, sources)
     P = arrays["tokens"].shape[1]
     begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
     return list(numbers), arrays, np.arange(P) >= begin[:, None]

@@ -27,16 +27,17 @@ from zigzag.rule import zero1_specs
 
 def expected_traffic(plan: Any) -> list[Collective]:
     """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
-    weights and, where the loss is that of a decoder of model.py, between its blocks, its stages,
+    weights and, where the loss is that of a decoder of ours, between its blocks, its stages,
     around its ring, and to its experts."""
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
             *_overridden(weights, run)]
-    if plan.trusted and config.step == "shard_map":
+    if plan.network and config.step == "shard_map":
         if not is_complete(plan):
             return add_up(_that_send(rows, run.sizes))
-        rows += [*_tensor(run), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
+        blocks = plan.network.block_traffic(config.network)
+        rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
         if config.experts:
             rows += _experts(run)
@@ -48,8 +49,7 @@ def expected_traffic(plan: Any) -> list[Collective]:
 
 def is_complete(plan: Any) -> bool:
     """Whether there are formulas for a model's activations too: of our own, for decoders alone."""
-    c = plan.config
-    return not plan.trusted or "embed" in plan.params and c.causal and not c.encoder_layers
+    return not plan.network or plan.network.block_traffic(plan.config.network) is not None
 
 
 def _that_send(rows, sizes):
@@ -84,7 +84,7 @@ class _Run:
         # A microbatch on a device, whose time is split over tensor between blocks if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
-        self.splits_time = c.sequence_parallel and self.time % self.sizes["tensor"] == 0
+        self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
         # The same in the head, of which each stage has a part of the time.
@@ -163,17 +163,18 @@ def _overridden(weights, run):
 # -------------------------------------------------------------------------------------------
 # Activations, of the transformer
 
-def _tensor(run):
-    """8 (n-1)/n X a layer (4 with --parallel): time is gathered into a block and scattered out of
-    it, and backward the transposes. Where time does not divide, an all-reduce replaces both."""
-    c, n, blocks = run.config, run.sizes["tensor"], 2 - run.config.parallel
+def _tensor(run, traffic):
+    """8 (n-1)/n X a layer (4 where attention and MLP are beside each other): time is gathered into
+    a block and scattered out of it, and backward the transposes. Where time does not divide, an
+    all-reduce replaces both."""
+    c, n, blocks = run.config, run.sizes["tensor"], traffic.pairs
     # Attention whose heads do not divide is computed whole, and nothing is reduced out of it.
     is_whole = c.heads % n > 0
-    out = blocks - (is_whole and not c.parallel)
+    out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (What is reduced is kept for the backward pass.)
     reductions = out * (1 + run.is_1f1b) + into - run.one_layer
-    if c.experts and (c.parallel or c.shared_experts):
+    if traffic.beside:
         reductions += 1     # experts and what is beside them gather the same x: once, but backward
     yield run.reduce, "tensor", run.layers * reductions, run.X
     if run.splits_time:

@@ -1,5 +1,5 @@
-"""A table of weights: what each is like, its first values, how many numbers and how much arithmetic
-there are. The table itself, a tree of Weight, is model.py's."""
+"""What follows from a network's table of weights: first values, parameter and FLOP counts. The
+table itself, a tree of Weight, is the network's."""
 
 import dataclasses
 import math
@@ -13,23 +13,39 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    axes: tuple[str, ...]   # a letter for each dimension, as model.py names them
+    axes: tuple[str, ...]   # a letter for each dimension; L numbers layers, E experts
     shape: tuple[int, ...]
-    scale: float | None     # standard deviation of its first values; None: ones
-    tensor: int             # the dimension that tensor may split in model.py; -1: none
-    values: Any = None      # a function that makes its first values, in place of random ones
+    scale: float | None     # initial standard deviation; None: all ones
+    tensor: int             # the dimension that the tensor axis may split; -1: none
+    visits: float = 1.0     # the share of tokens that meet it: of an expert, few
+    lookup: bool = False    # rows are looked up in it: no product, unless it is tied to the head
+    values: Any = None      # a function of the shape that makes its first values, in place of scale
 
 
 class Table:
-    """Makes Weights of letters: Table(D=128, F=384)("D F", 0.1, "F")."""
+    """Makes Weights out of letters: Table(D=128, F=384)("D F", 0.1, "F")."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
 
-    def __call__(self, axes: str, scale: float | None = None, tensor: str = "") -> Weight:
+    def __call__(self, axes: str, scale: float | None = None, tensor: str = "", **more: Any
+                 ) -> Weight:
         letters = tuple(axes.split())
         return Weight(letters, tuple(self.sizes[a] for a in letters), scale,
-                      letters.index(tensor) if tensor else -1)
+                      letters.index(tensor) if tensor else -1, **more)
+
+
+def padded(vocab_size: int) -> int:
+    """The rows of a table for this vocabulary: a multiple of 128, a TPU's lane width, whatever the
+    mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
+    return -(-vocab_size // 128) * 128
+
+
+def layer_counts(tree: Any) -> dict[str, int]:
+    """The stacks of layers in a table, or in weights like it, in the order in which they run, and
+    how many layers each has."""
+    return {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
+            if name in tree}
 
 
 def first_values(table: Any, key: Array) -> Any:
@@ -52,41 +68,34 @@ def count(weights: Any) -> int:
     return sum(math.prod(w.shape) for w in jax.tree.leaves(weights))
 
 
-def _visited(path, c):
-    """The share of a weight that one token visits: of experts, those that it chooses."""
-    return min(1, c.experts_per_token / c.experts) if path[-1].key.startswith("e_") else 1
-
-
-def parameters(table: Any, c: Any, padding: int) -> tuple[int, int]:
+def parameters(table: Any, padding: int) -> tuple[int, int]:
     """How many parameters a model has, without the `padding` of its vocabulary, and how many of
     them one token visits."""
-    def sizes(path, w):
+    def sizes(w):
         size = math.prod(w.shape)
         if "V" in w.axes:
             size -= size // w.shape[w.axes.index("V")] * padding
-        return size, round(size * _visited(path, c))
+        return size, round(size * w.visits)
 
-    pairs = jax.tree.leaves(jax.tree.map_with_path(sizes, table))
-    return sum(pairs[::2]), sum(pairs[1::2])
+    pairs = [sizes(w) for w in jax.tree.leaves(table)]
+    return sum(size for size, _ in pairs), sum(visited for _, visited in pairs)
 
 
-def flops(table: Any, c: Any, tokens: int) -> float:
-    """Arithmetic of training on that many tokens: 6 per weight of a product and token (4 of one
-    that is frozen), and the attention's two products with every key (causal or not), 12 T H N a
-    layer and token. An encoder's weights meet the tokens of the source."""
-    share = c.source_len / c.seq_len if c.encoder_layers else 0.0
+def product_flops(table: Any) -> float:
+    """Training FLOPs of the products with weights for each token: 6 for each element of a matrix,
+    4 for each element of a frozen one (beside adapters, whose dimension is r)."""
+    leaves = jax.tree.leaves(table)
+    is_frozen = any("r" in w.axes for w in leaves)
 
-    def of_product(path, w):
-        name, axes = path[-1].key, [a for a in w.axes if a not in "L1"]
-        is_product = len(axes) > 1 and "P" not in axes and not name.endswith("_bias")
-        if not is_product or name == ("head" if c.tied else "embed"):
-            return 0
-        each = 4 if c.lora_rank and "r" not in w.axes else 6
-        if path[0].key == "encoder" or name in ("cross_wk", "cross_wv"):
-            each *= share
-        return each * math.prod(w.shape) * _visited(path, c)
+    def flops(w):
+        if w.lookup or "1" in w.axes or len(set(w.axes) - {"L"}) < 2:   # "1": a bias
+            return 0.0
+        return (4 if is_frozen and "r" not in w.axes else 6) * math.prod(w.shape) * w.visits
 
-    products = sum(jax.tree.leaves(jax.tree.map_with_path(of_product, table)))
-    heads = c.heads * (c.head_dim + (c.v_head_dim or c.head_dim))
-    keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
-    return tokens * (products + 6.0 * keys * heads)
+    return float(sum(map(flops, leaves)))
+
+
+def attention_flops(keys: float, heads: int, width: int, value_width: int) -> float:
+    """Training FLOPs of attention for each token: the products of queries with so many keys (of all
+    layers together, causal or not), and of the weights with their values."""
+    return 6.0 * keys * heads * (width + value_width)

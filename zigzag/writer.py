@@ -6,6 +6,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 from zigzag import chat, terminal
 from zigzag.answers import Answer
 from zigzag.families import special_ids
+from zigzag.network import Network
 from zigzag.prompts import SAMPLING_FLAGS, Prompt, make_prompts, max_new_tokens, scored_texts
 from zigzag.tokenizers import Tokenizer
 
@@ -17,6 +18,7 @@ class Writer(NamedTuple):
     beam_search: Callable
     score: Callable
     config: Any
+    network: Network
     params: Any
     c: Any
     tokenizer: Tokenizer
@@ -24,10 +26,11 @@ class Writer(NamedTuple):
     def write(self, prompts: Sequence[Prompt], pressed: Sequence[int] = ()) -> Answer:
         """Print an answer for each prompt, until Ctrl-C is pressed. Returns the last answer."""
         config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
-        ends = special_ids(c, tokenizer)[1:2] if c.encoder_layers else tokenizer.ends
+        has_source = self.network.source_shape(c) is not None
+        ends = special_ids(c, tokenizer)[1:2] if has_source else tokenizer.ends
         for tokens, some in self._batches(prompts):
             ids = [prompt.ids for prompt in some]
-            source = [prompt.source for prompt in some] if c.encoder_layers else None
+            source = [prompt.source for prompt in some] if has_source else None
             pieces = None
             options = {name: getattr(config, name) for name in SAMPLING_FLAGS} | dict(
                 tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some], stop=ends,
@@ -54,7 +57,7 @@ class Writer(NamedTuple):
         """(tokens, at most --batch prompts that can have so many new ones), in order: where
         positions end, a prompt's answer does not depend on the others' lengths."""
         def tokens_of(prompt):
-            return max_new_tokens(self.c, prompt.ids, self.config.tokens)
+            return max_new_tokens(self.network, self.c, prompt.ids, self.config.tokens)
 
         for tokens, group in itertools.groupby(prompts, tokens_of):
             while some := list(itertools.islice(group, self.config.batch)):
@@ -62,11 +65,12 @@ class Writer(NamedTuple):
 
     def converse(self) -> None:
         """A conversation, with the model's chat template. If it has none, each line is a prompt."""
-        conversation = chat.conversation(self.tokenizer, self.c, self.config.system)
+        conversation = chat.conversation(self.network, self.tokenizer, self.c,
+                                         self.config.system)
 
         def answer(line, pressed):
             prompts = ([conversation.ask(line)] if conversation else
-                       make_prompts(self.c, self.tokenizer, [line]))
+                       make_prompts(self.network, self.c, self.tokenizer, [line]))
             text = self.write(prompts, pressed).text
             if conversation:
                 conversation.keep(line, text)
@@ -76,7 +80,7 @@ class Writer(NamedTuple):
     def score_texts(self, lines: Sequence[tuple[str, str]]) -> None:
         """Print the log-probability of each text of the file --score."""
         config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
-        texts, rows, sources = scored_texts(c, tokenizer, lines, config.score)
+        texts, rows, sources = scored_texts(self.network, c, tokenizer, lines, config.score)
         parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
         found = (pair for part in parts for pair in self.score(
             params, rows[part], c, sources and sources[part], config.batch))

@@ -5,6 +5,7 @@ every test file imports it before it touches a device; conftest.py does so for a
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -25,7 +26,7 @@ import optax
 import pytest
 
 import data
-import model
+import networks
 import train
 from zigzag import flags, report
 from zigzag import mesh as mesh_tools
@@ -107,9 +108,49 @@ TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", st
             dtype="float32", warmup=3, d_ff=64)
 
 
+def config_of(**fields):
+    """The configuration of the network that has these options: the plain decoder, if it can."""
+    return networks.config_of(fields)
+
+
+def run_of(config=None, **changes):
+    """The configuration of a run: of the network that `config` is of, or of one that has these
+    options."""
+    run = {f.name for f in dataclasses.fields(train.Config)}
+    own = {name: value for name, value in changes.items() if name not in run}
+    config = config_of(**own) if config is None else dataclasses.replace(config, **own)
+    return train.Config(network=config,
+                        **{name: value for name, value in changes.items() if name in run})
+
+
 def make(**changes):
-    """A configuration that trains in a second or two."""
-    return train.Config(**{**TINY, **changes})
+    """A configuration that trains in a second or two, of a run and of its network."""
+    return run_of(**{**TINY, **changes})
+
+
+class net:
+    """The functions of whichever network a configuration is of, a run's or its own."""
+
+    @staticmethod
+    def loss(params, batch, config, specs=None, with_aux=False):
+        result = networks.network_of(config).loss(params, batch, config, specs)
+        return result if with_aux else result[:2]
+
+    @staticmethod
+    def forward(params, tokens, config, **more):
+        return networks.network_of(config).forward(params, tokens, config, **more)
+
+    @staticmethod
+    def flops(config, tokens):
+        return networks.network_of(config).training_flops(config, tokens)
+
+    def _named(name):
+        return staticmethod(lambda config, *args, **more: getattr(
+            networks.network_of(config), name)(config, *args, **more))
+
+    init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
+    parameters, batch_shapes = _named("parameters"), _named("batch_shapes")
+    plan_weights, tensor_dims = _named("plan_weights"), _named("tensor_dims")
 
 
 def mesh_of(text):
@@ -205,14 +246,14 @@ def in_float64():
 
 # Of what a sum is over devices, and how it is cut: the plain formula knows none of it.
 NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
-                      "sequence_parallel", "zero", "fsdp_min", "sum_dtype")
+                      "zero", "fsdp_min", "sum_dtype")
 
 
 @functools.lru_cache(maxsize=None)
 def _of_the_formula(config):
-    """(sum, count, aux), gradients: autodiff of model.loss where there is no mesh, in float64."""
+    """(sum, count, aux), gradients: autodiff of net.loss where there is no mesh, in float64."""
     def loss(params, batch):
-        sums = model.loss(params, batch, config, with_aux=True)
+        sums = net.loss(params, batch, config, with_aux=True)
         return sums[0], sums
 
     params, batch = _exact_inputs(config)
@@ -223,12 +264,12 @@ def _of_the_formula(config):
 @functools.lru_cache(maxsize=None)
 def _exact_inputs(config):
     """First weights, and a batch in which rows have different numbers of targets."""
-    params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
+    params = jax.jit(functools.partial(net.init, config))(jax.random.key(0))
     rng = np.random.default_rng(0)
     masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
-    if config.head != "classes":
+    if getattr(config, "head", "tokens") != "classes":
         return jax.device_get(params), batch_of(config, weights=masks)
-    shapes = model.batch_shapes(config, config.batch) | {
+    shapes = net.batch_shapes(config, config.batch) | {
         "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
     limits = {"tokens": config.vocab_size, "labels": config.labels, "seeds": 2**31}
     batch = {name: rng.normal(size=x.shape) if name == "source" else masks.astype(x.dtype)

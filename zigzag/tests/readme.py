@@ -10,7 +10,9 @@ import re
 import sys
 from pathlib import Path
 
+import model
 import train
+from networks import transformer
 from zigzag.flags import flag_rows
 
 README = Path(__file__).parents[2] / "README.md"
@@ -19,10 +21,18 @@ LOSSES = re.compile(r"^\| (one device|`(--.*?)`) \| ([\d.]+) \| ([\d.]+) \|$", r
 
 
 def flags_table():
-    """A row for each flag of train.py: its name, default and help."""
-    rows = [f"| `--{name}` | {default and f'`{default}`'} | {text} |"
-            for name, default, text in flag_rows(train.Config)]
-    return "\n".join(["| flag | default | |", "|---|---|---|", *rows, ""])
+    """A row for each flag of train.py: its name, default and help. In a second table the options
+    that the plain decoder lacks."""
+    own = flag_rows((model.Config, train.Config))
+    names = {name for name, *_ in own}
+    more = [row for row in flag_rows(transformer.Config) if row[0] not in names]
+    return "\n".join([*_table(own), "", "Options of the general network (`--model transformer`, and "
+                      "published models):", "", *_table(more), ""])
+
+
+def _table(rows):
+    return ["| flag | default | |", "|---|---|---|", *(
+        f"| `--{name}` | {default and f'`{default}`'} | {text} |" for name, default, text in rows)]
 
 
 def losses_table(text, run_layout):

@@ -1,7 +1,6 @@
 """Attention: in blocks, by kernels, around a ring; and heads that a compiler cannot divide."""
 
 import dataclasses
-import functools
 import math
 from types import SimpleNamespace
 
@@ -13,14 +12,24 @@ import pytest
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-import families
 import model
+import networks
 import sample
 import shard
 import train
-from zigzag import attention, commands, hlo
+from zigzag import attention, hlo, loop
 from zigzag.attention import block_ends, kernel_name
-from zigzag.tests.common import batch_of, gradients_of, in_float64, make, mesh_of, slow
+from zigzag.flags import change
+from zigzag.tests.common import (
+    batch_of,
+    gradients_of,
+    in_float64,
+    make,
+    mesh_of,
+    net,
+    program_of,
+    slow,
+)
 
 # -------------------------------------------------------------------------------------------
 # In blocks
@@ -33,11 +42,11 @@ def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     """A block that is given too few keys, or other parts of the documents: values and gradients,
     with fewer key heads. And memory must not grow with the square of the time."""
     config = make(seq_len=time, kv_heads=2)
-    batch, params = batch_of(config), model.init(config, jax.random.key(0))
+    batch, params = batch_of(config), net.init(config, jax.random.key(0))
     batch["segments"] = np.sort(np.random.default_rng(0).integers(0, 3, (8, time)), 1)
 
     def both():
-        return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, config)[0]))(params)
+        return jax.jit(jax.value_and_grad(lambda p: net.loss(p, batch, config)[0]))(params)
 
     monkeypatch.setattr(attention, "BLOCK", 10**9)
     want = both()
@@ -50,8 +59,11 @@ def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), both(), want)
 
 
-PLAIN = functools.partial(model.softmax_attention, make(), None)
-MASK = functools.partial(model._attention_mask, make(), 0)
+PLAIN = attention.softmax_attention
+
+
+def MASK(query, key):
+    return (key["slot"][:, None, :] <= query["slot"][:, :, None])[:, None]
 
 
 def test_blocks_save_arithmetic_and_memory(monkeypatch):
@@ -59,7 +71,7 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
     def measured(time, causal=True):
         shape = jax.ShapeDtypeStruct((1, time, 1, 16), jnp.float32)
         info = jax.ShapeDtypeStruct((1, time), jnp.int32)
-        info = {"place": info, "document": info}
+        info = {"slot": info}
 
         def loss(q, k, v, a, b):
             return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b, causal))
@@ -142,7 +154,7 @@ def has_kernel(name):
 
 
 def give_kernel(monkeypatch, name):
-    for owner in (attention, commands):
+    for owner in (attention, loop):
         monkeypatch.setattr(owner, "kernel_name", has_kernel(name))
 
 
@@ -175,13 +187,13 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     give_kernel(monkeypatch, "splash")
     got = gradients_of(config, mesh, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
-    assert calls and "kernel" in commands.describe_attention(config, mesh_of(mesh))
+    assert calls and "kernel" in loop.describe_attention(program_of(config, mesh).plan)
 
 
 @pytest.mark.parametrize("run, times", [
-    (lambda p, batch, c: model.loss(p, batch, c), 1),
-    (lambda p, batch, c: model.loss(p, {**batch, "segments": batch["tokens"]}, c), 0),
-    (lambda p, batch, c: model.loss(p, batch, dataclasses.replace(c, kernel=False)), 0),
+    (lambda p, batch, c: net.loss(p, batch, c), 1),
+    (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 0),
+    (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
     (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
     """Documents run together, or padding that is seen: a kernel knows of causality alone."""
@@ -195,7 +207,7 @@ def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times)
     give_kernel(monkeypatch, "splash")
     with jax.set_mesh(mesh_of("")):
         jax.eval_shape(lambda p: run(p, batch_of(config), config),
-                       model.init(config, jax.random.key(0)))
+                       net.init(config, jax.random.key(0)))
     assert len(calls) == times
 
 
@@ -207,7 +219,7 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     program = train.build(config, mesh_of("data=2,tensor=2"), *train.language(config))
     with jax.set_mesh(program.mesh):
         program.step.trace(program.state, program.batch)
-    assert "block" in commands.describe_attention(config, program.mesh)
+    assert "block" in loop.describe_attention(program.plan)
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -230,7 +242,7 @@ def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
     monkeypatch.setattr(splash, "make_splash_mha_single_device", interpreted)
     give_kernel(monkeypatch, "splash")
     got = gradients_of(config, mesh, batch)
-    assert calls and "splash" in commands.describe_attention(config, mesh_of(mesh))
+    assert calls and "splash" in loop.describe_attention(program_of(config, mesh).plan)
     # Of sums of thousands in float32, in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()),
                  got, want)
@@ -280,17 +292,17 @@ def test_documents_stay_apart(mesh, monkeypatch):
     config = make(kv_heads=2)
     batch = with_documents(config)
     shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items() if k != "seeds"}
-    network = dataclasses.replace(model.TRANSFORMER, batch_shapes=lambda c, rows: {
+    network = dataclasses.replace(model.NETWORK, batch_shapes=lambda c, rows: {
         k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype) for k, v in shapes.items()})
-    monkeypatch.setattr(families, "network_of", lambda c: network)
+    monkeypatch.setattr(networks, "network_of", lambda c: network)
     got, value = gradients_of(config, mesh, batch)
     plain = {k: jnp.asarray(v) for k, v in batch.items() if k != "seeds"}
 
     def mean(params):
-        total, count = model.loss(params, plain, config)
+        total, count = net.loss(params, plain, config)
         return total / count
 
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     want_value, want = jax.jit(jax.value_and_grad(mean))(params)
     assert value == pytest.approx(float(want_value), rel=2e-6)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
@@ -304,10 +316,10 @@ def test_documents_stay_apart(mesh, monkeypatch):
 def test_heads_that_a_compiler_cannot_divide(heads, kv_heads):
     """Heads padded or cut in two: a model that is called by itself, without a shard_map."""
     config = make(heads=heads, kv_heads=kv_heads, head_dim=8)
-    params, rows = model.init(config, jax.random.key(0)), batch_of(config)["tokens"]
-    want = model.forward(params, rows, config)
+    params, rows = net.init(config, jax.random.key(0)), batch_of(config)["tokens"]
+    want = net.forward(params, rows, config)
     with jax.set_mesh(mesh_of("data=2,tensor=4")):
-        got = jax.jit(lambda p: model.forward(p, rows, config))(params)
+        got = jax.jit(lambda p: net.forward(p, rows, config))(params)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
@@ -315,7 +327,7 @@ def test_attention_to_a_part_of_the_time_is_refused():
     """Queries of a part of the time beside info of all of it: a mask of other tokens, which fits
     wherever it is broadcast."""
     q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
-    k, info = jnp.zeros((1, 8, 2, 8)), {"place": info, "document": info}
+    k, info = jnp.zeros((1, 8, 2, 8)), {"slot": info}
     with pytest.raises(ValueError, match="queries of 1 tokens beside info of 8"):
         shard.attend(PLAIN, q, k, k, MASK, info, info)
 

@@ -20,9 +20,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import data
-import model
+import networks
 import sample
 import train
+from networks import transformer
 from zigzag import checkpoint
 from zigzag.errors import ConfigError, RunError
 from zigzag.tests.common import (
@@ -199,22 +200,50 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
     if record is not None:
         (tmp_path / "config.json").write_bytes(record)
     with pytest.raises(ConfigError, match=says):
-        checkpoint.read_run(tmp_path, model.Config)
+        checkpoint.read_run(tmp_path, transformer.Config)
 
 
 def test_a_field_that_is_younger_than_a_run_was_its_default(tmp_path):
     """A run of an earlier version, continued with another value of a new field, read wrongly."""
     (tmp_path / "config.json").write_text('{"layers": 2, "d_model": 64, "data": ["a"]}')
-    assert checkpoint.read_run(tmp_path, train.Config)["layers"] == 2
+    assert train.read_old(tmp_path)["layers"] == 2
     check = checkpoint.check_run_folder
-    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, train.Config)
-    check(str(tmp_path), {"head_dim": 8}, train.Config)         # (which followed from the width)
-    check(str(tmp_path / "new"), {"layers": 5}, train.Config)
+    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, train.read_old)
+    check(str(tmp_path), {"head_dim": 8}, train.read_old)       # (which followed from the width)
+    check(str(tmp_path / "new"), {"layers": 5}, train.read_old)
     for name, value in (("experts", 2), ("head_dim", 16)):
         with pytest.raises(ConfigError, match=f"{name} .*, and {value} was given"):
-            check(str(tmp_path), {name: value}, train.Config)
+            check(str(tmp_path), {name: value}, train.read_old)
     with pytest.raises(ConfigError, match="another task .it has no tokenizer"):
-        check(str(tmp_path), {}, train.Config, ["tokenizer"])
+        check(str(tmp_path), {}, train.read_old, ["tokenizer"])
+
+
+OLD = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32", steps=20)
+
+
+@pytest.mark.parametrize("more, network", [
+    ({}, "decoder"), (dict(tied=True, dropout=0.1, kv_heads=2, embed_scale=0.0), "decoder"),
+    (dict(window=8), "transformer"), (dict(parallel=True), "transformer"),
+    (dict(experts=4), "transformer"), (dict(encoder_layers=2), "transformer"),
+    (dict(rope_scaling='{"rope_type": "linear", "factor": 2}'), "decoder"),
+    (dict(rope_scaling='{"rope_type": "dynamic", "factor": 2, '
+                       '"original_max_position_embeddings": 16}'), "transformer"),
+    (dict(network="transformer"), "transformer"), (dict(network="decoder", experts=4), "decoder")])
+def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, more, network):
+    """A run with a window that loads as the plain decoder, whose weights have the same shapes."""
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, **more}))
+    old = train.read_old(tmp_path)
+    assert old["network"] == network
+    assert networks.network_of(networks.config_of_run(tmp_path)).name == network
+    assert old["embed_scale"] == (32**0.5 if network == "decoder" else 0)
+    assert old.get("parallel_block", False) == more.get("parallel", False)
+
+
+def test_another_network_does_not_continue_a_run(tmp_path):
+    """The same shapes, other functions: a run with a window that goes on without one."""
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
+    with pytest.raises(ConfigError, match="of the network transformer, .* --model transformer"):
+        checkpoint.check_run_folder(str(tmp_path), train.facts_of(make(**OLD)), train.read_old)
 
 
 # -------------------------------------------------------------------------------------------
@@ -327,16 +356,16 @@ def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
 
 def test_what_reads_a_run_looks_at_what_it_reads(run, capsys):
     """sample.py and load_run with damaged weights: they are passed over, and it is said."""
-    want, _ = model.load_run(run, step=4)
+    want, _ = networks.load_run(run, step=4)
     for step, says in {6: "checkpoint 6 is damaged", 4: "checkpoint 4 is damaged"}.items():
         flip(largest(run / f"checkpoints/{step}/params"))
-        got, _ = model.load_run(run)
+        got, _ = networks.load_run(run)
         assert says in capsys.readouterr().err
         if step == 6:
             jax.tree.map(np.testing.assert_array_equal, got, want)
     flip(largest(run / "checkpoints/2/params"))
     with pytest.raises(RunError, match="can be read"):
-        model.load_run(run)
+        networks.load_run(run)
 
 
 class Restored(Exception):

@@ -1,7 +1,6 @@
 """Every family of published encoders against transformers, as test_families.py has decoders: of
 text and of pictures, with each head."""
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -12,14 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
+import networks
 import train
+from networks import transformer
 from zigzag import families
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import by_path
 from zigzag.published import Folder
 from zigzag.published_config import as_config
-from zigzag.tests.common import assert_same_on, mean_loss, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import (
+    assert_same_on,
+    mean_loss,
+    mesh_of,
+    net,
+    peer,
+    run_of,
+    sums_and_gradients,
+)
 from zigzag.tests.test_families import (
     BY_HAND,
     COLUMNS,
@@ -213,7 +222,7 @@ def test_logits_are_those_of_transformers(name, shards):
     """A convention that is not the published one; padding that tokens see; a class of another
     token than the first, or of a part of the time; heads that the shards do not divide."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
-    params, config = model.load_hf(want.folder, mesh)
+    params, config = networks.load_hf(want.folder, mesh)
     assert_close(our_output(params, config, want.batch, mesh), want.logits, 1e-5)
 
 
@@ -223,10 +232,10 @@ def loaded(name):
     mean loss there, and that loss."""
     want = reference(name)
     fields = {} if is_picture(name) else {"seq_len": T}
-    params, config = model.load_hf(want.folder, **fields)
-    config = train.Config(**dataclasses.asdict(config) | dict(batch=ROWS, dtype="float32", out=""))
+    params, config = networks.load_hf(want.folder, **fields)
+    config = run_of(config, **dict(batch=ROWS, dtype="float32", out=""))
 
-    mean = mean_loss(model.loss, config)
+    mean = mean_loss(net.loss, config)
     loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return params, config, gradient, float(loss)
 
@@ -243,7 +252,7 @@ def test_gradients_are_those_of_torch(name):
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read and not as it is now, or that gets lost."""
     want = reference(name)
-    params, config = model.load_hf(want.folder)
+    params, config = networks.load_hf(want.folder)
     params = jax.tree.map(lambda w: w + 0.1 * jnp.sin(jnp.arange(w.size)).reshape(w.shape), params)
     if "embed" in params:
         params["embed"] = params["embed"].at[V:].set(0)
@@ -252,8 +261,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
             params[path] = params[path].at[:, V:].set(0)
     ours = our_output(params, config, want.batch)
     assert np.linalg.norm(ours - want.logits) > 1e-2 * np.linalg.norm(ours)
-    model.save_hf(tmp_path / "out", params, config)
-    again, _ = model.load_hf(tmp_path / "out")
+    networks.save_hf(tmp_path / "out", params, config)
+    again, _ = networks.load_hf(tmp_path / "out")
     for path, w in by_path(again).items():
         assert_close(w, by_path(params)[path], 1e-6, path)
     assert_close(output_of_folder(name, tmp_path / "out"), ours, 1e-5)
@@ -272,7 +281,7 @@ PIPED = ["bert classes", "roberta", "albert alike", "vit", "beit"]
 def assert_step(name, mesh, **changes):
     """The loss and torch's gradients on a mesh."""
     params, config, _, loss = loaded(name)
-    config = dataclasses.replace(config, **changes)
+    config = change(config, **changes)
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, reference(name).batch)
     assert total / count == pytest.approx(loss, rel=2e-6)
     assert count == (reference(name).batch["weights"].sum() if "Masked" in CASES[name][0] else ROWS)
@@ -354,8 +363,8 @@ def test_no_encoder_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    mean = mean_loss(model.loss, config)
-    specs = model.weight_specs(config, mesh_of(f"tensor={shards}"))
+    mean = mean_loss(net.loss, config)
+    specs = net.weight_specs(config, mesh_of(f"tensor={shards}"))
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), MEGATRON, shards, specs)
 
 
@@ -393,12 +402,12 @@ def test_a_model_for_pretraining_is_a_masked_language_model(kind, tmp_path):
 
     rewrite(tmp_path / "in", older, json.loads((tmp_path / "in/config.json").read_text()))
     batch = new_batch(name)
-    params, config = model.load_hf(tmp_path / "in")
+    params, config = networks.load_hf(tmp_path / "in")
     with torch.no_grad():
         want = where_tokens_are(theirs(*(torch.tensor(batch[k]).long() for k in (
             "tokens", "mask", "token_types")))[0].numpy(), batch)
     assert_close(our_output(params, config, batch), want, 1e-5)
-    model.save_hf(tmp_path / "out", params, config)
+    networks.save_hf(tmp_path / "out", params, config)
     again, report = transformers.AutoModelForMaskedLM.from_pretrained(
         tmp_path / "out", output_loading_info=True)
     assert not any(report.values()) and again.config.architectures == [f"{kind}ForMaskedLM"]
@@ -412,9 +421,9 @@ def test_a_model_may_have_no_pooler(name, tmp_path):
     transformers = peer("transformers")
     theirs = getattr(transformers, CASES[name][0])(config_of(name), add_pooling_layer=False)
     theirs.save_pretrained(tmp_path / "in")
-    params, config = model.load_hf(tmp_path / "in")
-    assert "pool" not in params and "pool" in model.load_hf(reference(name).folder)[0]
-    model.save_hf(tmp_path / "out", params, config)
+    params, config = networks.load_hf(tmp_path / "in")
+    assert "pool" not in params and "pool" in networks.load_hf(reference(name).folder)[0]
+    networks.save_hf(tmp_path / "out", params, config)
     written = Folder(tmp_path / "out").arrays
     assert len(written) == len(theirs.state_dict()) and not any("pool" in n for n in written)
 
@@ -459,7 +468,7 @@ HOSTILE = [
 def test_a_value_that_none_can_have_is_one_line(name, changes):
     """A traceback, or memory for a list of so many layers."""
     with pytest.raises(ConfigError) as e:
-        as_config(model.Config, "config.json", families.fields_of(record_of(name, **changes)))
+        as_config(transformer.Config, "config.json", families.fields_of(record_of(name, **changes)))
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
 
 
@@ -486,7 +495,7 @@ def test_an_encoder_that_none_can_be_is_refused(fields, words):
     """The mean of no patches, which is no number; experts that look for weights of tokens; a loss
     that looks for targets: tracebacks, in the middle of a step."""
     with pytest.raises(ConfigError, match=words):
-        model.Config(causal=False, **fields)
+        config_of(causal=False, **fields)
 
 
 @pytest.mark.parametrize("fields", [
@@ -495,33 +504,33 @@ def test_an_encoder_that_none_can_be_is_refused(fields, words):
     dict(causal=False, head="classes", labels=3), dict(pad_id=1)], ids=str)
 def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
     """A folder from which transformers makes another model, with other logits."""
-    config = model.Config(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
-    params = model.weight_shapes(config)
+    config = config_of(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
+    params = net.weight_shapes(config)
     with pytest.raises(ConfigError, match="neither has --"):
-        model.save_hf(tmp_path / "out", params, config)
+        networks.save_hf(tmp_path / "out", params, config)
 
 
 def test_positions_that_are_given_are_taken():
     """RoBERTa's count of its own in their place."""
-    config = model.Config(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4, causal=False,
+    config = config_of(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4, causal=False,
                           positions="learned", pad_id=1, position_offset=2)
-    params, tokens = model.init(config, jax.random.key(0)), np.array([[5, 6, 1, 7]])
-    own = model.forward(params, tokens, config)
-    same = model.forward(params, tokens, config, positions=np.array([[0, 1, -1, 2]]))
+    params, tokens = net.init(config, jax.random.key(0)), np.array([[5, 6, 1, 7]])
+    own = net.forward(params, tokens, config)
+    same = net.forward(params, tokens, config, positions=np.array([[0, 1, -1, 2]]))
     np.testing.assert_array_equal(own, same)
-    assert np.abs(own - model.forward(params, tokens, config,
+    assert np.abs(own - net.forward(params, tokens, config,
                                       positions=np.array([[2, 2, 2, 2]]))).max() > 1e-3
 
 
 def test_a_picture_of_another_size_is_refused():
     """A larger one, cut without a word."""
-    config = model.Config(layers=1, d_model=16, heads=2, causal=False, stem="patches", head="none",
+    config = config_of(layers=1, d_model=16, heads=2, causal=False, stem="patches", head="none",
                           image_size=8, patch_size=4)
     with pytest.raises(ConfigError, match=r"\[1, 3, 12, 12\]; this model reads \[1, 3, 8, 8\]"):
-        model.forward(model.init(config, jax.random.key(0)), np.ones((1, 3, 12, 12)), config)
+        net.forward(net.init(config, jax.random.key(0)), np.ones((1, 3, 12, 12)), config)
 
 
 def test_an_encoder_of_tokens_reads_no_running_text():
     """A token that sees the next one learns to copy it, to a loss of 0."""
     assert train.reads_text(train.Config())
-    assert not train.reads_text(train.Config(causal=False))
+    assert not train.reads_text(run_of(causal=False))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import data
-import model
+import networks
 import sample
 import train
 from zigzag import metrics
@@ -32,8 +32,10 @@ from zigzag.tests.common import (
     hosts,
     learn,
     make,
+    net,
     program_of,
     refused,
+    run_of,
     slow,
     started,
     survives_kills,
@@ -147,7 +149,7 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
         np.testing.assert_array_equal(got[0], sources)
         for i in np.flatnonzero((got[2] != want).any(1)):
             at = int(np.flatnonzero(got[2][i] != want[i])[0])
-            logits = model.forward(params, np.array([[256, *want[i][:at]]]), config,
+            logits = net.forward(params, np.array([[256, *want[i][:at]]]), config,
                                    source=got[0][i:i + 1][:, got[1][i] > 0])[0, at]
             assert abs(logits[got[2][i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
 
@@ -265,7 +267,7 @@ def test_other_sums_count_once_where_devices_have_the_same_rows(mesh):
     config = make(steps=1)
 
     def loss(params, batch, specs=None):
-        s, n = model.loss(params, batch, config, specs)
+        s, n = net.loss(params, batch, config, specs)
         return s, n, {"asked": n, "twice": 2 * s}
 
     row = learn(config, mesh, loss=loss, held_out=tokens_of(config, 13, 5))[1].evaluation
@@ -441,7 +443,7 @@ def test_kills_leave_the_best_checkpoint(tmp_path, text):
         if (out / "checkpoints").is_dir() and any(
                 p.name.isdecimal() for p in (out / "checkpoints").iterdir()):
             at = best_step(out)
-            assert model.load_run(out, step=at)
+            assert networks.load_run(out, step=at)
         return [started(*words, "--out", out)]
 
     survives_kills(2, int(os.environ.get("KILLS", 4)), tmp_path, start)
@@ -485,7 +487,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
 
 def corpus_of(tmp_path, text, **changes):
     """A configuration and a corpus for language_task."""
-    config = train.Config(**{**TINY, "vocab_size": 257, "data": (str(text),), **changes})
+    config = run_of(**{**TINY, "vocab_size": 257, "data": (str(text),), **changes})
     return config, data.opened(config.data, tmp_path / "run", 0, None)
 
 

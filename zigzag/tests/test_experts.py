@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
 import shard
+from networks import transformer
 from zigzag import experts, network
 from zigzag import mesh as mesh_tools
 from zigzag.experts import _by_blocks
-from zigzag.tests.common import batch_of, gradients_of, learn, make, slow
+from zigzag.tests.common import batch_of, gradients_of, learn, make, net, slow
 
 # -------------------------------------------------------------------------------------------
 # Grouped products
@@ -105,11 +105,12 @@ def one_by_one_through_all(w, h, c, tokens):
 def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
     """Scores that do not add up to 1 would make a loss of half the number of experts, and a
     gradient many times that of the tokens."""
-    c = make(experts=8, experts_per_token=8, router=router, balance=1.0, router_z=0.0)
-    w = jax.tree.map(lambda x: x[0], model.init(c, jax.random.key(0))["layers"])
+    c = transformer.Config(experts=8, experts_per_token=8, router=router, balance=1.0, router_z=0.0,
+                           layers=2, d_model=32, heads=4, vocab_size=61)
+    w = jax.tree.map(lambda x: x[0], net.init(c, jax.random.key(0))["layers"])
     w["router"] = jnp.zeros_like(w["router"])
     weights = jnp.ones((2, 4))
-    _, (added, _) = model._experts(w, jnp.ones((2, 4, 32)), c, 0, {
+    _, (added, _) = transformer._experts(w, jnp.ones((2, 4, 32)), c, 0, {
         "seeds": 1, "weights": weights}, [])
     assert added == pytest.approx(weights.sum())
 
@@ -117,7 +118,7 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
 def test_what_chooses_experts_is_not_rounded():
     """DeepSeek's biases are near each other, beside an offset that bfloat16 rounds them to."""
     c = make(experts=4, router="sigmoid", dtype="bfloat16")
-    params = mesh_tools.cast(model.init(c, jax.random.key(0)), c.dtype)
+    params = mesh_tools.cast(net.init(c, jax.random.key(0)), c.dtype)
     kinds = {path: w.dtype for path, w in mesh_tools.by_path(params).items()}
     assert kinds.pop("layers.router_bias") == jnp.float32
     assert set(kinds.values()) == {jnp.dtype("bfloat16")}
@@ -127,7 +128,7 @@ def test_experts_equal_a_loop_over_all_of_them():
     """A share of the wrong expert, or a loss of the router that counts what is not asked: for each
     row, with a row of which nothing is; with gradients."""
     c = make(experts=6, experts_per_token=3, shared_experts=2)
-    w = jax.tree.map(lambda x: 3 * x[0], model.init(c, jax.random.key(0))["layers"])
+    w = jax.tree.map(lambda x: 3 * x[0], net.init(c, jax.random.key(0))["layers"])
     rng = np.random.default_rng(0)
     h = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32)
     tokens = (rng.random((4, 16)) < [[0], [0.3], [0.7], [1]]).astype(np.float32)
@@ -135,8 +136,8 @@ def test_experts_equal_a_loop_over_all_of_them():
 
     def ours(w, h):
         gate, up = shard.columns(h, w["w_gate"], w["w_up"])
-        out, (added, others) = model._experts(w, h, c, 0, {"seeds": 1, "weights": tokens},
-                                              [(model.activate(c, gate, up), w["w_down"])])
+        out, (added, others) = transformer._experts(w, h, c, 0, {"seeds": 1, "weights": tokens},
+                                              [(transformer.activate(c, gate, up), w["w_down"])])
         return jnp.sum(out * direction) + added, (out, added, others)
 
     def plain(w, h):
@@ -187,7 +188,7 @@ def test_the_metrics_have_each_experts_load_and_any_other_sum():
     assert rows[0]["router_loss"] > 0
 
     def loss(params, batch):
-        total, count = model.loss(params, batch, make())
+        total, count = net.loss(params, batch, make())
         return total, count, {"right": jnp.sum(batch["weights"])}
 
     rows, _ = learn(make(steps=2, accumulate=2), "data=2", loss=loss)

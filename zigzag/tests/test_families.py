@@ -18,12 +18,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
+import networks
 import train
-from zigzag import families, families_gpt, published, tables
+from zigzag import families, families_gpt, published
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
-from zigzag.tests.common import mean_loss, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import mean_loss, mesh_of, net, peer, run_of, sums_and_gradients
 from zigzag.tests.readme import README
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -261,7 +261,7 @@ def assert_close(got, want, rtol, what="", beside=0.0):
 
 def logits_of(params, config, tokens, mesh=None, **given):
     def forward(params, tokens, given):
-        return model.forward(params, tokens, config, **given)
+        return net.forward(params, tokens, config, **given)
 
     if mesh is not None:
         forward = jax.shard_map(forward, mesh=mesh, out_specs=P(), in_specs=(
@@ -276,7 +276,7 @@ def test_logits_are_those_of_transformers(name, shards):
     has; heads, key heads or a vocabulary that the shards do not divide."""
     want = reference(name)
     mesh = mesh_of(f"tensor={shards}")
-    params, config = model.load_hf(want.folder, mesh)
+    params, config = networks.load_hf(want.folder, mesh)
     assert_close(logits_of(params, config, want.batch["tokens"], mesh), want.logits, 1e-5)
 
 
@@ -289,11 +289,11 @@ def ready(want, **fields):
     """A model on one device, ready to train on the reference's batch; with our gradient of the
     mean loss there, and that loss."""
     rows, time = want.batch["tokens"].shape
-    params, config = model.load_hf(want.folder, seq_len=time, **fields)
-    config = train.Config(**dataclasses.asdict(config) | dict(
+    params, config = networks.load_hf(want.folder, seq_len=time, **fields)
+    config = run_of(config, **dict(
         batch=rows, dtype="float32", out="", balance=0.0, router_z=0.0))
 
-    mean = mean_loss(model.loss, config)
+    mean = mean_loss(net.loss, config)
     loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
     return params, config, gradient, float(loss)
 
@@ -303,7 +303,7 @@ def as_published(config, tree):
     family = families.family_of(json.loads(config.published))
     adjust = {name: dataclasses.replace(change, offset=0.0)
               for name, change in family.adjust(config).items()}
-    table, weights = tables.table(config), by_path(tree)
+    table, weights = networks.network_of(config).table(config), by_path(tree)
     return {name: published._published_array(name, parts, weights, adjust, "float32")
             for name, parts in published.published_arrays(family, config, table).items()
             if not parts[0].again}
@@ -339,8 +339,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
                           gradient)
     ours = logits_of(params, config, reference(name).batch["tokens"])
     assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    model.save_hf(tmp_path / "out", params, config)
-    again, _ = model.load_hf(tmp_path / "out")
+    networks.save_hf(tmp_path / "out", params, config)
+    again, _ = networks.load_hf(tmp_path / "out")
     for path, w in by_path(again).items():
         assert_close(w, by_path(params)[path], 1e-6, path)
     assert_close(their_logits(name, tmp_path / "out"), ours, 1e-5)
@@ -372,7 +372,7 @@ def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     monkeypatch.setitem(CASES, "starcoder2", ("Starcoder2", {
         **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "norm_epsilon": 1e-3,
         "sliding_window": 7}))
-    params, config = model.load_hf(reference("starcoder2").folder)
+    params, config = networks.load_hf(reference("starcoder2").folder)
     assert_close(logits_of(params, config, reference("starcoder2").batch["tokens"]),
                  reference("starcoder2").logits, 1e-5)
 
@@ -391,7 +391,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    mean = mean_loss(model.loss, config)
+    mean = mean_loss(net.loss, config)
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
 
 

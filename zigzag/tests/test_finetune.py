@@ -10,21 +10,23 @@ import numpy as np
 import pytest
 
 import data
-import families
-import model
+import networks
 import sample
 import train
 from zigzag import folders, lora
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.loop import first_state
 from zigzag.mesh import by_path
 from zigzag.tests.common import (
     command,
+    config_of,
     ends,
     hosts,
     learn,
     make,
     mesh_of,
+    net,
     peer,
     program_of,
     published_files,
@@ -44,8 +46,8 @@ GREEDY = ("--prompt", "7 and", "--temperature", 0, "--tokens", 9)
 def make_published(folder, text, seed=5):
     """A folder with a tiny LLaMA, as published ones are."""
     peer("safetensors")
-    config = model.Config(**SHAPE)
-    model.save_hf(folder, jax.tree.map(lambda w: 2 * w, model.init(config, jax.random.key(seed))),
+    config = config_of(**SHAPE)
+    networks.save_hf(folder, jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(seed))),
                   config)
     return published_files(folder, text)
 
@@ -79,12 +81,12 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def tuned_alone(published):
-    """Three updates on one device, and the loss of the first batch by model.loss."""
-    params, config = model.load_hf(published, seq_len=16, dtype="float32")
+    """Three updates on one device, and the loss of the first batch by net.loss."""
+    params, config = networks.load_hf(published, seq_len=16, dtype="float32")
     config = make(**{**dataclasses.asdict(config), "steps": 3})
     examples = tokens_of(config)
     batch = data.collate([examples[i] for i in data.order(64, config.seed, 0, 8)], 16)
-    total, count = model.loss(params, batch, config)
+    total, count = net.loss(params, batch, config)
     rows, _ = learn(config, weights=lambda places: jax.tree.map(
         lambda w, like: jax.device_put(w, like.sharding), params, places))
     return config, [row["loss"] for row in rows], float(total / count)
@@ -98,8 +100,8 @@ def test_training_begins_with_the_weights_that_it_is_given(published, tuned_alon
     device's; layers that are not in the order of a pipeline's stages."""
     config, want, first = tuned_alone
     assert want[0] == pytest.approx(first, rel=1e-6)
-    config = dataclasses.replace(config, **how)
-    rows, _ = learn(config, mesh, weights=functools.partial(model.read_hf, published, config))
+    config = change(config, **how)
+    rows, _ = learn(config, mesh, weights=functools.partial(networks.read_hf, published, config))
     assert rows[0]["loss"] == pytest.approx(first, rel=2e-6)
     assert [row["loss"] for row in rows] == pytest.approx(want, rel=5e-5)
 
@@ -120,10 +122,10 @@ def test_a_short_row_keeps_the_table_of_positions(tmp_path):
     record = dict(model_type="gpt2", n_layer=1, n_embd=16, n_head=2, n_positions=64, vocab_size=128,
                   layer_norm_epsilon=1e-5, activation_function="gelu_new")
     (tmp_path / "config.json").write_text(json.dumps(record))
-    config = families.hf_config(tmp_path)
-    params = model.init(config, jax.random.key(0))
-    model.save_hf(tmp_path / "gpt2", params, config)
-    got, short = model.load_hf(tmp_path / "gpt2", seq_len=8)
+    config = networks.hf_config(tmp_path)
+    params = net.init(config, jax.random.key(0))
+    networks.save_hf(tmp_path / "gpt2", params, config)
+    got, short = networks.load_hf(tmp_path / "gpt2", seq_len=8)
     assert short.seq_len == 8
     same(got, params)
     with pytest.raises(ConfigError, match="--seq_len 80: .* learned positions for only 64"):
@@ -178,7 +180,7 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
         return capsys.readouterr().out
 
     def export(run, to):
-        folders.export(model.load_run, model.save_hf, data.tokenizer_of,
+        folders.export(networks.network_of_record, data.tokenizer_of,
                        ["--run", str(run), "--export", str(to)])
         return capsys.readouterr().out
 
@@ -186,8 +188,8 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
     assert said.startswith("7 and") and written("--run", out, "--shards", 1) == said
     assert "tokenizer.json, tokenizer_config.json" in export(out, mine)
     assert written("--model", mine) == said
-    params, again = model.load_hf(mine)
-    same(params, model.load_run(out)[0])
+    params, again = networks.load_hf(mine)
+    same(params, networks.load_run(out)[0])
     assert again.seq_len == SHAPE["seq_len"] and config.seq_len == 16
     with pytest.raises(ConfigError, match="not empty"):
         export(out, mine)
@@ -204,7 +206,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     assert tokenizer.kind == "tokenizer.json"
     program = program_of(config, "fsdp=2")
     state = first_state(program, weights)
-    same(state["params"], model.load_run(out)[0])
+    same(state["params"], networks.load_run(out)[0])
     assert state["step"] == 0 and not any(np.any(m) for m in jax.tree.leaves(state["opt"]))
     fine_tune(*flags, "--out", tmp_path / "new", mesh="fsdp=2")
     assert len(losses_in(tmp_path / "new")) == 1
@@ -216,15 +218,16 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     assert not (tmp_path / "no").exists()
 
 
-def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys):
+def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monkeypatch):
     """A folder that seems to be complete."""
     peer("safetensors")
-    config, run = model.Config(**SHAPE), tmp_path / "run"
+    config, run = config_of(**SHAPE), tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({**dataclasses.asdict(config),
                                                  "tokenizer": "bytes"}))
-    params = model.init(config, jax.random.key(0))
-    folders.export(lambda folder: (params, config), model.save_hf, data.tokenizer_of,
+    params = net.init(config, jax.random.key(0))
+    monkeypatch.setattr(folders, "load_run", lambda network, folder: (params, config))
+    folders.export(networks.network_of_record, data.tokenizer_of,
                    ["--run", str(run), "--export", str(tmp_path / "mine"), "--dtype", "float16"])
     assert "in float16, without a tokenizer" in capsys.readouterr().out
     assert "has no tokenizer" in refused(capsys, "--model", tmp_path / "mine", "--out",
@@ -241,8 +244,8 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     said = capsys.readouterr().out
     adapters = 4 * 2 * (2 * (24 + 24) + 2 * (24 + 8) + 3 * (24 + 40))
     assert f"of which {adapters:,} are trained" in said
-    base, _ = model.load_hf(published)
-    params, read = model.load_run(out)
+    base, _ = networks.load_hf(published)
+    params, read = networks.load_run(out)
     assert read.lora_rank == 0
     np.testing.assert_array_equal(params["embed"], base["embed"])
     assert np.abs(params["layers"]["wq"] - base["layers"]["wq"]).max() > 1e-4
@@ -251,9 +254,9 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
         shutil.rmtree(half / "checkpoints" / str(step), ignore_errors=True)
     fine_tune(*words, "--out", half, mesh="fsdp=2")
     assert losses_in(half) == pytest.approx(losses_in(out), rel=2e-6)
-    folders.export(model.load_run, model.save_hf, data.tokenizer_of,
+    folders.export(networks.network_of_record, data.tokenizer_of,
                    ["--run", str(out), "--export", str(tmp_path / "mine")])
-    same(model.load_hf(tmp_path / "mine")[0], params)
+    same(networks.load_hf(tmp_path / "mine")[0], params)
     # A run that begins with this one trains all weights, unless it is told otherwise.
     flags = ["--init_from", str(out), "--data", str(text), *map(str, STEPS)]
     for rank in (0, 3):
@@ -274,9 +277,9 @@ def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
     adapted = ("--init_from", "tiny", "--lora_rank", 2, *shape[6:], "--lr", 0.01, "--out", "b")
     fine_tune(*adapted, "--steps", 1)
     fine_tune(*shape, "--steps", 3, "--out", "tiny")
-    before, _ = model.load_run("b")
+    before, _ = networks.load_run("b")
     fine_tune(*adapted, "--steps", 2)
-    after, _ = model.load_run("b")
+    after, _ = networks.load_run("b")
     same({"embed": before["embed"]}, {"embed": after["embed"]})
     assert np.any(before["layers"]["wq"] != after["layers"]["wq"])
     shutil.rmtree("tiny/checkpoints/1")
@@ -344,13 +347,13 @@ def test_several_processes_fine_tune_one_folder(tmp_path, published, text, tuned
 def test_transformers_reads_what_a_run_exports(tmp_path, tuned):
     """A folder that only our own code can read; other logits, ids or ends of text."""
     torch, transformers = peer("torch"), peer("transformers")
-    folders.export(model.load_run, model.save_hf, data.tokenizer_of,
+    folders.export(networks.network_of_record, data.tokenizer_of,
                    ["--run", str(tuned[0]), "--export", str(tmp_path / "mine")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path /
                                                                      "mine/tokenizer.json"))
     ids = reader("7 and 8").input_ids
-    params, config = model.load_hf(tmp_path / "mine")
+    params, config = networks.load_hf(tmp_path / "mine")
     assert ids == data.tokenizer_of(tuned[0], {"tokenizer": "tokenizer.json"}).prompt("7 and 8")
     with torch.no_grad():
         want = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import model
 import train
 from zigzag import errors, flags
 from zigzag.tests.common import SMALL, command, refused
@@ -50,7 +51,8 @@ class More(Few):
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
-    (["--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "adamw or muon"),
+    (["--qk_norm", "true"], "--model transformer has it"),
+    (["--model", "transformer", "--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "adamw or muon"),
     (["--processes", 2], "need all of --coordinator"),
     (["--coordinator", "here", "--processes", 2, "--process_id", 0], "HOST:PORT"),
     (["--coordinator", "a:70000", "--processes", 2, "--process_id", 0], "HOST:PORT"),
@@ -104,8 +106,14 @@ def test_every_field_is_in_the_help(capsys):
         train.parse(["--help"])
     text = capsys.readouterr().out
     assert e.value.code == 0
-    for f in dataclasses.fields(train.Config):
-        assert re.search(rf"--{f.name} +\S", text), f.name
+    names = {f.name for c in (model.Config, train.Config) for f in dataclasses.fields(c)}
+    for name in names - {"network"}:
+        assert re.search(rf"--{name} +\S", text), name
+    assert "--qk_norm" not in text
+    for words in (["--model", "gpt2", "--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit):
+            train.parse(words)
+        assert "--qk_norm" in capsys.readouterr().out
 
 
 def test_help_is_the_comment_with_all_its_lines():

@@ -1,6 +1,5 @@
 """Hardware that is not here, --mesh auto, and --bench."""
 
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -11,13 +10,13 @@ import re
 import jax
 import pytest
 
-import model
 import train
 from zigzag import chips, forecast
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import AXES, make_mesh, mesh_sizes
 from zigzag.program import compiled
-from zigzag.tests.common import SMALL, command, full, make, program_of, slow
+from zigzag.tests.common import SMALL, command, full, make, net, program_of, slow
 from zigzag.traffic import expected_traffic
 
 
@@ -38,11 +37,11 @@ def auto_mesh(config, lines):
         program = program_of(config, config.mesh)
         return program, compiled(program)
 
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     return forecast.auto_mesh(
         config, jax.devices(), params, check=train.check_transformer,
         compile_program=compile_program, say=lines.append,
-        flops=model.flops(config, config.batch * config.seq_len))
+        flops=net.flops(config, config.batch * config.seq_len))
 
 
 WIDE = dict(batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)
@@ -55,9 +54,9 @@ def test_a_mesh_is_chosen_that_fits(monkeypatch):
     assert math.prod(mesh_sizes(mesh).values()) == 8 and chips.peak_memory(step) > 0
     assert {a: n for a, n in program.mesh.shape.items() if n > 1} == mesh_sizes(mesh)
     assert "meshes of 8 devices" in lines[0] and mesh in lines[1] and "compiled" in lines[-1]
-    assert mesh_sizes(auto_mesh(dataclasses.replace(config, shards=4), [])[0])["tensor"] == 4
+    assert mesh_sizes(auto_mesh(change(config, shards=4), [])[0])["tensor"] == 4
     with pytest.raises(ConfigError, match="no mesh of 8 devices divides"):
-        auto_mesh(dataclasses.replace(config, batch=1, heads=1, kv_heads=1, head_dim=128, layers=1,
+        auto_mesh(change(config, batch=1, heads=1, kv_heads=1, head_dim=128, layers=1,
                                       seq_len=1, d_ff=7), [])
     monkeypatch.setattr(forecast, "peak_memory", lambda step: 2**60)
     with pytest.raises(ConfigError, match="none of the 3 best has room"):
@@ -69,11 +68,11 @@ def test_a_mesh_is_chosen_that_fits(monkeypatch):
 def test_the_cost_model_is_near_the_expected_traffic(mesh):
     """An estimate that forgets a parallelism would choose it always."""
     config = make(mesh=mesh, microbatches=2 if "pipe" in mesh else 1, **WIDE)
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
     slow_links = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
     estimate = forecast.cost_model(
-        config, params, sizes, slow_links, flops=model.flops(config, 16 * 64)).links
+        config, params, sizes, slow_links, flops=net.flops(config, 16 * 64)).links
     exact = sum(c.bytes for c in expected_traffic(program_of(config, mesh).plan))
     assert 0.5 < estimate / exact < 2
 

@@ -1,7 +1,6 @@
 """Generation of every family that writes text: with a cache as without one, on any mesh; beams and
 greedy texts as transformers finds them."""
 
-import dataclasses
 import functools
 import os
 
@@ -9,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-import model
+import networks
 import sample
+from networks.positions import decoding_length
 from zigzag import cache, rows
 from zigzag.families import start_id
+from zigzag.flags import change
 from zigzag.mesh import shardings
-from zigzag.positions import decoding_length
 from zigzag.rows import cut_at_end, padded_length
 from zigzag.tests import test_families, test_pairs_families
-from zigzag.tests.common import make, mesh_of, peer
+from zigzag.tests.common import make, mesh_of, net, peer
 
 PAIRS = ("t5", "bart", "whisper")
 NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cache has 48 slots
@@ -27,9 +27,9 @@ NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cac
 def loaded(name):
     """(params, config, what the encoder is given as generate takes it) of a tiny model."""
     if name not in PAIRS:
-        return *model.load_hf(test_families.reference(name).folder), None
+        return *networks.load_hf(test_families.reference(name).folder), None
     params, config, *_ = test_pairs_families.loaded(name)
-    return params, dataclasses.replace(config, seq_len=40), test_pairs_families.sources(name)
+    return params, change(config, seq_len=40), test_pairs_families.sources(name)
 
 
 def prompts_of(config, lengths=LENGTHS):
@@ -40,12 +40,12 @@ def prompts_of(config, lengths=LENGTHS):
 
 def placed(params, config, mesh):
     mesh = mesh_of(mesh)
-    return jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh))
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
 
 
 @functools.cache
 def compiled_forward(config):
-    return jax.jit(functools.partial(model.forward, config=config))
+    return jax.jit(functools.partial(net.forward, config=config))
 
 
 def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5):
@@ -124,14 +124,14 @@ def small_chunks(monkeypatch):
 def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh):
     """A new token that takes the slot of one which a query of the same chunk still sees."""
     params, config, source = loaded(name)
-    config = dataclasses.replace(config, seq_len=40)
+    config = change(config, seq_len=40)
     prompts = prompts_of(config, (40, 9, 23, 1))
     on = placed(params, config, mesh) if mesh else params
     found = sample.generate(on, prompts, config, 21, temperature=0, logprobs=True, source=source)
     given = test_pairs_families.source_of(name) if source is not None else {}
     assert_teacher_forced(params, config, prompts, found, given)
     scores = sample.score(on, [p + ids for p, (ids, _) in zip(prompts, found)],
-                          dataclasses.replace(config, seq_len=64), source)
+                          change(config, seq_len=64), source)
     logs = log_probabilities(params, config, [p + ids for p, (ids, _) in zip(prompts, found)],
                              given)
     for (total, count), prompt, want in zip(scores, prompts, logs):
@@ -144,7 +144,7 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
 def test_a_window_rolls_at_the_real_size(mesh):
     """The same with the real chunks: of 1088 slots a window of 100 keeps 512."""
     config = make(layers=2, seq_len=1024, window=100, local_layers="lg", heads=4, kv_heads=2)
-    params = jax.tree.map(lambda w: 3 * w, model.init(config, jax.random.key(0)))
+    params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
     assert cache.new_layer(config, 0, 1, 1088, "float32")["k"].shape[2] == 512
     prompts = prompts_of(config, (700, 3, 513, 257))
     on = placed(params, config, mesh) if mesh else params
@@ -172,8 +172,8 @@ def test_score_is_the_sum_of_forwards_log_probabilities(name, mesh):
     """The first id, or padding, that counts; a text longer than the context, of which an id counts
     twice, or never."""
     params, config, source = loaded(name)
-    config = dataclasses.replace(config, seq_len=16)
-    texts = prompts_of(dataclasses.replace(config, seq_len=40), (16, 3, 37, 1))
+    config = change(config, seq_len=16)
+    texts = prompts_of(change(config, seq_len=40), (16, 3, 37, 1))
     given = test_pairs_families.source_of(name) if source is not None else {}
     on = placed(params, config, mesh) if mesh else params
     got = sample.score(on, texts, config, source, batch=3)
@@ -273,7 +273,7 @@ def test_smollm2_writes_what_transformers_writes():
     prompts = [tokenizer.encode(text).ids for text in (
         "The capital of France is", "def main(", "Once upon a time there was a small dog who",
         "1, 2, 3, 4,", "Water boils at a temperature of about 100 degrees, because")]
-    params, config = model.load_hf(folder, dtype="float32")
+    params, config = networks.load_hf(folder, dtype="float32")
     got = sample.generate(params, prompts, config, 64, temperature=0)
     # (Version 4 does not find the base of positions in what version 5 wrote.)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -8,12 +8,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import model
 from zigzag import hlo
 from zigzag.mesh import abstract_mesh
 from zigzag.pipeline import ticks
 from zigzag.program import compiled
-from zigzag.tests.common import make, mesh_of, program_of, slow
+from zigzag.tests.common import make, mesh_of, net, program_of, slow
 
 
 def test_collectives_are_counted_by_hand():
@@ -187,7 +186,7 @@ def test_the_work_is_divided(mesh, changes):
     config = make(layers=8, d_model=64, heads=8, d_ff=128, batch=64, seq_len=32, vocab_size=256,
                   **changes)
     one = hlo.arithmetic(compiled(program_of(config, "")))
-    usual = model.flops(config, 64 * 32)
+    usual = net.flops(config, 64 * 32)
     # Experts' blocks are as many as there could be.
     assert 1 <= one / usual < 1.2 if config.experts else one == usual
     sizes = dict(mesh_of(mesh).shape)

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import data
-import model
+import networks
 from zigzag import hosts as hosts_lib
 from zigzag.errors import ConfigError
 from zigzag.mesh import flatten
@@ -294,7 +294,7 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
     at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row",
                        results[0][2])[1])
     assert [status for status, *_ in results] == [1, 1] and 10 < at < 13
-    assert model.load_run(tmp_path / "run", step=10)
+    assert networks.load_run(tmp_path / "run", step=10)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Low-rank adapters: they begin as nothing, learn as the formula says, alone, and leave merged."""
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -10,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
+import networks
 import sample
 import train
 from zigzag import hlo, loop, lora, report, weights
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import abstract_mesh, by_path, full_spec
 from zigzag.program import compiled
 from zigzag.tests.common import (
@@ -24,6 +24,7 @@ from zigzag.tests.common import (
     learn,
     make,
     mesh_of,
+    net,
     program_of,
     refused,
     slow,
@@ -53,13 +54,18 @@ def moved(config, params):
 
 
 def plain(config):
-    return dataclasses.replace(config, lora_rank=0)
+    return change(config, lora_rank=0)
 
 
 def masked_batch(config):
     rng = np.random.default_rng(0)
     masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
     return batch_of(config, weights=masks)
+
+
+# The matrices that lead into a block, and those that lead out of it.
+COLUMNS = ("wq", "wk", "wv", "w_gate", "w_up", "e_gate", "e_up", "cross_wq", "cross_wk", "cross_wv")
+ROWS = ("wo", "w_down", "e_down", "cross_wo")
 
 
 # -------------------------------------------------------------------------------------------
@@ -71,15 +77,15 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
     that was to be tuned is gone before the first step."""
     config = adapted(**changes)
     batch, key = masked_batch(config), jax.random.key(0)
-    params, usual = (jax.jit(functools.partial(model.init, c))(key)
+    params, usual = (jax.jit(functools.partial(net.init, c))(key)
                      for c in (config, plain(config)))
     for path, w in by_path(usual).items():
         np.testing.assert_array_equal(by_path(params)[path], w)
-    a, b = (jax.jit(functools.partial(model.loss, config=c))(p, batch)[0]
+    a, b = (jax.jit(functools.partial(net.loss, config=c))(p, batch)[0]
             for c, p in ((config, params), (plain(config), usual)))
     assert float(a) == float(b)
     adapters = by_path(lora.split(params)[0])
-    matrices = usual["layers"].keys() & {*lora.COLUMNS, *lora.ROWS}
+    matrices = usual["layers"].keys() & {*COLUMNS, *ROWS}
     assert {p[7:] for p in adapters} == {f"{m}_{x}" for m in matrices for x in "ab"}
     for path, w in adapters.items():    # of unit size goes in, of unit size comes out of a
         fan_in = np.prod(w.shape[1:-1]) / (4 if ".e_" in path else 1)
@@ -90,13 +96,13 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
 def of_the_formula(config):
     """Weights, and the gradients of adapters by autodiff of the model of weights w + a b, in
     float64: of a dW b^T, of b a^T dW."""
-    params = jax.device_get(moved(config, jax.jit(functools.partial(model.init, config))(
+    params = jax.device_get(moved(config, jax.jit(functools.partial(net.init, config))(
         jax.random.key(0))))
     batch = masked_batch(config)
 
     def loss(adapters):
         whole = lora.merged(lora.join(adapters, lora.split(params)[1]))
-        return model.loss(whole, batch, plain(config), with_aux=True)[0]
+        return net.loss(whole, batch, plain(config), with_aux=True)[0]
 
     return params, jax.device_get(jax.jit(jax.value_and_grad(loss))(lora.split(params)[0]))
 
@@ -104,17 +110,17 @@ def of_the_formula(config):
 MESHES = [
     slow("", {}, {}), slow("", BIASES, {}), slow("", LATENT, {}), slow("", EXPERTS, {}),
     ("fsdp=2,tensor=2", {}, dict(accumulate=2)),
-    slow("tensor=2", {}, dict(sequence_parallel=False)),
+    slow("tensor=2", dict(seq_len=15), {}),
     slow("pipe=2,tensor=2", {}, dict(microbatches=2)),
     slow("pipe=2,tensor=2", {}, dict(microbatches=2, schedule="1f1b", remat="selective")),
     full("pipe=2,data=2", dict(layers=4), dict(schedule="interleaved", chunks=2, microbatches=2)),
     slow("seq=2,tensor=2", dict(kv_heads=2), dict(remat="full")),
     slow("data=2,fsdp=2", {}, dict(zero=1, fsdp_min=1)),
-    slow("tensor=2", dict(parallel=True), {}),
+    slow("tensor=2", dict(parallel_block=True), {}),
     # Heads that tensor does not divide, whole beside what is split; key heads that are repeated.
     slow("tensor=4", dict(heads=6, head_dim=8, kv_heads=3), {}),
     full("tensor=4", dict(heads=12, head_dim=8, kv_heads=6), {}),
-    full("tensor=4", dict(parallel=True, **BIASES), {}),
+    full("tensor=4", dict(parallel_block=True, **BIASES), {}),
     full("tensor=2", LATENT, {}), slow("expert=2,tensor=2", EXPERTS, {}),
     full("fsdp=2,expert=2", EXPERTS, dict(remat="selective")),
     # Of a matrix and its adapters some are stored otherwise, and some not split.
@@ -130,7 +136,7 @@ def test_gradients_are_those_of_the_sum(mesh, what, rest):
     config = adapted(batch=16, **{**(dict(heads=4) if "heads" not in what else {}), **what})
     with in_float64():
         params, (want, wanted) = of_the_formula(config)
-        on_mesh = dataclasses.replace(config, **rest)
+        on_mesh = change(config, **rest)
         got, sums = sums_and_gradients(on_mesh, mesh, params, masked_batch(config))
     assert float(sums[0]) == pytest.approx(float(want), rel=1e-10)
     size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(wanted)))
@@ -177,7 +183,7 @@ def test_only_adapters_are_trained():
     assert sent.keys() == {("all-reduce", "data")}      # of float32, over 2 devices
     assert sent["all-reduce", "data"] == pytest.approx(4 * count, abs=200)
     done, usually = (hlo.arithmetic(s) for s in (step, whole))
-    assert done == pytest.approx(model.flops(config, 8 * 32) / 2, rel=0.01)
+    assert done == pytest.approx(net.flops(config, 8 * 32) / 2, rel=0.01)
     assert done < 0.8 * usually
     frozen = sum(x.size for x in jax.tree.leaves(lora.split(program.plan.params)[1]))
     alias = step.memory_analysis().alias_size_in_bytes      # frozen weights are not copied
@@ -204,17 +210,17 @@ def test_the_rule_splits_adapters_with_their_weights(mesh):
     for changes, rank in (({}, 4), (EXPERTS, 4), (dict(heads=6, head_dim=32), 16), (BIASES, 16),
                           (LATENT, 16)):
         config = make(**{**dict(layers=4, d_model=256, d_ff=1024), **changes})
-        usual = by_path(model.plan_weights(config, mesh))
-        config = dataclasses.replace(config, lora_rank=rank)
-        shapes, found = map(by_path, (model.weight_shapes(config),
-                                      model.plan_weights(config, mesh)))
+        usual = by_path(net.plan_weights(config, mesh))
+        config = change(config, lora_rank=rank)
+        shapes, found = map(by_path, (net.weight_shapes(config),
+                                      net.plan_weights(config, mesh)))
         assert {p: found[p].spec for p in usual} == {p: d.spec for p, d in usual.items()}
         for path in found.keys() - usual.keys():
             shape, matrix = shapes[path].shape, path.split(".")[1][:-2]
             spec, own = (full_spec(d.spec, 4) for d in (found[path], usual[path[:-2]]))
             leading = 1 + matrix.startswith("e_")
             assert spec[:leading] == own[:leading], path        # pipe and expert
-            has_it = path.endswith("_a") == (matrix in lora.ROWS)
+            has_it = path.endswith("_a") == (matrix in ROWS)
             assert ("tensor" in spec) == ("tensor" in own and has_it), path
             assert "tensor" not in spec or spec.index("tensor") == own.index("tensor"), path
             assert "fsdp" in spec or mesh.shape["fsdp"] == 1 or np.prod(shape) < 4096, path
@@ -296,7 +302,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
             config = language_run(tmp_path / folder, **changes)
             with pytest.MonkeyPatch.context() as patch:     # (the rates are those of 4 steps)
                 patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(0.01))
-                _, fit = learn(dataclasses.replace(config, steps=steps), mesh)
+                _, fit = learn(change(config, steps=steps), mesh)
         if folder == "whole":
             want = jax.device_get(fit.params)
     assert fit.step == 4
@@ -310,7 +316,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
 def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
     """Adapters beside other weights than theirs: a model that is neither, and says nothing."""
     folder, _ = trained
-    init = functools.partial(model.init, language_run(folder))
+    init = functools.partial(net.init, language_run(folder))
 
     def other(key):
         params = init(key)
@@ -331,11 +337,11 @@ def test_a_run_is_read_merged(trained, capsys):
     config, prompts = language_run(folder), [[1, 2, 3], [7]]
     want = sample.generate(fit.params, prompts, config, tokens=8, temperature=0)
     for mesh in (None, mesh_of("tensor=2")):
-        params, read = model.load_run(folder, mesh)
+        params, read = networks.load_run(folder, mesh)
         assert read.lora_rank == 0 and by_path(params).keys() == by_path(
-            model.weight_shapes(read)).keys()
+            net.weight_shapes(read)).keys()
         assert sample.generate(params, prompts, read, tokens=8, temperature=0) == want
-    first, _ = model.load_run(folder, step=2)
+    first, _ = networks.load_run(folder, step=2)
     first, params = jax.device_get((first, params))
     assert np.any(first["layers"]["wq"] != params["layers"]["wq"])
     assert (first["embed"] == params["embed"]).all()
@@ -360,11 +366,11 @@ def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, caps
     usual, config = jax.device_get(usual.params), language_run(tmp_path / "tuned")
 
     def init(key):
-        return lora.join(lora.split(model.init(config, key))[0], usual)
+        return lora.join(lora.split(net.init(config, key))[0], usual)
 
     _, tuned = learn(config, init=init, record=dict(tokenizer="bytes"))
     run = rewritten(tmp_path / "tuned", tmp_path / "own", init_from=str(tmp_path / "base"))
-    params, _ = model.load_run(run)
+    params, _ = networks.load_run(run)
     want = lora.merged(jax.device_get(tuned.params))
     for path, w in by_path(params).items():
         np.testing.assert_allclose(w, by_path(want)[path], rtol=1e-6, atol=1e-7)
@@ -388,16 +394,16 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
     pytest.importorskip("safetensors", reason="pip install -r requirements-peers.txt")
     changes = {k: v for k, v in changes.items() if k != "shared_experts"}
     config = adapted(dtype="float32", **changes)
-    params = moved(config, model.init(config, jax.random.key(0)))
-    model.save_hf(tmp_path / "hf", params, config)
-    back, read = model.load_hf(tmp_path / "hf")
+    params = moved(config, net.init(config, jax.random.key(0)))
+    networks.save_hf(tmp_path / "hf", params, config)
+    back, read = networks.load_hf(tmp_path / "hf")
     assert read.lora_rank == 0
     tokens = jnp.asarray(batch_of(config)["tokens"][:2])
-    a, b = (jax.jit(functools.partial(model.forward, config=c))(p, tokens)
+    a, b = (jax.jit(functools.partial(net.forward, config=c))(p, tokens)
             for p, c in ((params, config), (back, read)))
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
-    unmoved = model.init(config, jax.random.key(0))
-    assert not np.allclose(a, model.forward(unmoved, tokens, config), atol=1e-2)
+    unmoved = net.init(config, jax.random.key(0))
+    assert not np.allclose(a, net.forward(unmoved, tokens, config), atol=1e-2)
 
 
 # -------------------------------------------------------------------------------------------
@@ -410,7 +416,7 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
     config, lines = adapted(steps=3), []
 
     def loss(params, batch):
-        total, count = model.loss(params, batch, config)
+        total, count = net.loss(params, batch, config)
         return 2 * total, count
 
     rows, fit = learn(config, "data=2", lines, loss=loss)
@@ -418,7 +424,7 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
     first = program_of(config, "data=2").start(jax.random.key(0))["params"]
     assert (np.asarray(fit.params["embed"]) == np.asarray(first["embed"])).all()
     with pytest.raises(ConfigError, match="these weights have no adapters"):
-        learn(config, init=functools.partial(model.init, plain(config)))
+        learn(config, init=functools.partial(net.init, plain(config)))
 
 
 def test_a_start_tells_how_many_are_trained(capsys):
@@ -427,7 +433,7 @@ def test_a_start_tells_how_many_are_trained(capsys):
     say = report.Reporter(1)
     loop.report_header(program_of(config, "tensor=2"), say, (1000, 1000), ())
     printed = capsys.readouterr().out
-    count = weights.count(lora.split(model.weight_shapes(config))[0])
+    count = weights.count(lora.split(net.weight_shapes(config))[0])
     assert f", of which {count:,} are trained" in printed
     assert "layers.w_down_a" in printed
     train.show_sharding(["--lora_rank", "4", "--shards", "2"])

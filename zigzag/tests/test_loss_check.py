@@ -15,12 +15,12 @@ import data
 import model
 import shard
 import train
-from zigzag import loss_check
+from zigzag import attention, loss_check
 from zigzag.batches import batch_shapes
 from zigzag.errors import ConfigError
 from zigzag.jaxprs import DIFFERENTIATED, names_in
 from zigzag.mesh import mesh_sizes
-from zigzag.tests.common import full, learn, make, mesh_of, slow, tokens_of
+from zigzag.tests.common import full, learn, make, mesh_of, net, slow, tokens_of
 
 
 def pairs(count=64, seed=0):
@@ -126,47 +126,50 @@ def branches(p, b):
 # Losses that call shard.py
 
 OWN = make(layers=4, eval_every=10)     # (trained in parts here: 16 rows, --accumulate 2)
-MASK = functools.partial(model._attention_mask, OWN, 0)
 
 
-def own_block(causal, mask, head, schedule="gpipe"):
+def MASK(query, key):
+    return (key["slot"][:, None, :] <= query["slot"][:, :, None])[:, None]
+
+
+def own_block(causal, mask, head, schedule="gpipe", all_time=False):
     """A loss with the transformer's weights and attention of its own, through pipelined_loss."""
     def embed(p, batch):
         return shard.embed_lookup(p["embed"], batch["tokens"]) * OWN.d_model**0.5
 
     def block(w, x, i, batch):
-        q, k, v = shard.columns(model.norm(w, "attn_norm", x, OWN), w["wq"], w["wk"], w["wv"])
-        a = shard.attend(functools.partial(model.softmax_attention, OWN, None), q, k, v, mask,
-                         batch["query"], batch["key"], causal)
+        q, k, v = shard.columns(model.norm(x, w["attn_norm"], OWN), w["wq"], w["wk"], w["wv"])
+        info = {"slot": jnp.broadcast_to(shard.slots_of(q), q.shape[:2])}
+        a = shard.attend(attention.softmax_attention, q, k, v, mask, info, info, causal)
         x = x + shard.row((a, w["wo"]))
-        up, = shard.columns(model.norm(w, "mlp_norm", x, OWN), w["w_up"])
+        up, = shard.columns(model.norm(x, w["mlp_norm"], OWN), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None
 
     def loss(p, b, specs=None):
         others = {k: w for k, w in p.items() if k != "layers"}
         return shard.pipelined_loss(embed, block, head, others, p["layers"],
-                                    model._with_info(b, OWN), specs and specs["layers"],
-                                    "none", 2, schedule)
+                                    b, specs and specs["layers"], "none", 2, schedule,
+                                    all_time=all_time)
 
     return loss
 
 
 def everywhere(query, key):
-    return jnp.ones((len(query["place"]), 1, query["place"].shape[1], key["place"].shape[1]), bool)
+    return jnp.ones((len(query["slot"]), 1, query["slot"].shape[1], key["slot"].shape[1]), bool)
 
 
 def each_token(p, x, batch):
-    return shard.token_loss(model.norm(p, "norm", x, OWN), p["head"], batch["targets"],
+    return shard.token_loss(model.norm(x, p["norm"], OWN), p["head"], batch["targets"],
                             batch["weights"], OWN.vocab_size), jnp.sum(batch["weights"])
 
 
 def pooled(p, x, batch):
-    logp = jax.nn.log_softmax(model.norm(p, "norm", x, OWN).mean(1) @ p["head"][:, :8])
+    logp = jax.nn.log_softmax(model.norm(x, p["norm"], OWN).mean(1) @ p["head"][:, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
 def pooled_by_weights(p, x, batch):
-    x = shard.whole_time(model.norm(p, "norm", x, OWN)).mean(1)
+    x = shard.whole_time(model.norm(x, p["norm"], OWN)).mean(1)
     logp = jax.nn.log_softmax(x @ p["head"][:, :8])
     rows = jnp.take_along_axis(logp, batch["label"][:, None], 1)[:, 0]
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
@@ -174,7 +177,7 @@ def pooled_by_weights(p, x, batch):
 
 def classified(p, x, batch):
     """By the first token; the count is of rows, whatever the weights."""
-    first = shard.whole_time(model.norm(p, "norm", x, OWN))[:, :1]
+    first = shard.whole_time(model.norm(x, p["norm"], OWN))[:, :1]
     logp = jax.nn.log_softmax(shard.vocab_logits(first, p["head"], 61)[:, 0, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
@@ -183,11 +186,11 @@ def first_token(whole):
     """A loss of the first token alone, picked from all of the time or from a device's part."""
     def head(p, x, batch):
         x = (shard.whole_time(x) if whole else x)[:, :1]
-        x = model.norm(p, "norm", x, OWN)
+        x = model.norm(x, p["norm"], OWN)
         return shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
                                 OWN.vocab_size), jnp.sum(batch["weights"][:, :1])
 
-    return own_block(True, MASK, head)
+    return own_block(True, MASK, head, all_time=whole)
 
 
 def a_step_of_the_transformers(p, b, specs=None):
@@ -195,7 +198,7 @@ def a_step_of_the_transformers(p, b, specs=None):
         row = jax.tree.map(lambda x: x[None], row)
 
         def mean(p):
-            s, c = model.loss(p, row, OWN, specs)
+            s, c = net.loss(p, row, OWN, specs)
             return s / c
 
         return mean(jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(mean)(p)))
@@ -205,17 +208,17 @@ def a_step_of_the_transformers(p, b, specs=None):
 
 
 def own_masks(p, b, specs=None):
-    return model.loss(p, {**b, "weights": b["weights"] * b["mask"]}, OWN, specs)
+    return net.loss(p, {**b, "weights": b["weights"] * b["mask"]}, OWN, specs)
 
 
 def penalised(p, b, specs=None):
-    s, c = model.loss(p, b, OWN, specs)
+    s, c = net.loss(p, b, OWN, specs)
     return s + 1e-2 * c * norms(p), c
 
 
 VECTORS = dict(init=perceptron, collate=lambda e: dict(zip("xy", map(np.stack, zip(*e)))),
                examples=pairs(), held_out=pairs(13, 9))
-TOKENS = dict(init=lambda key: model.init(OWN, key), examples=tokens_of(OWN),
+TOKENS = dict(init=lambda key: net.init(OWN, key), examples=tokens_of(OWN),
               held_out=tokens_of(OWN, 13, 5), collate=lambda e: {
                   **data.collate(e, 16), "label": np.array([x[0] % 8 for x in e]),
                   "one": np.ones(len(e), "float32"),
@@ -243,10 +246,10 @@ THEIRS = {
     "attention both ways, 1F1B": (own_block(False, everywhere, each_token, "1f1b"), TOKENS, {}),
     "a pooled loss": (own_block(True, MASK, pooled), TOKENS,
                       {"pipe": POOLS, "seq": "as a pooled one does", "tensor": POOLS}),
-    "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights), TOKENS,
+    "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights, all_time=True), TOKENS,
                                  {}),
-    "a classifier": (own_block(False, everywhere, classified), TOKENS, {}),
-    "a classifier, 1F1B": (own_block(False, everywhere, classified, "1f1b"), TOKENS, {}),
+    "a classifier": (own_block(False, everywhere, classified, all_time=True), TOKENS, {}),
+    "a classifier, 1F1B": (own_block(False, everywhere, classified, "1f1b", True), TOKENS, {}),
     "the first of all tokens": (first_token(True), TOKENS, {}),
     "the first of a part": (first_token(False), TOKENS,
                             {"pipe": POOLS, "seq": "divides by", "tensor": POOLS}),
@@ -255,7 +258,7 @@ THEIRS = {
     "masks of its own": (own_masks, TOKENS, {}),
     "a penalty by its count": (penalised, TOKENS, {"pipe": "adds up layers' weights",
                                                    "tensor": "must go through them"}),
-    "a count of places": (lambda p, b, specs=None: (model.loss(p, b, OWN, specs)[0],
+    "a count of places": (lambda p, b, specs=None: (net.loss(p, b, OWN, specs)[0],
                                                     b["tokens"].size), TOKENS,
                           {"seq": "divides by a constant or by its rows"}),
 }
@@ -484,7 +487,7 @@ def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
     monkeypatch.setattr(train, "check_loss", None)
     learn(make(steps=1), "data=2")
     with pytest.raises(TypeError):
-        learn(make(steps=1), "data=2", loss=lambda p, b: model.loss(p, b, make()))
+        learn(make(steps=1), "data=2", loss=lambda p, b: net.loss(p, b, make()))
 
 
 # -------------------------------------------------------------------------------------------
@@ -506,10 +509,10 @@ def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
 def test_a_gradient_inside_a_loss_is_seen():
     """Under jit, too, and through a vmap; a stop_gradient is none."""
     config = make()
-    given = model.init(config, jax.random.key(0)), data.collate(tokens_of(config, 2), 16)
+    given = net.init(config, jax.random.key(0)), data.collate(tokens_of(config, 2), 16)
 
     def plain(p, b):
-        return model.loss(p, b, config)[0]
+        return net.loss(p, b, config)[0]
 
     def inside(p, b):
         return optax.tree.norm(jax.grad(jax.jit(plain))(p, b))

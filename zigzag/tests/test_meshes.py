@@ -37,15 +37,16 @@ def test_every_mesh_trains_the_same_model(mesh, alone):
 # Every factorisation of 8 devices over the six axes, and every way of going through the layers.
 SHAPES = [dict(zip(AXES, sizes)) for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES))
           if np.prod(sizes) == 8]
-MODELS = [dict(), dict(tied=True, parallel=True, kv_heads=2), dict(experts=8, shared_experts=1),
-          dict(dropout=0.1, experts=4, parallel=True)]
+MODELS = [dict(), dict(tied=True, parallel_block=True, kv_heads=2),
+          dict(experts=8, shared_experts=1),
+          dict(dropout=0.1, experts=4, parallel_block=True)]
 # What tensor does not divide: heads that each device has whole, and key heads that are repeated.
 UNDIVIDED = [
     ("fsdp=2,tensor=4", dict(heads=6, head_dim=4, layers=2), dict(accumulate=2)),
     ("pipe=2,tensor=4", dict(heads=6, head_dim=4, kv_heads=3, layers=4),
      dict(schedule="interleaved", chunks=2, microbatches=2)),
     ("seq=2,tensor=4", dict(heads=9, head_dim=4, kv_heads=3, layers=2, d_ff=60), dict(zero=1)),
-    ("expert=2,tensor=4", dict(heads=6, head_dim=4, layers=2, experts=4, parallel=True),
+    ("expert=2,tensor=4", dict(heads=6, head_dim=4, layers=2, experts=4, parallel_block=True),
      dict(remat="full")),
     ("data=2,tensor=4", dict(heads=12, head_dim=4, kv_heads=6, layers=2, tied=True), {}),
     ("pipe=2,seq=2,tensor=2", dict(heads=3, head_dim=4, layers=2, experts=4, d_ff=30),

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import model
+import networks
 import shard
 from zigzag import attention, hlo
 from zigzag.mesh import by_path, shardings
@@ -22,6 +23,7 @@ from zigzag.tests.common import (
     learn,
     make,
     mesh_of,
+    net,
     peer,
     program_of,
     slow,
@@ -32,10 +34,10 @@ from zigzag.weights import count
 # First values
 
 def first_values(**changes):
-    return by_path(jax.jit(functools.partial(model.init, make(**changes)))(jax.random.key(0)))
+    return by_path(jax.jit(functools.partial(net.init, make(**changes)))(jax.random.key(0)))
 
 
-@pytest.mark.parametrize("changes", [dict(tied=True), dict(parallel=True),
+@pytest.mark.parametrize("changes", [dict(tied=True), dict(parallel_block=True),
                                      dict(experts=4, shared_experts=1)])
 def test_a_weights_first_values_follow_from_its_path(changes):
     """Keys dealt out in the order of a listing: with one more weight (experts, a head of its own, a
@@ -104,17 +106,17 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name):
     """A preset of another width, or without its biases or the rows of its positions."""
-    assert model.parameters(model.PRESETS[name])[0] == PUBLISHED[name]
+    assert net.parameters(networks.PRESETS[name])[0] == PUBLISHED[name]
 
 
 def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
     """951,424 parameters were shown where 918,912 are."""
-    tiny = dataclasses.replace(model.PRESETS["tiny"], vocab_size=257)
-    assert model.parameters(tiny) == (918_912, 918_912)
-    total, visited = model.parameters(model.PRESETS["mixtral-8x7b"])
+    tiny = dataclasses.replace(networks.PRESETS["tiny"], vocab_size=257)
+    assert net.parameters(tiny) == (918_912, 918_912)
+    total, visited = net.parameters(networks.PRESETS["mixtral-8x7b"])
     assert (round(total / 1e9, 1), round(visited / 1e9, 1)) == (46.7, 12.9)         # as published
     layer = 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
-    assert model.parameters(model.PRESETS["124m"])[0] == 50257 * 768 + 12 * layer + 768
+    assert net.parameters(networks.PRESETS["124m"])[0] == 50257 * 768 + 12 * layer + 768
 
 
 # -------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def test_the_decoder_is_transformers_llama():
     one trains just as well and loads nothing."""
     torch, transformers = peer("torch"), peer("transformers")
     config = make(vocab_size=128, kv_heads=2)
-    p = jax.tree.map(np.asarray, model.init(config, jax.random.key(3)))
+    p = jax.tree.map(np.asarray, net.init(config, jax.random.key(3)))
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=10000.0,
@@ -144,13 +146,13 @@ def test_the_decoder_is_transformers_llama():
     tokens = np.random.default_rng(0).integers(0, 128, (3, 16))
     with torch.no_grad():
         want = llama(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(model.forward(p, jnp.asarray(tokens), config), want, atol=2e-5)
+    np.testing.assert_allclose(net.forward(p, jnp.asarray(tokens), config), want, atol=2e-5)
 
 
 def test_no_token_sees_a_later_one_or_another_document():
     """A mask that is off by one, or that knows only half of the rule. By gradient, not by eye."""
     config = make()
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     rows = {k: jnp.asarray(v)[:1] for k, v in batch_of(config).items()}
     rows["segments"] = jnp.asarray([[0] * 6 + [1] * 10])
     rows["positions"] = jnp.asarray([[*range(6), *range(10)]])
@@ -158,7 +160,7 @@ def test_no_token_sees_a_later_one_or_another_document():
     def at(table, t):
         weights = jnp.zeros((1, 16)).at[0, t].set(1)
         batch = {**rows, "tokens": jnp.arange(16)[None], "weights": weights}
-        return model.loss({**params, "embed": table}, batch, config)[0]
+        return net.loss({**params, "embed": table}, batch, config)[0]
 
     gradient = jax.jit(jax.grad(at))
     for t in (3, 9):
@@ -169,10 +171,10 @@ def test_no_token_sees_a_later_one_or_another_document():
 def test_positions_are_relative():
     """Shifting every position must change nothing: rates that differ between q and k would."""
     config = make()
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     tokens = jnp.asarray(batch_of(config)["tokens"])
     where = jnp.broadcast_to(jnp.arange(16), tokens.shape)
-    forward = jax.jit(lambda where: model.forward(params, tokens, config, positions=where))
+    forward = jax.jit(lambda where: net.forward(params, tokens, config, positions=where))
     a, b, c = map(forward, (where, where + 1000, where * 2))
     np.testing.assert_allclose(a, b, atol=3e-4)     # float32 angles near 1000 carry 6e-5
     assert float(jnp.abs(a - c).max()) > 1e-2
@@ -181,11 +183,11 @@ def test_positions_are_relative():
 def test_padded_ids_are_never_said_and_never_learn():
     """Logits of ids that do not exist would take a share of every softmax."""
     config = make(tied=True)
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     assert params["embed"].shape == (128, 32)
     got, _ = gradients_of(config, "tensor=4", batch_of(config))
     assert (got["embed"][61:] == 0).all() and (got["embed"][:61] != 0).any(1).all()
-    assert model.forward(params, jnp.zeros((1, 4), int), config).shape == (1, 4, 61)
+    assert net.forward(params, jnp.zeros((1, 4), int), config).shape == (1, 4, 61)
 
 
 def test_dropout_differs_between_rows_places_and_sites():
@@ -202,9 +204,9 @@ def test_dropout_differs_between_rows_places_and_sites():
 def test_without_seeds_nothing_is_dropped():
     """An evaluation, or generation, with dropout."""
     config, batch = make(dropout=0.5), batch_of(make())
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     del batch["seeds"]
-    got, want = (float(model.loss(params, batch, c)[0]) for c in (config, make()))
+    got, want = (float(net.loss(params, batch, c)[0]) for c in (config, make()))
     assert got == want
 
 
@@ -219,11 +221,11 @@ def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     weights = np.random.default_rng(0).random((8, 16)) < np.linspace(0.1, 1, 8)[:, None]
     batch = batch_of(config, weights=weights)
     got, value = gradients_of(config, mesh, batch)
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     plain = {k: jnp.asarray(v) for k, v in batch.items()}
 
     def mean(params):
-        total, count = model.loss(params, plain, config)
+        total, count = net.loss(params, plain, config)
         return total / count
 
     want_value, want = jax.jit(jax.value_and_grad(mean))(params)
@@ -273,12 +275,12 @@ def test_a_compiler_alone_reduces_twice_a_layer(changes):
     """The specs alone, with --step jit: and once for the embedding, a maximum and a sum for the
     loss. Nothing is gathered: specs that do not fit together would be."""
     config, mesh = make(**changes), mesh_of("data=2,tensor=4")
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
-    places = shardings(model.weight_specs(config, mesh), mesh)
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
+    places = shardings(net.weight_specs(config, mesh), mesh)
     with jax.set_mesh(mesh):
-        done = jax.jit(lambda p, b: model.loss(p, b, config), in_shardings=(
+        done = jax.jit(lambda p, b: net.loss(p, b, config), in_shardings=(
             places, NamedSharding(mesh, P("data")))).lower(
-                params, model.batch_shapes(config, 4)).compile()
+                params, net.batch_shapes(config, 4)).compile()
     tensor = [c for c in hlo.collectives(done) if c.axis == "tensor"]
     assert [(c.kind, c.count) for c in tensor] == [("all-reduce", 2 * 2 + 1 + 2)]
     # 2 rows a device of 16 float32: five of the width, one maximum, and the sum with the label's.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import data
-import model
 import sample
 import train
 from zigzag import examples, tokenizers
@@ -19,7 +18,9 @@ from zigzag.families import special_ids
 from zigzag.tests.common import (
     WORDS,
     command,
+    config_of,
     digit_pairs,
+    net,
     peer,
     published_files,
     refused,
@@ -420,14 +421,14 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
     """Numbers that are no ids; a kind of token that a device would take another for; a traceback
     in the middle of a step."""
     tokens, labels = np.ones((8, 4), int), np.zeros(8, int)
-    config = model.Config(causal=False, head="classes", labels=2, vocab_size=9, seq_len=4)
+    config = config_of(causal=False, head="classes", labels=2, vocab_size=9, seq_len=4)
     limits = {"tokens": 9, "labels": 2, "token_types": 2}
     good = {"tokens": tokens, "labels": labels, "mask": np.ones((8, 4), bool)}
 
     def says(text, **changes):
         np.savez(tmp_path / "a.npz", **{**good, **changes})
         with pytest.raises(ConfigError, match=text):
-            examples.open_arrays([str(tmp_path / "a.npz")], model.batch_shapes(config, 1),
+            examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
                                  limits).train[0]
 
     says("tokens is float64; expected whole numbers", tokens=tokens * 1.0)
@@ -437,7 +438,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
     says("token_types has 2 in row 0; expected 0 to 1", token_types=tokens * 2)
     says("segments is float64", segments=tokens * 1.0)
     np.savez(tmp_path / "a.npz", **good, token_types=tokens)
-    examples.open_arrays([str(tmp_path / "a.npz")], model.batch_shapes(config, 1), limits).train[0]
+    examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1), limits).train[0]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Published encoder-decoders against transformers: T5, BART and Whisper, as test_families.py does
 for decoders; and what they write, with a cache and by beams."""
 
-import dataclasses
 import functools
 import json
 
@@ -10,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
+import networks
 import sample
 import train
+from networks import transformer
 from zigzag import families
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import by_path, shardings
 from zigzag.prompts import load_source
 from zigzag.published_config import as_config
-from zigzag.tests.common import mean_loss, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import config_of, mean_loss, mesh_of, net, peer, run_of, sums_and_gradients
 from zigzag.tests.test_families import (
     BY_HAND,
     COLUMNS,
@@ -128,7 +129,7 @@ def test_logits_are_those_of_transformers(name, shards):
     attends to another part of a source than it has; heads that the shards do not divide."""
     want = reference(name)
     mesh = mesh_of(f"tensor={shards}")
-    params, config = model.load_hf(want.folder, mesh)
+    params, config = networks.load_hf(want.folder, mesh)
     got = logits_of(params, config, want.batch["tokens"], mesh, **source_of(name))
     assert_close(got, want.logits, 1e-5)
 
@@ -158,8 +159,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
     tokens, source = reference(name).batch["tokens"], source_of(name)
     ours = logits_of(params, config, tokens, **source)
     assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    model.save_hf(tmp_path / "out", params, config)
-    again, _ = model.load_hf(tmp_path / "out")
+    networks.save_hf(tmp_path / "out", params, config)
+    again, _ = networks.load_hf(tmp_path / "out")
     for path, w in by_path(again).items():
         assert_close(w, by_path(params)[path], 1e-6, path)
     torch = peer("torch")
@@ -174,7 +175,7 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 
 def assert_same_step(name, mesh, rtol=2e-6, **changes):
     params, config, _, loss = loaded(name)
-    config = dataclasses.replace(config, **changes)
+    config = change(config, **changes)
     batch = reference(name).batch
     train.check_transformer(config, mesh_of(mesh))
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
@@ -199,7 +200,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
                                                     remat="full"), marks=pytest.mark.full),
     pytest.param("bart", "fsdp=2", dict(remat="full", accumulate=2), marks=pytest.mark.full),
     pytest.param("whisper", "tensor=2", dict(remat="selective"), marks=pytest.mark.full),
-    pytest.param("bart", "data=2,tensor=2", dict(sequence_parallel=False), marks=pytest.mark.full),
+    pytest.param("bart", "data=2,tensor=2", dict(seq_len=15), marks=pytest.mark.full),
     pytest.param("t5", "tensor=4", {}, marks=pytest.mark.full)])
 def test_a_step_in_other_ways_is_that_of_one_device(name, mesh, changes):
     """What a backward pass makes again of an encoder, or of its parts in a pipeline."""
@@ -208,11 +209,11 @@ def test_a_step_in_other_ways_is_that_of_one_device(name, mesh, changes):
 
 def test_a_schedule_that_goes_back_at_once_is_refused():
     """1F1B goes back through a stage before another stage has begun with the decoder."""
-    config = train.Config(encoder_layers=2, vocab_size=V, schedule="1f1b", batch=4)
+    config = run_of(encoder_layers=2, vocab_size=V, schedule="1f1b", batch=4)
     with pytest.raises(ConfigError, match="1f1b: an encoder-decoder goes through the stages twice"):
         train.check_transformer(config, mesh_of("pipe=2"))
     with pytest.raises(ConfigError, match="--encoder_layers 3 does not divide into 2"):
-        train.check_transformer(dataclasses.replace(config, schedule="gpipe", encoder_layers=3),
+        train.check_transformer(change(config, schedule="gpipe", encoder_layers=3),
                                 mesh_of("pipe=2"))
 
 
@@ -221,8 +222,8 @@ def test_a_schedule_that_goes_back_at_once_is_refused():
 def test_bfloat16_runs(name):
     """A weight, or a table, in another precision than what it meets."""
     params, config, _, loss = loaded(name)
-    config = dataclasses.replace(config, dtype="bfloat16")
-    total, count = jax.jit(functools.partial(model.loss, config=config))(
+    config = change(config, dtype="bfloat16")
+    total, count = jax.jit(functools.partial(net.loss, config=config))(
         params, reference(name).batch)
     assert total / count == pytest.approx(loss, rel=2e-2)
 
@@ -237,7 +238,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
-    mean = mean_loss(model.loss, config)
+    mean = mean_loss(net.loss, config)
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BOTH_BY_HAND, shards)
 
 
@@ -249,7 +250,7 @@ def placed(name, mesh):
     if not mesh:
         return params, config
     mesh = mesh_of(mesh)
-    return jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh)), config
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh)), config
 
 
 def sources(name):
@@ -291,12 +292,12 @@ def test_what_they_write_is_what_transformers_writes(name, mesh):
     ([[5], []], "a source is empty"), ([[5], [V]], f"source 1 has the id {V}")])
 def test_a_bad_source_is_refused(source, words):
     """An id that does not exist would look up the last row of the table."""
-    config = model.Config(encoder_layers=2, vocab_size=V)
+    config = config_of(encoder_layers=2, vocab_size=V)
     with pytest.raises(ConfigError, match=words):
         sample.generate({}, [[1], [2]], config, source=source)
     with pytest.raises(ConfigError, match="has no encoder to give a source to"):
-        sample.generate({}, [[1]], model.Config(vocab_size=V), source=[[1]])
-    config = dataclasses.replace(config, stem="frames", channels=10, source_len=FRAMES)
+        sample.generate({}, [[1]], config_of(vocab_size=V), source=[[1]])
+    config = change(config, stem="frames", channels=10, source_len=FRAMES)
     with pytest.raises(ConfigError, match=r"have the shape \[2, 10, 30\]; expected \[2, 10, 36\]"):
         sample.generate({}, [[1], [2]], config, source=np.zeros((2, 10, 30)))
 
@@ -308,7 +309,7 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
     """A traceback for a .npz, or for words."""
     with open(tmp_path / "a.npy", "wb") as file:
         save(file)
-    config = model.Config(encoder_layers=1, stem="frames", channels=4, source_len=8)
+    config = config_of(encoder_layers=1, stem="frames", channels=4, source_len=8)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
         load_source(str(tmp_path / "a.npy"), config)
 
@@ -316,16 +317,16 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 def test_a_source_for_which_there_are_no_positions(positions):
     """The last position, for all tokens that come after it."""
-    config = model.Config(layers=1, encoder_layers=1, d_model=16, heads=2, vocab_size=32,
+    config = config_of(layers=1, encoder_layers=1, d_model=16, heads=2, vocab_size=32,
                           seq_len=8, positions=positions)
-    params, tokens = model.init(config, jax.random.key(0)), np.ones((1, 4), int)
-    forward = jax.jit(functools.partial(model.forward, params, tokens, config))
+    params, tokens = net.init(config, jax.random.key(0)), np.ones((1, 4), int)
+    forward = jax.jit(functools.partial(net.forward, params, tokens, config))
     if positions == "learned":
         with pytest.raises(ConfigError, match="--source_len 12: .* only 8"):
             forward(source=np.arange(12)[None])
         return
-    longer = dataclasses.replace(config, source_len=12)
-    np.testing.assert_allclose(forward(source=np.arange(12)[None]), model.forward(
+    longer = change(config, source_len=12)
+    np.testing.assert_allclose(forward(source=np.arange(12)[None]), net.forward(
         params, tokens, longer, source=np.arange(12)[None]), atol=1e-5)
 
 
@@ -380,7 +381,7 @@ def test_hostile_values_end_in_one_line(name, field):
     for value in ("x", "gated-x", "gated-gelu-x", -1, 0, 7, 2.5, 10**30, [1], {}, True, 1e300):
         try:
             fields = families.fields_of(record_of(name, **{field: value}))
-            model.parameters(as_config(model.Config, "config.json", fields))
+            net.parameters(as_config(transformer.Config, "config.json", fields))
         except ConfigError as e:
             assert "\n" not in str(e) and len(str(e)) < 400
 
@@ -388,16 +389,16 @@ def test_hostile_values_end_in_one_line(name, field):
 def test_ids_with_a_meaning():
     """What a decoder begins with, where config.json leaves it out."""
     def start(**record):
-        return families.start_id(model.Config(published=json.dumps(record)))
+        return families.start_id(config_of(published=json.dumps(record)))
 
     assert start(model_type="bart") == 2 and start(model_type="whisper") == 50257
     assert start(model_type="t5") == 0 and start(model_type="t5", pad_token_id=3) == 3
     assert start(model_type="t5", decoder_start_token_id=5, pad_token_id=3) == 5
-    assert families.token_ids(model.Config(published='{"model_type": "bart"}'))["eos_token_id"] == 2
+    assert families.token_ids(config_of(published='{"model_type": "bart"}'))["eos_token_id"] == 2
     for wrong in ("x", [0], -1, 9):
         record = {"model_type": "t5", "decoder_start_token_id": wrong}
         with pytest.raises(ConfigError, match="decoder_start_token_id .*: expected an id"):
-            families.start_id(model.Config(vocab_size=9, published=json.dumps(record)))
+            families.start_id(config_of(vocab_size=9, published=json.dumps(record)))
 
 
 @pytest.mark.slow
@@ -417,11 +418,11 @@ def test_other_names_of_the_same_arrays(tmp_path):
             "decoder.embed_tokens.weight": embed}
 
     rewrite(folder, changed, record)
-    params, config = model.load_hf(folder)
-    whole, _ = model.load_hf(want.folder)
+    params, config = networks.load_hf(folder)
+    whole, _ = networks.load_hf(want.folder)
     assert not params.pop("head_bias").any() and whole.pop("head_bias").any()
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     rewrite(folder, lambda arrays: arrays | {"encoder.embed_tokens.weight": 2 * arrays[
         "decoder.embed_tokens.weight"]}, record)
     with pytest.raises(ConfigError, match="embed_tokens.weight differ; .*tied"):
-        model.load_hf(folder)
+        networks.load_hf(folder)

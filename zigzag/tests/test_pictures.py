@@ -1,7 +1,6 @@
 """Swin and SAM's image encoder against transformers: tiny models with random weights have the same
 results and the same gradients on any mesh, and what we export it reads."""
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -15,14 +14,24 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import families
+import networks
 import train
-from families import sam, swin
+from networks import sam, swin
 from zigzag import published
 from zigzag.errors import ConfigError
 from zigzag.families import family_of, fields_of
+from zigzag.flags import change
 from zigzag.mesh import by_path
-from zigzag.tests.common import full, mean_loss, mesh_of, peer, program_of, slow, sums_and_gradients
+from zigzag.tests.common import (
+    full,
+    mean_loss,
+    mesh_of,
+    peer,
+    program_of,
+    run_of,
+    slow,
+    sums_and_gradients,
+)
 from zigzag.tests.test_families import assert_close
 from zigzag.tests.test_rule import by_hand, no_worse_than_by_hand, sent_by
 
@@ -120,9 +129,9 @@ def loaded(name):
     """The kind, and a model on one device, ready to train on the reference's batch; with our
     gradient of the mean loss there, and that loss."""
     want = reference(name)
-    network = families.network_of_folder(want.folder)
-    params, config = network.load_hf(want.folder)
-    config = train.Config(**dataclasses.asdict(config) | dict(
+    network = networks.network_of_folder(want.folder)
+    params, config = networks.load_hf(want.folder)
+    config = run_of(config, **dict(
         batch=ROWS, dtype="float32", out="", fsdp_min=64))
 
     mean = mean_loss(network.loss, config)
@@ -151,8 +160,8 @@ def test_results_are_those_of_transformers(name, shards):
     """A window, a roll, a region or a distance that is not the published one; heads or tokens that
     the shards do not divide; a table of distances with other heads than the queries'."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
-    network = families.network_of_folder(want.folder)
-    params, config = network.load_hf(want.folder, mesh)
+    network = networks.network_of_folder(want.folder)
+    params, config = networks.load_hf(want.folder, mesh)
     got = results(network, params, config, want.batch["source"], mesh)
     assert_close(got, want.outputs, 1e-5)
 
@@ -188,8 +197,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
     pictures = reference(name).batch["source"]
     ours = results(network, params, config, pictures)
     assert np.linalg.norm(ours - reference(name).outputs) > 1e-2 * np.linalg.norm(ours)
-    families.network_of(config).save_hf(tmp_path / "out", params, config)
-    assert families.network_of_folder(tmp_path / "out") is network
+    networks.save_hf(tmp_path / "out", params, config)
+    assert networks.network_of_folder(tmp_path / "out") is network
     kind = CASES[name][0].replace("SamModel", "SamVisionModel")
     theirs, report = getattr(transformers, kind).from_pretrained(
         tmp_path / "out", output_loading_info=True)
@@ -204,9 +213,9 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 def test_a_bare_model_is_read_and_written(tmp_path):
     """Without a head, whose prefix its arrays lack."""
     want = reference("swin bare")
-    network = families.network_of_folder(want.folder)
-    params, config = network.load_hf(want.folder)
-    network.save_hf(tmp_path / "out", params, config)
+    network = networks.network_of_folder(want.folder)
+    params, config = networks.load_hf(want.folder)
+    networks.save_hf(tmp_path / "out", params, config)
     theirs, report = peer("transformers").SwinModel.from_pretrained(
         tmp_path / "out", output_loading_info=True)
     assert not report["unexpected_keys"] and not report["mismatched_keys"], report
@@ -238,7 +247,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 def test_a_table_that_is_whole_beside_heads_that_are_split():
     """Numbers of other heads than those of the queries here."""
     network, params, config, _, loss = loaded("swin")
-    want, config = reference("swin"), dataclasses.replace(config, override=("relative=-",))
+    want, config = reference("swin"), change(config, override=("relative=-",))
     gradient, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, want.batch)
     assert total / count == pytest.approx(loss, rel=2e-6)
     assert_gradient(network, config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
@@ -249,7 +258,7 @@ def test_a_table_that_is_whole_beside_heads_that_are_split():
 def test_in_bfloat16(name):
     """A product that is computed in float32 alone."""
     _, params, config, _, loss = loaded(name)
-    config = dataclasses.replace(config, dtype="bfloat16")
+    config = change(config, dtype="bfloat16")
     _, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, reference(name).batch)
     assert total / count == pytest.approx(loss, rel=0.05)
 
@@ -290,13 +299,13 @@ def test_meshes_that_would_compute_nonsense(kind, mesh, why):
     with pytest.raises(ConfigError, match=why):
         train.check_transformer(config, mesh_of(mesh))
     with pytest.raises(ConfigError, match="--dropout 0.1"):
-        train.check_transformer(dataclasses.replace(config, dropout=0.1), mesh_of("data=2"))
+        train.check_transformer(change(config, dropout=0.1), mesh_of("data=2"))
 
 
 def config_of(kind, **changes):
     record = {"model_type": kind, **(SWIN if kind == "swin" else SAM),
               "architectures": ["SwinForImageClassification"], **changes}
-    return train.Config(**fields_of(record, families.KINDS[kind].families))
+    return run_of(networks.KINDS[kind].config(**fields_of(record, networks.KINDS[kind].families)))
 
 
 @pytest.mark.parametrize("kind, changes, message", [
@@ -337,4 +346,4 @@ def test_pictures_that_do_not_fit():
         config = config_of(kind)
         with pytest.raises(ConfigError, match=why):
             jax.eval_shape(functools.partial(module.forward, config=config),
-                           families.KINDS[kind].weight_shapes(config), pictures)
+                           networks.KINDS[kind].weight_shapes(config), pictures)

@@ -11,18 +11,17 @@ import numpy as np
 import optax
 import pytest
 
-import model
 import train
 from zigzag.batches import place_batch
 from zigzag.mesh import by_path, cast
-from zigzag.tests.common import ROOT, batch_of, in_float64, learn, make, program_of, slow
+from zigzag.tests.common import ROOT, batch_of, in_float64, learn, make, net, program_of, slow
 
 
 @pytest.mark.parametrize("mesh, changes", [
     ("", {}), slow("fsdp=2,expert=2,tensor=2", dict(experts=4, shared_experts=1, dropout=0.1)),
     slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)),
     slow("data=2,pipe=2,expert=2", dict(experts=4, schedule="1f1b", microbatches=2)),
-    slow("tensor=4", dict(parallel=True, tied=True, remat="full")),
+    slow("tensor=4", dict(parallel_block=True, tied=True, remat="full")),
     slow("seq=2,expert=2,tensor=2", dict(experts=4))])
 def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
     """A gradient of something else than the loss that a step prints. In float64, leaf by leaf, on
@@ -107,11 +106,11 @@ def test_the_compute_precision_is_the_one_that_is_said():
     """Resolved in one copy of the configuration and not in another, bfloat16 weights would be
     cast back and every product made in float32."""
     config, heads = make(dtype=""), r"bf16\[8,16,4,8\] = dot_general"
-    params, batch = model.init(config, jax.random.key(0)), batch_of(config)
+    params, batch = net.init(config, jax.random.key(0)), batch_of(config)
 
     def program(params, config):
         # (No mesh, so no platform: a product is one operation of the jaxpr.)
-        return str(jax.make_jaxpr(lambda p: model.loss(p, batch, config))(params))
+        return str(jax.make_jaxpr(lambda p: net.loss(p, batch, config))(params))
 
     assert re.search(heads, program(cast(params, "bfloat16"), config))
     assert re.search(heads, program(params, make(dtype="bfloat16")))

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
 from zigzag import products
 from zigzag.products import chunked_sum, matmul
 from zigzag.program import compiled
 from zigzag.tests.common import batch_of, gradients_of, make, program_of
+from zigzag.weights import padded
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -85,4 +85,4 @@ def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
 def test_chunks_divide_the_time(time, size, chunks, monkeypatch):
     """A last chunk that is shorter, or as many logits as were to be avoided."""
     monkeypatch.setattr(products, "LOGITS", size)
-    assert products.loss_chunks(8, time, model.padded(make().vocab_size)) == chunks
+    assert products.loss_chunks(8, time, padded(make().vocab_size)) == chunks

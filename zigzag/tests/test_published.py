@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
+import networks
 from zigzag import families, published
 from zigzag.errors import ConfigError
 from zigzag.mesh import by_path
 from zigzag.published import layouts
-from zigzag.tests.common import mesh_of
+from zigzag.tests.common import config_of, mesh_of, net
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
 
@@ -86,13 +86,13 @@ FALCON = dict(model_type="falcon", hidden_size=32, num_hidden_layers=2, num_atte
 
 def save(folder, record, **how):
     """A folder of a new model."""
-    config = model.Config(**families.fields_of(record))
-    params = jax.jit(lambda key: model.init(config, key))(jax.random.key(0))
+    config = config_of(**families.fields_of(record))
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
     ids = jnp.arange(params["embed"].shape[0]) < config.vocab_size      # zeros in the padding
     params["embed"] *= ids[:, None]
     if "head" in params:
         params["head"] *= ids
-    model.save_hf(folder, params, config, **how)
+    networks.save_hf(folder, params, config, **how)
     return params
 
 
@@ -125,11 +125,11 @@ def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
         return owned[-1]
 
     monkeypatch.setattr(jax, "make_array_from_callback", of_one_device)
-    _, config = model.load_hf(tmp_path / "m", mesh or None)
+    _, config = networks.load_hf(tmp_path / "m", mesh or None)
     # (Of the tables' padding there is nothing to read; none of these parts is padding alone.)
     own = sum(w.size for w in owned)
     assert own - 2 * 125 * 32 <= sum(part.size for part in read) <= own
-    total = model.parameters(config)[0]
+    total = net.parameters(config)[0]
     assert bool(mesh) == (sum(part.size for part in read) < 0.8 * total)
 
 
@@ -141,7 +141,7 @@ def test_weights_in_half_precision(tmp_path, dtype):
     assert {str(a.dtype) for a in arrays.values()} == {dtype}
     record = json.loads((tmp_path / "m/config.json").read_text())
     assert record["dtype"] == record["torch_dtype"] == dtype
-    again, _ = model.load_hf(tmp_path / "m")
+    again, _ = networks.load_hf(tmp_path / "m")
     assert_same(again, jax.tree.map(lambda w: w.astype(dtype).astype(jnp.float32), params))
 
 
@@ -155,7 +155,7 @@ def test_several_files(tmp_path, monkeypatch):
     assert len(files) > 2 and all(f.stat().st_size < 42_000 for f in files)
     index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
     assert {*index["weight_map"].values()} == {f.name for f in files}
-    again, _ = model.load_hf(tmp_path / "m", mesh_of("fsdp=2,tensor=2"))
+    again, _ = networks.load_hf(tmp_path / "m", mesh_of("fsdp=2,tensor=2"))
     assert_same(again, params)
 
 
@@ -164,13 +164,13 @@ def test_several_files(tmp_path, monkeypatch):
     (dict(dtype="float16"), "too large for float16"), (dict(dtype="float32"), "not finite")])
 def test_what_is_not_saved(tmp_path, good, changes, words):
     """A folder that no one can load, found out when somebody tries."""
-    params, config = model.load_hf(good)
+    params, config = networks.load_hf(good)
     params["norm"] *= 1e6 if changes["dtype"] == "float16" else jnp.nan
     with pytest.raises(ConfigError, match=words):
-        model.save_hf(tmp_path / "m", params, config, **changes)
+        networks.save_hf(tmp_path / "m", params, config, **changes)
     assert not (tmp_path / "m/config.json").exists()
     with pytest.raises(ConfigError, match="is not empty"):
-        model.save_hf(good, params, config)
+        networks.save_hf(good, params, config)
 
 
 def test_a_tied_head_may_be_there_once_more(tmp_path):
@@ -182,21 +182,21 @@ def test_a_tied_head_may_be_there_once_more(tmp_path):
     assert "lm_head.weight" not in arrays
     arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
     safetensors.save_file(arrays, file)
-    params, _ = model.load_hf(tmp_path / "m", mesh_of("tensor=2"))
+    params, _ = networks.load_hf(tmp_path / "m", mesh_of("tensor=2"))
     assert "head" not in params
     arrays["lm_head.weight"][7, 3] += 1
     safetensors.save_file(arrays, file)
     with pytest.raises(ConfigError, match="embed_tokens.weight and lm_head.weight differ"):
-        model.load_hf(tmp_path / "m", mesh_of("tensor=2"))
+        networks.load_hf(tmp_path / "m", mesh_of("tensor=2"))
 
 
 def test_a_folder_of_the_bare_model(tmp_path, good):
     """Names without their prefix, as a model without a head is saved: GPT-2 for one."""
     save(tmp_path / "m", {**LLAMA, "tie_word_embeddings": True})
-    want, _ = model.load_hf(tmp_path / "m")
+    want, _ = networks.load_hf(tmp_path / "m")
     edit_arrays(tmp_path / "m", lambda arrays: {
         name.removeprefix("model."): a for name, a in arrays.items()})
-    assert_same(model.load_hf(tmp_path / "m")[0], want)
+    assert_same(networks.load_hf(tmp_path / "m")[0], want)
 
 
 # -------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def assert_refused(folder, words):
     """In a line, and nothing of the folder was opened but what it is for, nor a file elsewhere."""
     OPENED.clear()
     with pytest.raises(ConfigError, match=words) as e:
-        model.load_hf(folder)
+        networks.load_hf(folder)
     assert "\n" not in str(e.value) and len(str(e.value)) < 1200
     names = {"config.json", "model.safetensors", "model.safetensors.index.json", "a.safetensors"}
     opened = {path for path in OPENED if not path.endswith((".py", ".pyc"))}
@@ -424,4 +424,4 @@ def test_a_pickle_beside_is_not_opened(tmp_path, good):
     edit_config(folder, vocab_size=7)
     assert_refused(folder, "has the shape")
     edit_config(folder, vocab_size=131)
-    model.load_hf(folder)
+    networks.load_hf(folder)

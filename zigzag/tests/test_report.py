@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from zigzag import report
+from zigzag import flags, report
 from zigzag.tests.common import SMALL, command, learn, make, tokens_of
 
 
@@ -69,8 +69,8 @@ def test_the_configuration_fits_in_100_columns():
     config = make(data=("x" * 60, "y" * 30))
     text = report.config_text(config, {"layers"})
     assert all(len(line) <= 100 or "data=" in line for line in text.splitlines())
-    for f in dataclasses.fields(config):
-        assert (f" {f.name}=" in text) == (f.name != "layers"), f.name
+    for name in flags.flat(config):
+        assert (f" {name}=" in text) == (name != "layers"), name
 
 
 def test_collectives_are_told_beside_what_was_expected(capsys):

@@ -17,7 +17,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
 from zigzag.errors import ConfigError, human_bytes
 from zigzag.hlo import collectives
 from zigzag.mesh import abstract_mesh, flatten, full_spec, is_spec, shardings
@@ -29,7 +28,7 @@ from zigzag.rule import (
     state_specs,
     zero1_specs,
 )
-from zigzag.tests.common import mesh_of, peer, slow
+from zigzag.tests.common import config_of, mesh_of, net, peer, slow
 from zigzag.tests.test_rule_forms import (
     COLUMN,
     MLP,
@@ -573,11 +572,11 @@ def test_names_and_their_order_change_no_spec(build):
 
 def decoder_specs(mesh, **changes):
     """The specs of the transformer's weights."""
-    config = model.Config(**{**dict(layers=2, d_model=32, heads=4, d_ff=64, vocab_size=61,
+    config = config_of(**{**dict(layers=2, d_model=32, heads=4, d_ff=64, vocab_size=61,
                                     seq_len=16), **changes})
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     batch = {"tokens": ints(2, 16), "targets": ints(2, 16), "weights": floats(2, 16)}
-    return infer_specs(lambda p, b: model.loss(p, b, config), params, batch, mesh=mesh_of(mesh))
+    return infer_specs(lambda p, b: net.loss(p, b, config), params, batch, mesh=mesh_of(mesh))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -609,10 +608,10 @@ def test_too_few_kv_heads_stay_whole_and_queries_split():
 
 def test_a_loss_that_jax_traced_for_another_mesh_is_traced_anew():
     """jax's cache of traced functions gives the heads repeated for another size of tensor."""
-    config = model.Config(layers=2, d_model=32, d_ff=64, vocab_size=61, seq_len=16, heads=12,
+    config = config_of(layers=2, d_model=32, d_ff=64, vocab_size=61, seq_len=16, heads=12,
                           kv_heads=3, head_dim=8)
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
-    fn = jax.jit(lambda p, x: model.forward(p, x, config))
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
+    fn = jax.jit(lambda p, x: net.forward(p, x, config))
     for mesh, want in (("data=8", P()), ("tensor=4", P(None, None, "tensor")), ("data=8", P())):
         specs = infer_specs(fn, params, ints(2, 16), mesh=mesh_of(mesh))
         assert specs["layers"]["wq"] == want

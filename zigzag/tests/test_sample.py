@@ -1,6 +1,5 @@
 """Generation: with a cache, on any mesh, and what is refused."""
 
-import dataclasses
 import itertools
 import json
 
@@ -9,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
 import sample
 from zigzag import decoding, decoding_mesh
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import shardings
 from zigzag.rows import cut_at_end, prompt_arrays, seeds_of
-from zigzag.tests.common import ends, hosts, learn, make, mesh_of, slow
+from zigzag.tests.common import ends, hosts, learn, make, mesh_of, net, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
 
@@ -30,7 +29,7 @@ def test_greedy_is_the_argmax_without_a_cache(trained):
     """A cache read at the slot about to be filled gives other ids; so does padding that is seen."""
     params, config = trained
     got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
-    forward = jax.jit(lambda row: model.forward(params, row, config))
+    forward = jax.jit(lambda row: net.forward(params, row, config))
     for prompt, new in zip(PROMPTS, got):
         row = list(prompt)
         for _ in range(8):      # what lies after a token cannot change its logits
@@ -51,7 +50,7 @@ def in_all_ways(params, config):
 
 
 def placed(params, config, mesh):
-    return jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh))
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
 
 
 def assert_generates_the_same(params, config, mesh, want):
@@ -79,13 +78,13 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
 
 @pytest.mark.parametrize("mesh, changes", [
     slow("tensor=4", dict(heads=6, kv_heads=2, head_dim=8)),
-    slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel=True)),
+    slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel_block=True)),
     slow("tensor=4", dict(heads=4, kv_heads=2)),
     slow("expert=2,tensor=2", dict(experts=4, shared_experts=1))])
 def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
     """A cache of other heads than the keys that come into it, where tensor does not divide them."""
     config = make(**changes)
-    params = jax.jit(lambda key: model.init(config, key))(jax.random.key(0))
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
     params = jax.device_get(jax.tree.map(lambda w: 3 * w, params))      # (so that few ids are near)
     assert_generates_the_same(params, config, mesh, in_all_ways(params, config))
 
@@ -97,7 +96,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     """Keys and values of all heads, or of all tokens, on every device: memory is what tensor is
     taken for."""
     config = make(**changes)
-    params = placed(jax.jit(lambda key: model.init(config, key))(jax.random.key(0)), config,
+    params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
     with decoding_mesh.mesh_of_weights(params):
         rows = prompt_arrays([[1], [2]], config, 16, None)
@@ -125,11 +124,11 @@ def test_a_full_beam_finds_the_best_of_all_continuations(trained):
     """A beam that goes on from another's past. With a beam per continuation nothing is pruned:
     compare with trying every one."""
     params, config = trained
-    config = dataclasses.replace(config, vocab_size=8)      # the other ids can no longer be said
+    config = change(config, vocab_size=8)      # the other ids can no longer be said
     prompt = [1, 2, 3]
     every = list(itertools.product(range(8), repeat=2))
     rows = jnp.asarray([prompt + list(n) for n in every])
-    logp = jax.nn.log_softmax(jax.jit(lambda rows: model.forward(params, rows, config))(rows))
+    logp = jax.nn.log_softmax(jax.jit(lambda rows: net.forward(params, rows, config))(rows))
     scores = {n: sum(float(logp[k, 2 + i, n[i]]) for i in range(2)) for k, n in enumerate(every)}
     best = sorted(scores, key=scores.get, reverse=True)
     found = sample.beam_search(params, [prompt, [4]], config, 8, 2, length_penalty=0.0)[0]
@@ -198,7 +197,7 @@ def test_generate_draws_from_that_distribution(trained):
     options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
     ids = [new for seed in range(4) for new, in sample.generate(
         params, [[1, 2]] * 5000, config, 1, **options, seed=seed)]
-    logits = model.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
+    logits = net.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
     assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
 
 
@@ -316,7 +315,7 @@ import model, sample, train
 from zigzag import commands
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
-params, c = model.load_run(config.out, commands.machine(config))
+params, c = networks.load_run(config.out, commands.machine(config))
 found = [sample.generate(params, THIRTEEN, c, 8, **options)
          for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
 scores = sample.score(params, THIRTEEN, c)
@@ -373,7 +372,7 @@ def test_what_is_too_much_is_refused(trained):
             (lambda: sample.beam_search(params, [[1]], config, tokens=0), "tokens 0"),
             (lambda: sample.beam_search(params, [[1]], config, length_penalty=np.nan), "nan"),
             (lambda: sample.beam_search(params, [[1]], config, early_stop="x"), "'never'"),
-            (lambda: sample.score(params, [[1, 2]], dataclasses.replace(config, seq_len=1)),
+            (lambda: sample.score(params, [[1, 2]], change(config, seq_len=1)),
              "at least 2")):
         with pytest.raises(ConfigError, match=words):
             call()
@@ -402,7 +401,7 @@ def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
 def test_positions_end_for_each_row_by_itself():
     """The last new id needs no position; all others do."""
     config = make(seq_len=16, positions="learned")
-    params = jax.jit(lambda key: model.init(config, key))(jax.random.key(0))
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
     assert len(sample.generate(params, [[1] * 16], config, 1)[0]) == 1
     assert len(sample.generate(params, [[1] * 10], config, 7)[0]) == 7
     with pytest.raises(ConfigError, match="11 tokens and 7 new ones: .*positions for 16"):

@@ -17,13 +17,12 @@ import time
 
 import pytest
 
-import model
 import sample
 from zigzag import chat
 from zigzag.answers import Answer
 from zigzag.errors import ConfigError
 from zigzag.prompts import Prompt, check_length, max_new_tokens, step_of, whole_context
-from zigzag.tests.common import ROOT, make, published_files, refused
+from zigzag.tests.common import ROOT, config_of, make, published_files, refused
 from zigzag.tokenizers import Bytes, TokenizerJson
 
 CONTEXT = 40
@@ -39,7 +38,7 @@ class FakeModel:
 
     def __init__(self, patch, answers, tokenizer=None, pause=0.0, **config):
         self.answers, self.pause, self.seen = list(answers), pause, []
-        config = model.Config(**{"vocab_size": 257, "seq_len": CONTEXT, **config})
+        config = config_of(**{"vocab_size": 257, "seq_len": CONTEXT, **config})
         patch.setattr(sample, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
         patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
@@ -316,7 +315,7 @@ class WithFolder(Bytes):
 
 def test_a_conversation_has_a_memory(tmp_path):
     """Turns that the model does not see, or sees twice; a system message that is forgotten."""
-    c = model.Config(vocab_size=257, seq_len=CONTEXT)
+    c = config_of(vocab_size=257, seq_len=CONTEXT)
     talk = chat.conversation(WithFolder(tmp_path), c, "S")
     assert bytes(talk.ask("one").ids) == bytes(talk.ask("one").ids) == b"s:S;u:one;a:"
     with pytest.raises(ConfigError, match="surrogates not allowed"):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import data
-import model
 import shard
 from zigzag.errors import ConfigError
-from zigzag.tests.common import ROOT, learn, make, tokens_of
+from zigzag.tests.common import ROOT, learn, make, net, tokens_of
 
 ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
@@ -135,10 +134,10 @@ def assert_counts_are_parts(schedule):
 
 
 @pytest.mark.parametrize("mesh, loss, says", [
-    ("seq=2", lambda p, b: (model.loss(p, b, make())[0], b["targets"].size),
+    ("seq=2", lambda p, b: (net.loss(p, b, make())[0], b["targets"].size),
      "sum of the batch's weights"),
     ("pipe=2", lambda p, b: own_pipeline(p, b), "specs"),
-    ("data=2", lambda p, b: (*model.loss(p, b, make()), {"tokens": jnp.ones(())}),
+    ("data=2", lambda p, b: (*net.loss(p, b, make()), {"tokens": jnp.ones(())}),
      "'tokens' is taken")])
 def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
     """A constant count of one device's part of the time; layers of which every stage takes all; a
@@ -158,7 +157,7 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
 
     @jax.jit
     def loss(p, b):
-        return model.loss(p, {**b, "weights": b["weights"] * b["mask"]}, config)
+        return net.loss(p, {**b, "weights": b["weights"] * b["mask"]}, config)
 
     first, *rest = [learn(config, mesh, loss=loss, collate=collate)[0]
                     for mesh in ("", "seq=2", "seq=2")]
@@ -175,7 +174,7 @@ def test_evaluation_is_exact_for_any_number_of_examples(mesh):
     held_out = [e[:5 + i] for i, e in enumerate(tokens_of(config, 13, 5))]      # 13, uneven
     held_out[-1] = tokens_of(config, 1, 6)[0]           # the odd one out weighs as the others do
     rows, result = learn(config, mesh, held_out=held_out)
-    s, n = model.loss(jax.device_get(result.params), data.collate(held_out, 16), config)
+    s, n = net.loss(jax.device_get(result.params), data.collate(held_out, 16), config)
     assert rows[-1]["eval_loss"] == pytest.approx(float(s / n), rel=2e-6)
 
 
@@ -204,7 +203,7 @@ def test_other_sums_are_logged_beside_the_loss():
     config = make(steps=2, accumulate=2)
 
     def loss(params, batch):
-        s, c = model.loss(params, batch, config)
+        s, c = net.loss(params, batch, config)
         return s, c, {"right": jnp.sum(batch["weights"])}
 
     rows, _ = learn(config, "data=2", loss=loss)

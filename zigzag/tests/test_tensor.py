@@ -12,7 +12,7 @@ import model
 import shard
 from zigzag import products
 from zigzag.mesh import by_path, shardings, spec_axes, varying
-from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, slow
+from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, net, slow
 
 # -------------------------------------------------------------------------------------------
 # The whole step
@@ -38,8 +38,9 @@ def test_the_weights_of_a_block_whole_and_the_rest_split():
 
 
 @pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
-    ("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}), slow("tensor=4", 6, 3, dict(parallel=True)),
-    slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", sequence_parallel=False))])
+    ("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}),
+    slow("tensor=4", 6, 3, dict(parallel_block=True)),
+    slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", seq_len=18))])
 def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
     """Attention that every device computes whole, summed over devices as if it were parts; or a
     head cut in two."""
@@ -47,7 +48,7 @@ def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
 
 
 @pytest.mark.parametrize("heads, kv_heads, changes", [
-    (24, 6, {}), slow(12, 3, dict(parallel=True))])
+    (24, 6, {}), slow(12, 3, dict(parallel_block=True))])
 def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, changes):
     """Queries that meet another group's keys: 6 key heads of 24 heads make 12 on 4 devices, each
     with half of a head's queries beside all of another's."""
@@ -58,7 +59,8 @@ def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, chang
     ("tensor=2", dict(seq_len=33)), slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2)),
     slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2, schedule="1f1b")),
     slow("seq=2,tensor=4", dict(seq_len=20)),
-    slow("pipe=2,tensor=4", dict(seq_len=18, microbatches=2))])
+    slow("pipe=2,tensor=4", dict(seq_len=18, microbatches=2)),
+    slow("tensor=2", dict(seq_len=15, override=("w_up=-", "head=-"), parallel_block=True))])
 def test_time_that_tensor_does_not_divide(mesh, changes):
     """The stream is whole between blocks then, and `row` an all-reduce: gradients of it would count
     each device's copy, or (36 tokens: tensor divides them, not the stages) be of another's time."""
@@ -66,18 +68,10 @@ def test_time_that_tensor_does_not_divide(mesh, changes):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),
-    slow("tensor=2", dict(override=("w_up=-", "head=-"), parallel=True))])
-def test_without_sequence_parallelism(mesh, changes):
-    """A stream that is whole although tensor divides its time: its types must not say otherwise."""
-    assert_same_on(mesh, sequence_parallel=False, **changes)
-
-
-@pytest.mark.parametrize("mesh, changes", [
     ("tensor=2", {}), ("tensor=2", dict(override=("head=-",))),
     slow("tensor=2", dict(override=("embed=-",), tied=True)),
     slow("pipe=2,tensor=2", dict(microbatches=2)), slow("seq=2,tensor=2", {}),
-    slow("tensor=2", dict(sequence_parallel=False, override=("head=-",)))])
+    slow("tensor=2", dict(seq_len=15, override=("head=-",)))])
 def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     """Targets of another device's time beside the logits of a chunk; or a head that is marked as
     varying for the loop over chunks, and then taken for a split one."""
@@ -95,7 +89,7 @@ def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
 
 @pytest.mark.parametrize("mesh, changes", [
     slow("tensor=2", dict(seq_len=17)), slow("expert=2,tensor=2", dict(shared_experts=1)),
-    slow("tensor=2", dict(sequence_parallel=False, parallel=True, shared_experts=1)),
+    slow("tensor=2", dict(seq_len=15, parallel_block=True, shared_experts=1)),
     slow("pipe=2,tensor=2", dict(microbatches=2, seq_len=18, schedule="1f1b")),
     slow("seq=2,tensor=2", dict(shared_experts=1, override=("e_.*=-",)))])
 def test_experts_beside_tensor(mesh, changes):
@@ -111,7 +105,7 @@ def test_a_whole_weight_of_an_expert_beside_split_ones(override):
     assert_same_on("tensor=2", experts=4, shared_experts=1, override=override)
 
 
-@pytest.mark.parametrize("changes", [{}, slow(dict(parallel=True, tied=True, seq_len=17))])
+@pytest.mark.parametrize("changes", [{}, slow(dict(parallel_block=True, tied=True, seq_len=17))])
 def test_an_mlp_that_tensor_does_not_divide(changes):
     """Whole columns and rows, added up as if they were parts."""
     assert_same_on("tensor=2", d_ff=63, **changes)
@@ -172,17 +166,18 @@ def test_whole_time_of_a_stream_that_is_whole_is_itself():
 @pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2,tensor=2")])
 def test_a_loss_of_the_last_position_alone(mesh):
     """What pools or picks positions of the transformer's own stream: a classifier, a value head."""
-    config, params = make(), model.init(make(), jax.random.key(0))
+    config, params = make(), net.init(make(), jax.random.key(0))
 
     def last(params, batch):
-        batch = model._with_info(batch, config)
-        x = model.trunk(params, config, batch)
+        x, _ = shard.layers(lambda w, x, i: model.layer(w, x, i, batch, config.network),
+                            params["layers"], model.embed(params, batch["tokens"], config),
+                            jnp.arange(config.layers))
         return jnp.sum(shard.whole_time(x)[:, -1] ** 3)
 
     batch = {k: v for k, v in batch_of(config).items() if k in ("tokens", "targets")}
     want = jax.jit(jax.value_and_grad(last))(params, batch)
     mesh = mesh_of(mesh)
-    specs = model.weight_specs(config, mesh)
+    specs = net.weight_specs(config, mesh)
 
     def local(params, batch):
         # (Each device's gradient for all rows: those of weights that do not vary are summed.)

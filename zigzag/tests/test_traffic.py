@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
 import train
 from zigzag.hlo import collectives
 from zigzag.mesh import by_path
 from zigzag.program import compiled
-from zigzag.tests.common import make, mesh_of, program_of, slow
+from zigzag.tests.common import make, mesh_of, net, program_of, slow
 from zigzag.traffic import expected_traffic
 from zigzag.weights import count
 
@@ -52,13 +51,13 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("tensor=4", dict(kv_heads=2)),
     slow("tensor=4", dict(kv_heads=1, remat="full")),
     slow("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
-    slow("tensor=2", dict(parallel=True, remat="selective")),
+    slow("tensor=2", dict(parallel_block=True, remat="selective")),
     slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)),
     slow("expert=2,tensor=2", dict(experts=4, remat="full")),
     slow("expert=2,pipe=2", dict(experts=4, microbatches=2, **ONE_F_ONE_B)),
     slow("expert=2,pipe=2", dict(experts=4, microbatches=2, remat="full", **ONE_F_ONE_B)),
-    slow("expert=2,seq=2", dict(experts=4, parallel=True)),
-    slow("tensor=2", dict(experts=4, parallel=True, shared_experts=1)),
+    slow("expert=2,seq=2", dict(experts=4, parallel_block=True)),
+    slow("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1)),
     slow("fsdp=2,pipe=2,expert=2", dict(experts=4, **INTERLEAVED)),
     # A layer a stage: nothing is computed again.
     slow("pipe=4,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
@@ -71,8 +70,8 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("fsdp=2,tensor=4", dict(remat="selective", **THREE_KEY_HEADS)),
     slow("tensor=4", dict(seq_len=18, remat="full")),
     slow("pipe=2,tensor=4", dict(seq_len=12)),
-    slow("tensor=4", dict(sequence_parallel=False)),
-    slow("tensor=4", dict(experts=4, sequence_parallel=False)),
+    slow("tensor=4", dict(seq_len=18)),
+    slow("tensor=4", dict(experts=4, seq_len=18)),
     # Heads that tensor does not divide.
     slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
     slow("fsdp=2,tensor=4", dict(heads=9, head_dim=32, remat="selective")),
@@ -106,7 +105,7 @@ def test_of_another_model_the_rules_reductions_are_expected():
         y = jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]
         return jnp.sum(y ** 2), jnp.sum(b["weights"])
 
-    program = train.build(make(), mesh_of("tensor=2"), init, loss, model.batch_shapes(make(), 8))
+    program = train.build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
     assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
 
 
@@ -125,7 +124,7 @@ def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
         return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
 
     config = make(accumulate=2, batch=16)
-    agree(train.build(config, mesh_of(mesh), init, loss, model.batch_shapes(config, 16)))
+    agree(train.build(config, mesh_of(mesh), init, loss, net.batch_shapes(config, 16)))
 
 
 def test_of_several_overrides_the_last_that_matches_wins():

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import data
-import model
+import networks
 import train
 from zigzag.batches import batch_shapes, place_batch
 from zigzag.errors import ConfigError, RunError
@@ -29,6 +29,7 @@ from zigzag.tests.common import (
     learn,
     make,
     mesh_of,
+    net,
     program_of,
     slow,
     tokens_of,
@@ -73,13 +74,13 @@ def test_adamw_schedule_and_clipping_equal_optax():
 
     rule = optax.chain(optax.clip_by_global_norm(0.5),
                        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices))
-    params = model.init(config, jax.random.key(0))
+    params = net.init(config, jax.random.key(0))
     state, examples = rule.init(params), tokens_of(config)
 
     @jax.jit
     def update(params, state, batch):
         def mean(p):
-            s, n = model.loss(p, batch, config)
+            s, n = net.loss(p, batch, config)
             return s / n
 
         updates, state = rule.update(jax.grad(mean)(params), state, params)
@@ -204,7 +205,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     assert {r["step"] for r in rows if r["skipped"]} == POISON
     assert [r["skipped"] for r in rows[9:]] == [1, 2, 3, 4]
     assert rows[2]["loss"] is None and rows[2]["grad_norm"] is None
-    saved = {p.name: model.load_run(run, step=int(p.name))[0]
+    saved = {p.name: networks.load_run(run, step=int(p.name))[0]
              for p in (run / "checkpoints").iterdir()}
     assert set(saved) == {"8", "10", "12"}
     assert all(np.isfinite(w).all() for tree in saved.values() for w in jax.tree.leaves(tree))

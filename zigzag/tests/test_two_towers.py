@@ -2,7 +2,6 @@
 random weights has the same logits and the same gradients on any mesh, and what we export it
 reads."""
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -16,13 +15,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import families
+import networks
 import train
-from families import blip2, clip
+from networks import blip2, clip
 from zigzag import published
 from zigzag.errors import ConfigError
+from zigzag.flags import change
 from zigzag.mesh import by_path
-from zigzag.tests.common import full, mean_loss, mesh_of, peer, sums_and_gradients
+from zigzag.tests.common import full, mean_loss, mesh_of, peer, run_of, sums_and_gradients
 from zigzag.tests.test_families import assert_close
 from zigzag.tests.test_rule import no_worse_than_by_hand
 
@@ -171,7 +171,7 @@ def test_logits_are_those_of_transformers(name, shards):
     """A convention of a tower that is not the published one; a device that reads another part than
     the one it has; heads, queries or a vocabulary that the shards do not divide."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
-    params, config = network(name).load_hf(want.folder, mesh)
+    params, config = networks.load_hf(want.folder, mesh)
     assert_logits(name, logits_of(name, params, config, want.batch, mesh), want.logits)
 
 
@@ -180,8 +180,8 @@ def loaded(name):
     """A model on one device, ready to train on the reference's batch; with our gradient of the
     mean loss there, and that loss."""
     want = reference(name)
-    params, config = network(name).load_hf(want.folder, seq_len=T)
-    config = train.Config(**dataclasses.asdict(config) | dict(
+    params, config = networks.load_hf(want.folder, seq_len=T)
+    config = run_of(config, **dict(
         batch=ROWS, dtype="float32", out=""))
 
     mean = mean_loss(network(name).loss, config)
@@ -221,8 +221,8 @@ def test_what_we_train_transformers_reads(name, tmp_path):
                           gradient)
     ours, batch = logits_of(name, params, config, reference(name).batch), reference(name).batch
     assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    network(name).save_hf(tmp_path / "out", params, config)
-    again, _ = network(name).load_hf(tmp_path / "out")
+    networks.save_hf(tmp_path / "out", params, config)
+    again, _ = networks.load_hf(tmp_path / "out")
     for path, w in by_path(again).items():
         assert_close(w, by_path(params)[path], 1e-6, path)
     theirs, report = classes(name)[1].from_pretrained(
@@ -271,7 +271,7 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
 def test_captions_are_those_of_transformers(prompts):
     """A picture that later tokens do not see, or that padding moves."""
     torch, name = peer("torch"), "blip2"
-    params, config = blip2.NETWORK.load_hf(reference(name).folder)
+    params, config = networks.load_hf(reference(name).folder)
     pictures, given = reference(name).batch["source"], {}
     theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
     ours = blip2.captions(params, pictures, config, prompts, tokens=10)
@@ -299,10 +299,10 @@ def test_captions_are_those_of_transformers(prompts):
 def test_what_would_be_another_loss_is_refused(name, changes, says):
     """Micro-batches in which a text has fewer others to be told from; a stage of layers that are
     not alike."""
-    config = network(name).hf_config(reference(name).folder)
-    config = train.Config(**dataclasses.asdict(config) | {"out": "", "batch": ROWS})
+    config = networks.hf_config(reference(name).folder)
+    config = run_of(config, out="", batch=ROWS)
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}
-    config = dataclasses.replace(config, **{k: v for k, v in changes.items() if k not in axes})
+    config = change(config, **{k: v for k, v in changes.items() if k not in axes})
     mesh = mesh_of(",".join(f"{axis}={n}" for axis, n in axes.items()))
     with pytest.raises(ConfigError, match=says):
         train.check_transformer(config, mesh)
@@ -338,10 +338,10 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, chan
         record[part] = record[part] | changes if isinstance(changes, dict) else changes
     (tmp_path / "config.json").write_text(json.dumps(record))
     if says is None:        # (as good as left out)
-        families.hf_config(tmp_path)
+        networks.hf_config(tmp_path)
         return
     with pytest.raises(ConfigError, match=says) as e:
-        families.hf_config(tmp_path)
+        networks.hf_config(tmp_path)
     assert "\n" not in str(e.value)
 
 

@@ -30,16 +30,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import shard
-from families import towers
-from model import class_loss, feed_forward, heads_of, norm, softmax_attention, with_bias
-from zigzag import lora, stems, windows
-from zigzag.config import Config
+from networks import stems, towers, transformer, windows
+from networks.config import Config
+from networks.positions import relative_bias
+from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
+from zigzag import attention, lora
 from zigzag.errors import ConfigError
 from zigzag.families_encoders import classed, classifier
 from zigzag.family import Family, biased, columns, layer_norm, rows, under
 from zigzag.mesh import cast
 from zigzag.network import Network, Params
-from zigzag.positions import relative_bias
 from zigzag.products import matmul
 from zigzag.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
 from zigzag.weights import Table
@@ -70,7 +70,7 @@ def stages(c: Config) -> list[Stage]:
 
 
 def table(c: Config) -> dict[str, Any]:
-    """Every weight, as zigzag/tables.py has the transformer's."""
+    """Every weight, as tables.py has the transformer's."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
     weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
@@ -100,12 +100,12 @@ def _layer_weights(c, stage):
     if known["qkv_bias"]:
         weights |= {f"{name}_bias": make("L 1 H N", 0.0, "H") for name in weights}
     weights |= {"wo": make("L H N D", into * back, "H"), "wo_bias": make("L D", 0.0),
-                "relative": make("L J H", 0.02, "H"),
+                "relative": make("L J H", 0.02, "H", lookup=True),
                 "w_up": make("L D F", into, "F"), "w_up_bias": make("L 1 F", 0.0, "F"),
                 "w_down": make("L F D", int(known["mlp_ratio"] * D) ** -0.5 * back, "F"),
                 "w_down_bias": make("L D", 0.0),
                 **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
-    return lora.with_adapters(weights, c.lora_rank)
+    return weights
 
 
 # -------------------------------------------------------------------------------------------
@@ -121,12 +121,16 @@ def _attention(w, h, shift, size, window, c):
                             gathered=True)
     table = heads_of(q, w["relative"], 1)
     info = _info(shift, height, width, window, len(rows))
-    out = shard.attend(
-        functools.partial(softmax_attention, c, functools.partial(relative_bias, c, table)),
-        q, k, v, functools.partial(_mask, window), info, info)
+
+    def attend(q, k, v, known):
+        seen, ids = known
+        bias = relative_bias(c, table, ids)
+        return attention.softmax_attention(q, k, v, seen, lambda s: s + bias)
+
+    out = shard.attend(attend, q, k, v, functools.partial(_mask, window), info, info)
     out = jnp.roll(windows.join(out, window, height, width), (shift, shift), (1, 2))
     out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
-    return shard.row((out, w["wo"]), split_time=c.sequence_parallel) + w["wo_bias"]
+    return shard.row((out, w["wo"])) + w["wo_bias"]
 
 
 def _info(shift, height, width, window, count):
@@ -164,7 +168,7 @@ def _embed(params, pictures, c):
         [(0, -n % p) for n in pictures.shape[2:]], dimension_numbers=("NCHW", "IHWO", "NHWC"))
     size = x.shape[1:3]
     x = x.reshape(len(x), -1, c.d_model) + params["patch_bias"]
-    x = shard.residual_stream(x, c.sequence_parallel)
+    x = shard.residual_stream(x)
     return norm(params, "embed_norm", x, c, eps=EPS), size
 
 
@@ -174,7 +178,7 @@ def _merge(w, x, size, c):
     x = windows.padded(x.reshape(len(x), *size, -1), 2)
     x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
     size = x.shape[1:3]
-    x = shard.residual_stream(x.reshape(len(x), -1, x.shape[-1]), c.sequence_parallel)
+    x = shard.residual_stream(x.reshape(len(x), -1, x.shape[-1]))
     return matmul(norm(w, "merge_norm", x, c, eps=EPS), w["merge"]), size
 
 
@@ -211,8 +215,8 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None,
-         with_aux: bool = False) -> tuple:
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+         ) -> tuple:
     """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and how many."""
     out = forward(params, batch["source"], config, specs)
     if config.head == "none":       # (from which the rule finds where weights lie)
@@ -314,5 +318,7 @@ def _stacks(c):
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", (r".*relative_position_index",), stacks=_stacks,
               aliases={"num_attention_heads": "num_heads"})
 
-NETWORK = Network(Config, table, loss, batch_shapes, {"swin": SWIN}, check)
-load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
+NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
+                  gives=lambda c: "classes" if c.head == "classes" else "vectors",
+                  source_shape=transformer.source_shape, limits=transformer.limits,
+                  flops=transformer.flops)

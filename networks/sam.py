@@ -18,7 +18,6 @@ channels, y and x the sides of a patch, P and p rows and columns of tokens, O wi
 (o the same), k and z the sides of a convolution.
 """
 
-import functools
 import itertools
 import json
 from typing import Any, NamedTuple
@@ -29,10 +28,10 @@ import numpy as np
 from jax import Array, lax
 
 import shard
-from families import towers
-from model import feed_forward, norm, softmax_attention, with_bias
-from zigzag import lora, stems, windows
-from zigzag.config import Config
+from networks import stems, towers, transformer, windows
+from networks.config import Config
+from networks.transformer import feed_forward, norm, with_bias
+from zigzag import attention, lora
 from zigzag.errors import ConfigError
 from zigzag.family import Family, biased, columns, layer_norm, rows, under
 from zigzag.mesh import cast
@@ -77,12 +76,12 @@ def runs(c: Config) -> list[Run]:
 
 
 def table(c: Config) -> dict[str, Any]:
-    """Every weight, as zigzag/tables.py has the transformer's."""
+    """Every weight, as tables.py has the transformer's."""
     D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
     weights = {"patch": make("C y x D", first), "patch_bias": make("D", 0.0)}
     if record(c)["use_abs_pos"]:
-        weights["positions"] = make("1 P p D", 0.02)
+        weights["positions"] = make("1 P p D", 0.02, lookup=True)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
     return weights | {"neck": one("k z D O", D**-0.5), **_norm(make, "neck_norm", "O"),
@@ -101,12 +100,12 @@ def _layer_weights(c, run):
     if known["qkv_bias"]:
         weights |= {f"{name}_bias": make("L 1 H N", 0.0, "H") for name in weights}
     if known["use_rel_pos"]:
-        weights |= {"down": make("L J N", 0.02), "right": make("L J N", 0.02)}
+        weights |= {name: make("L J N", 0.02, lookup=True) for name in ("down", "right")}
     weights |= {"wo": make("L H N D", into * back, "H"), "wo_bias": make("L D", 0.0),
                 "w_up": make("L D F", into, "F"), "w_up_bias": make("L 1 F", 0.0, "F"),
                 "w_down": make("L F D", c.d_ff**-0.5 * back, "F"), "w_down_bias": make("L D", 0.0),
                 **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
-    return lora.with_adapters(weights, c.lora_rank)
+    return weights
 
 
 # -------------------------------------------------------------------------------------------
@@ -120,14 +119,18 @@ def _attention(w, h, window, c):
     padded = picture.shape[1]
     q, k, v = shard.columns(windows.cut(picture, window), gathered=True, *[
         with_bias(w, name) for name in ("wq", "wk", "wv")])                     # [B W, t, H, N]
-    known, bias = {"place": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}, None
-    if "down" in w:
-        known, bias = _distance_scores(w, q, window), _score_bias
-    out = shard.attend(functools.partial(softmax_attention, c, bias), q, k, v,
-                       functools.partial(_mask, bias is not None), known, {})
+    known = {"slot": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}
+    known = _distance_scores(w, q, window) if "down" in w else known
+
+    def attend(q, k, v, query):
+        seen = jnp.ones((1, 1, 1, 1), bool)
+        return attention.softmax_attention(
+            q, k, v, seen, (lambda s: s + _score_bias(query)) if "down" in w else None)
+
+    out = shard.attend(attend, q, k, v, lambda query, _: query, known, {})
     out = windows.join(out, window, padded, padded)[:, :n, :n]
     out = out.reshape(len(h), n * n, *out.shape[3:])                            # [B, T, H, N]
-    return shard.row((out, w["wo"]), split_time=c.sequence_parallel) + w["wo_bias"]
+    return shard.row((out, w["wo"])) + w["wo_bias"]
 
 
 def _distance_scores(w, q, window):
@@ -149,11 +152,6 @@ def _score_bias(known):
     return scores.reshape(*scores.shape[:3], -1)
 
 
-def _mask(has_bias, query, key):
-    everything = jnp.ones((1, 1, 1, 1), bool)
-    return (everything, query) if has_bias else everything
-
-
 def block(w: Params, x: Array, window: int, c: Config) -> Array:
     w = lora.adapted(w)
     x = x + _attention(w, norm(w, "attn_norm", x, c), window, c)
@@ -172,7 +170,7 @@ def _embed(params, pictures, c):
     x = lax.conv_general_dilated(pictures.astype(w.dtype), w, (p, p), "VALID",
                                  dimension_numbers=("NCHW", "IHWO", "NHWC")) + params["patch_bias"]
     x = x + params["positions"] if "positions" in params else x
-    return shard.residual_stream(x.reshape(len(x), -1, c.d_model), c.sequence_parallel)
+    return shard.residual_stream(x.reshape(len(x), -1, c.d_model))
 
 
 def _neck(params, x, c):
@@ -197,8 +195,8 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return _neck(params, x, config)
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None,
-         with_aux: bool = False) -> tuple:
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+         ) -> tuple:
     """(sum, count): the squared error to `targets` [B, O, h, w] (another encoder's result, say: an
     encoder by itself has no labels) for pictures `source`, and how many numbers that is of."""
     got = forward(params, batch["source"], config, specs)
@@ -290,5 +288,6 @@ FAMILIES = {
                   stacks=_stacks),
     "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks)}
 
-NETWORK = Network(Config, table, loss, batch_shapes, FAMILIES, check)
-load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
+NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  gives=lambda c: "vectors", source_shape=transformer.source_shape,
+                  flops=transformer.flops)

@@ -5,10 +5,11 @@
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
-Both towers are transformers of model.py, and so is all of their mathematics; here is what stands
-between them. Each picture of a batch is compared with all texts, and each text with all pictures.
+Both towers are transformers of transformer.py, and so is all of their mathematics; here is what
+stands between them. Each picture of a batch is compared with all texts, and each text with all
+pictures.
 
-Letters are model.py's, and I is the width of what is compared.
+Letters are transformer.py's, and I is the width of what is compared.
 """
 
 import dataclasses
@@ -20,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import model
 import shard
-from families import towers
-from zigzag import stems, tables
+from networks import stems, tables, towers, transformer
+from networks.config import Config
 from zigzag.errors import ConfigError
 from zigzag.family import Family, columns, layer_norm, rows, under
 from zigzag.mesh import BATCH_AXES, cast, varying
@@ -109,8 +109,8 @@ def _arrays(c):
               **layer_norm("post_layernorm", "vision.norm")}
     return {"logit_scale": "-> logit_scale", "text_projection.weight": "I D -> text_projection",
             "visual_projection.weight": "I d -> vision_projection"} | under(
-        "text_model.", text, under("encoder.layers.{t}.", layer)) | under(
-        "vision_model.", vision, under("encoder.layers.{v}.", layer))
+        "text_transformer.", text, under("encoder.layers.{t}.", layer)) | under(
+        "vision_transformer.", vision, under("encoder.layers.{v}.", layer))
 
 
 def _stacks(c):
@@ -127,22 +127,22 @@ FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, ignored=(r".*embeddings\.pos
 
 def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
     """Vectors [B, I] of texts, of length 1. A batch has tokens [B, T], and perhaps a mask."""
-    c, w, known = model.prepared(params["text"], batch, config)
-    x = model.trunk(w, c, known, specs=specs and specs["text"])
+    c, w, known = transformer.prepare_batch(params["text"], batch, config)
+    x = transformer.trunk(w, c, known, specs=specs and specs["text"])
     # The model reads a text from its end, where there is the largest id of all, or the first eos.
     eos, tokens = published(config)["text_config"]["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
     x = jnp.take_along_axis(shard.whole_time(x), end[:, None, None], 1)[:, 0]
-    return _projected(params["text_projection"], model.norm(w, "norm", x, c), c)
+    return _projected(params["text_projection"], transformer.norm(w, "norm", x, c), c)
 
 
 def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
                     ) -> Array:
     """And those of pictures, the batch's source [B, C, height, width]."""
-    c, w, known = model.prepared(params["vision"], batch, vision_config(config))
-    x = model.trunk(w, c, known, specs=specs and specs["vision"])
+    c, w, known = transformer.prepare_batch(params["vision"], batch, vision_config(config))
+    x = transformer.trunk(w, c, known, specs=specs and specs["vision"])
     x = shard.whole_time(x, in_parts=True)[:, 0]
-    return _projected(params["vision_projection"], model.norm(w, "norm", x, c), c)
+    return _projected(params["vision_projection"], transformer.norm(w, "norm", x, c), c)
 
 
 def _projected(w, x, c):
@@ -162,8 +162,8 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
-         with_aux: bool = False) -> tuple[Array, Array]:
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+         ) -> tuple[Array, Array]:
     """(sum, count): for each row the cross-entropies of its text among all texts of the batch, by
     its picture, and of its picture among all pictures, by its text; half of each. A row counts 1.
     It follows from the whole batch: on a mesh each device has its rows' part."""
@@ -213,11 +213,8 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def check(c: Any, mesh: Any) -> None:
     towers.check_axes(mesh, "CLIP has two towers, whose layers are not alike")
-    if (parts := getattr(c, "accumulate", 1)) > 1:
-        raise ConfigError(f"--accumulate {parts}: CLIP compares every row of a batch with all "
-                          f"others, and a part of a batch has fewer; give a smaller --batch, or "
-                          f"more devices of data or fsdp")
 
 
-NETWORK = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
-load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
+NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  gives=lambda c: "vectors", source_shape=lambda c: stems.source_shape(
+                      vision_config(c), 1)[1:], flops=transformer.flops, couples_rows=True)

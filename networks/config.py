@@ -1,13 +1,13 @@
-"""What a transformer is: its options, what follows from which, and what no model can be.
+"""The options of the general transformer: what follows from which, and what no model can be.
 
-A field is an option of model.py and a flag of train.py; the comment beside it is the flag's help.
+A field is an option of transformer.py and a flag of train.py; the comment beside it is the flag's
+help.
 """
 
 import dataclasses
-import json
 from typing import Any
 
-from zigzag import presets, stems
+from networks import stems
 from zigzag.errors import (
     ConfigError,
     check_at_least,
@@ -15,11 +15,12 @@ from zigzag.errors import (
     fill_in,
     nearest_divisor,
 )
+from zigzag.network import Computed, check_computed, check_published
 from zigzag.positions import check_rotary
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Computed):
     """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
     layers: int = 4               # blocks
     d_model: int = 128            # width of the residual stream
@@ -30,7 +31,7 @@ class Config:
     vocab_size: int = 0           # ids; 0: what the data's tokenizer has
     seq_len: int = 128            # tokens in a training example
     tied: bool = False            # one table for embedding tokens and for the loss head
-    parallel: bool = False        # attention and MLP beside each other, after one norm
+    parallel_block: bool = False  # attention and MLP beside each other, after one norm
     parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
     causal: bool = True           # a token sees only those before it; false, in an encoder: all
     encoder_layers: int = 0       # of an encoder, to whose output the layers attend; 0: no encoder
@@ -66,11 +67,11 @@ class Config:
     relative_distance: int = 128  # and from where all distances are in the last
     relative_shared: bool = True  # one table for all layers
     pad_id: int = -1              # positions count only tokens other than this; -1: all
-    rope_theta: float = 10000.0   # longest wavelength of the rotary positions, over 2 pi
+    rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
-    position_offset: int = 0      # its row of the first position
+    position_offset: int = 0      # table row of position 0
     window: int = 0               # how many keys a query sees, itself included; 0: all before it
     local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
     local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
@@ -83,14 +84,6 @@ class Config:
     kv_rank: int = 0              # and keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # share of each block's output dropped in training
-    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
-    remat: str = "none"           # keep for the backward pass: none (all), selective, full (inputs)
-    kernel: bool = True           # attention by the device's own kernel, where it has one
-    sequence_parallel: bool = True  # between blocks, tensor splits the time of the residual stream
-    microbatches: int = 1         # parts in which the rows of a device go through the pipeline
-    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
-    chunks: int = 1               # pieces of consecutive layers that each stage of it has
-    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # of which each token visits
     shared_experts: int = 0       # and how many more it visits always
@@ -98,13 +91,11 @@ class Config:
     dense_layers: int = 0         # the first layers, which have a dense MLP in place of experts
     router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
     router_norm: bool = True      # a token's shares add up to 1
-    router_scale: float = 1.0     # and are multiplied by this
+    router_scale: float = 1.0     # factor on the routing weights
     expert_groups: int = 1        # groups of experts, among which a token chooses first
     groups_per_token: int = 1     # how many groups it chooses
     balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
     router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
-    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
-    published: str = ""           # config.json of the published model that this came from
 
     def __post_init__(self) -> None:
         check(self)
@@ -115,18 +106,10 @@ class Config:
         return "tokens" if self.encoder_layers else self.stem
 
 
-def padded(vocab_size: int) -> int:
-    """Rows of the vocabulary's tables: up to a multiple of 128, a TPU's lane width, whatever
-    the mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
-    return -(-vocab_size // 128) * 128
-
-
 # -------------------------------------------------------------------------------------------
 # What follows, and what is refused
 
 ONE_OF = {
-    "dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
-    "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32"),
     "norm": ("rms", "layer"), "norm_place": ("pre", "post", "sandwich"),
     "activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
     "router": ("softmax", "sigmoid"),
@@ -137,17 +120,19 @@ BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
 
 
 def check(c: Any) -> None:
-    """Fill in what follows from the rest of a model.Config, and refuse what no model can be."""
+    """Fill in what follows from the rest of a Config, and refuse what no model can be."""
+    check_computed(c)
+    check_published(c)
     check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
                    seq_len=1, experts=0, experts_per_token=1, shared_experts=0, balance=0,
-                   router_z=0, microbatches=1, chunks=1, norm_eps=0, rotary_dim=0, position_rows=0,
+                   router_z=0, norm_eps=0, rotary_dim=0, position_rows=0,
                    position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
                    attn_scale=0, attn_softcap=0, logit_softcap=0, encoder_layers=0, encoder_heads=0,
                    encoder_d_ff=0, source_len=0, image_size=1, patch_size=1, channels=1,
                    token_types=0, labels=0, head_scale=0, layer_groups=0, relative_buckets=2,
                    relative_distance=2, pad_id=-1, q_rank=0, kv_rank=0,
                    v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
-                   groups_per_token=1, lora_rank=0)
+                   groups_per_token=1)
     if not c.head_dim and c.d_model % c.heads:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
@@ -171,7 +156,7 @@ def check(c: Any) -> None:
     if not c.rope_theta > 1:
         raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
     if c.positions == "rotary":
-        check_rotary(c)
+        check_rotary(c, c.rotary_dim)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
@@ -185,19 +170,7 @@ def check(c: Any) -> None:
     if set(c.local_layers) - set("lg"):
         raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
                           f"(with the window) or g (without)")
-    _check_published(c)
     _check_parts(c)
-
-
-def _check_published(c):
-    """Refuse a config.json that is none, in a run that somebody else wrote."""
-    try:
-        known = json.loads(c.published or '{"model_type": ""}')
-    except (ValueError, RecursionError):
-        known = None
-    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
-        raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
-                          f"model, with its model_type")
 
 
 def _longest(c):
@@ -225,17 +198,17 @@ def _check_parts(c):
     _check_encoder(c)
     if c.experts and not c.gated:
         raise ConfigError("--gated false: experts are gated")
-    if c.parallel and c.norm_place != "pre":
-        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel block has "
+    if c.parallel_block and c.norm_place != "pre":
+        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel_block has "
                           f"its norms before it")
     if c.parallel_norms not in (1, 2):
         raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
-    if c.kv_rank and (c.parallel or c.qk_norm or c.positions != "rotary"
+    if c.kv_rank and (c.parallel_block or c.qk_norm or c.positions != "rotary"
                       or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
                       or c.kv_heads != c.heads):
         raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
                           f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
-                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel block")
+                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel_block")
     if c.local_theta and not c.window:
         raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
     if c.window > 2**30:
@@ -249,11 +222,14 @@ def _check_parts(c):
 
 def _check_encoder(c):
     """Refuse what no encoder, or encoder-decoder, can be."""
+    if c.head == "classes" and c.causal:
+        raise ConfigError("--head classes: the class is read off the first token, which sees only "
+                          "itself while --causal is true; give --causal false")
     if c.head == "classes" and not c.labels:
         raise ConfigError("--head classes: give --labels, the number of classes")
     if c.head == "classes" and c.encoder_layers:
         raise ConfigError("--head classes: is for one stack of layers, without --encoder_layers")
-    if c.encoder_layers and (c.experts or c.parallel or c.kv_rank or c.layer_groups
+    if c.encoder_layers and (c.experts or c.parallel_block or c.kv_rank or c.layer_groups
                              or not c.causal):
         raise ConfigError(f"--encoder_layers {c.encoder_layers}: goes with causal layers of one "
                           f"half after the other, without experts, latent attention or groups")
@@ -283,6 +259,3 @@ def _check_encoder(c):
         raise ConfigError("--relative grid: is for --stem patches")
     if not c.causal and (c.window or c.positions.startswith("alibi")):
         raise ConfigError("--causal false: an encoder has no --window, and no ALiBi")
-
-
-PRESETS = {name: Config(**fields) for name, fields in presets.PRESETS.items()}

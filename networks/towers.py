@@ -1,4 +1,4 @@
-"""What models of several transformers ("towers") share: each tower is one of model.py's, with a
+"""What models of several transformers ("towers") share: each is a transformer.py, with a
 configuration of its own, which follows from config.json and from how the whole is trained.
 
 The configuration of the whole is that of its language tower, so that tokens, vocabulary and length
@@ -7,12 +7,12 @@ mean there what they mean elsewhere.
 
 from typing import Any
 
-import model
+from networks.config import Config
 from zigzag.errors import ConfigError
 from zigzag.published_config import MOST_LAYERS, Fields, activation, as_config, complete, count
 
 # How a model is trained and computed: for all towers as the flags say.
-TRAINED = ("dropout", "dtype", "remat", "kernel", "sequence_parallel", "sum_dtype", "lora_rank")
+TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 
 def part_of(r: Fields, name: str, defaults: Fields) -> Fields:
@@ -38,7 +38,7 @@ def pictures(r: Fields, channels: int) -> Fields:
 
 def tower(c: Any, name: str, fields: Fields) -> Any:
     """The configuration of a tower of the model c."""
-    return as_config(model.Config, f"config.json, {name}",
+    return as_config(Config, f"config.json, {name}",
                      {**fields, **{option: getattr(c, option) for option in TRAINED if c}})
 
 

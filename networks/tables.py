@@ -1,5 +1,5 @@
-"""Every weight of the transformer, once: its axes, the deviation of its first values (none: ones),
-and the axis that tensor may split in model.py's code. The letters are model.py's; more of them:
+"""Every weight of the general transformer, once: its axes, its initial standard deviation (None:
+all ones), and the axis that tensor may split. The letters are transformer.py's; more of them:
 
 J rows of learned scores by distance, Z kinds of tokens, A classes, C channels (of a picture or of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zigzag import lora, stems
-from zigzag.config import padded
-from zigzag.positions import relative_rows
-from zigzag.weights import Table
+from networks import stems
+from networks.positions import relative_rows
+from zigzag.flags import change
+from zigzag.weights import Table, padded
 
 
 def table(c: Any) -> dict[str, Any]:
@@ -30,21 +30,23 @@ def table(c: Any) -> dict[str, Any]:
         weights["encoder"] = table(encoder_config(c))
         weights["encoder"].pop("embed", None)       # (it is the decoder's)
     if c.relative and c.relative_shared:
-        weights["relative"] = make("J H", 0.1, "H")
+        weights["relative"] = make("J H", 0.1, "H", lookup=True)
     return weights | _embed_weights(c, make) | _head_weights(c, make)
 
 
 def _embed_weights(c, make):
     W, inner = c.embed_dim or c.d_model, "W" if c.embed_norm else "D"
-    weights = {"embed": make("V W", W**-0.5, "V")} if c.own_stem == "tokens" else (
-        stems.weights(c, make))
+    if c.own_stem == "tokens":
+        weights = {"embed": make("V W", W**-0.5, "V", lookup=not c.tied)}
+    else:
+        weights = stems.weights(c, make)
     if c.positions in ("learned", "fixed"):
-        weights["positions"] = make(f"P {inner}", 0.02)
+        weights["positions"] = make(f"P {inner}", 0.02, lookup=True)
     if c.positions == "fixed":
         weights["positions"] = dataclasses.replace(weights["positions"],
                                                    values=stems.sound_positions)
     if c.token_types:
-        weights["token_types"] = make(f"Z {inner}", 0.02)
+        weights["token_types"] = make(f"Z {inner}", 0.02, lookup=True)
     if W != c.d_model:
         weights["project_in"] = make("W D", W**-0.5)
         if _has_bias(c, "embed"):
@@ -88,7 +90,7 @@ def _layer_weights(c, L, experts):
     if c.encoder_layers:        # of the attention to its output
         weights |= {f"cross_{name}": w for name, w in weights.items()}
     if c.relative and not c.relative_shared:
-        weights["relative"] = make("L J H", 0.1, "H")
+        weights["relative"] = make("L J H", 0.1, "H", lookup=True)
     if R:
         weights |= {"kv_down": make("L D R", into), "kv_norm": make("L R"),
                     "k_rotary": make("L D U", into), "wk": make("L R H Y", R**-0.5, "H"),
@@ -103,9 +105,11 @@ def _layer_weights(c, L, experts):
         weights |= {"w_up": make("L D F", into, "F"),
                     "w_down": make("L F D", F**-0.5 * back, "F")}
     if experts:
-        weights |= {"router": make("L D E", into), "e_gate": make("L E D G", into, "G"),
-                    "e_up": make("L E D G", into, "G"),
-                    "e_down": make("L E G D", G**-0.5 * back, "G")}
+        share = c.experts_per_token / experts
+        weights |= {"router": make("L D E", into),
+                    "e_gate": make("L E D G", into, "G", visits=share),
+                    "e_up": make("L E D G", into, "G", visits=share),
+                    "e_down": make("L E G D", G**-0.5 * back, "G", visits=share)}
     if experts and c.router == "sigmoid":
         weights["router_bias"] = make("L E", 0.0)
     biases = {"wq": ("qkv qv", "L 1 H N", "H"), "wk": ("qkv", "L 1 K N", "K"),
@@ -117,10 +121,10 @@ def _layer_weights(c, L, experts):
                 if any(_has_bias(c, product) for product in products.split())}
     if c.layer_scale:
         weights |= {name: make("L D") for name in ("attn_out_scale", "mlp_out_scale")}
-    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel or c.parallel_norms == 2)
+    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel_block or c.parallel_norms == 2)
     norms += ["cross_norm"] * (c.encoder_layers > 0)
     norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
-    return lora.with_adapters(weights | _norms(c, make, "L D", norms), c.lora_rank)
+    return weights | _norms(c, make, "L D", norms)
 
 
 def _norms(c, make, axes, names):
@@ -138,8 +142,8 @@ def encoder_config(c: Any, length: int = 0) -> Any:
     """The configuration of the encoder of an encoder-decoder, for a text of this length. (For a
     longer one than it knows there may be no positions.)"""
     if length and c.stem == "tokens":
-        c = dataclasses.replace(c, source_len=length)
-    return dataclasses.replace(
+        c = change(c, source_len=length)
+    return change(
         c, layers=c.encoder_layers, encoder_layers=0, causal=False, head="none", tied=True,
         heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,
         head_dim=c.head_dim if c.encoder_heads == c.heads else 0,

@@ -9,11 +9,11 @@
     tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
                                                                                     -> logits
 
-The vision tower and the language model (OPT) are transformers of model.py. The Q-Former between
-them is made of its blocks: each second layer attends to the picture too. A text has Q tokens with
-the id image_token_index, and there the language model sees the Q-Former's vectors.
+The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
+between them is made of its blocks: each second layer attends to the picture too. A text has Q
+tokens with the id image_token_index, and there the language model sees the Q-Former's vectors.
 
-Letters are model.py's; Q queries, X the width of the vision tower.
+Letters are transformer.py's; Q queries, X the width of the vision tower.
 """
 
 import dataclasses
@@ -26,16 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import model
 import shard
-from families import towers
-from zigzag import decoding_mesh, families, stems, tables
-from zigzag.config import padded
+from networks import stems, tables, towers, transformer
+from networks.config import Config
+from zigzag import decoding_mesh, families
 from zigzag.errors import ConfigError
 from zigzag.family import Family, columns, layer_norm, rows, under
 from zigzag.mesh import cast
 from zigzag.network import Network, Params
-from zigzag.products import loss_chunks, matmul
+from zigzag.products import matmul
 from zigzag.published_config import Fields, complete, count, refuse
 from zigzag.weights import Table
 
@@ -122,9 +121,9 @@ def table(c: Any) -> dict[str, Any]:
     make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
     half = tables.table(dataclasses.replace(q, layers=q.layers // 2))
-    bare = tables.table(dataclasses.replace(q, layers=q.layers // 2, lora_rank=0))["layers"]
-    cross = {f"cross_{name}": w for name, w in bare.items() if name[:2] in ("wq", "wk", "wv", "wo")}
-    cross |= {"cross_norm": bare["attn_norm"], "cross_norm_bias": bare["attn_norm_bias"],
+    own = half["layers"]
+    cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
+    cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
               "cross_wk": make("L X K N", v.d_model**-0.5, "K"),
               "cross_wv": make("L X K M", v.d_model**-0.5, "K")}
     return {"vision": tables.table(v), "text": tables.table(c),
@@ -193,26 +192,25 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
                   ) -> Array:
     """What the language model sees of pictures, the batch's source [B, C, height, width]: vectors
     [B, Q, D], whole on every device."""
-    v, w, known = model.prepared(
+    v, w, known = transformer.prepare_batch(
         params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
         vision_config(config))
-    x = model.trunk(w, v, known, specs=specs and specs["vision"])
-    seen = {"encoded": shard.time_of_block(model.norm(w, "norm", x, v)),        # [B, S, X]
-            "source_info": known["key"]}
+    x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
+    seen = {"encoded": shard.time_of_block(transformer.norm(w, "norm", x, v)),        # [B, S, X]
+            "source_document": known.get("document", jnp.zeros_like(known["slots"]))}
 
     c, w = qformer_config(config), cast(params["qformer"], config.dtype)
     B, Q = len(batch["source"]), len(w["query"])
-    place = jnp.broadcast_to(jnp.arange(Q), (B, Q))
-    info = {"place": place, "document": jnp.zeros_like(place)}
-    known = {**seen, "query": info, "key": info}
+    slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
+    known = {**seen, "slots": slots, "positions": slots}
     if "seeds" in batch:        # for other numbers than the other towers'
         known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
     x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
-    x = shard.residual_stream(model.norm(w, "norm", x, c), c.sequence_parallel)
+    x = shard.residual_stream(transformer.norm(w, "norm", x, c))
 
     def pair(w, x, i):
-        x = model.block(w["cross_layers"], x, 2 * i, c, known)[0]
-        return model.block(w["layers"], x, 2 * i + 1, c, known)[0], None
+        x = transformer.block(w["cross_layers"], x, 2 * i, c, known)[0]
+        return transformer.block(w["layers"], x, 2 * i + 1, c, known)[0], None
 
     both = ("cross_layers", "layers")
     x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
@@ -222,7 +220,7 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
     return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
 
 
-def prepared(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
              ) -> tuple[Any, Params, dict[str, Array], Array]:
     """The language model's configuration, weights and batch, and the stream [B, T, D] that its
     layers begin with. A batch has tokens [B, T], source and perhaps a mask, by which positions
@@ -232,14 +230,14 @@ def prepared(params: Params, batch: dict[str, Array], config: Any, specs: Any = 
     if "mask" in batch:
         mask = batch["mask"].astype(jnp.int32)
         batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
-    c, w, batch = model.prepared(params["text"], batch, config)
-    x = model.embedding(w, batch, c)
+    c, w, batch = transformer.prepare_batch(params["text"], batch, config)
+    x = transformer.embedding(w, batch, c)
     # The first vector in place of the first such token of a row, and so on.
     is_image = batch["tokens"] == published(config)["image_token_index"]        # [B, T]
     number = jnp.clip(jnp.cumsum(is_image, 1) - 1, 0, vectors.shape[1] - 1)
     vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
     is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
-    vectors = shard.residual_stream(vectors, c.sequence_parallel)
+    vectors = shard.residual_stream(vectors)
     vectors = vectors + w["positions"][places + c.position_offset]
     return c, w, batch, jnp.where(is_image[..., None], vectors, x)
 
@@ -248,20 +246,19 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
             ) -> Array:
     """Logits [B, T, vocab_size] of the token that follows each of `tokens`."""
     batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
-    c, w, batch, x = prepared(params, batch, config)
-    x = model.stack(w, "layers", x, c, batch)
-    return shard.vocab_logits(*model.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
+    c, w, batch, x = prepare_batch(params, batch, config)
+    x = transformer.stack(w, "layers", x, c, batch)
+    return shard.vocab_logits(*transformer.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None,
-         with_aux: bool = False) -> tuple[Array, Array]:
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+         ) -> tuple[Array, Array]:
     """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
-    c, w, batch, x = prepared(params, batch, config, specs)
-    x = model.stack(w, "layers", x, c, batch, specs and specs["text"])
-    x, head = model.loss_head(w, x, c)
-    total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size,
-                             loss_chunks(*x.shape[:2], padded(c.vocab_size)))
+    c, w, batch, x = prepare_batch(params, batch, config, specs)
+    x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
+    x, head = transformer.loss_head(w, x, c)
+    total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
     return total, jnp.sum(batch["weights"])
 
 
@@ -273,19 +270,20 @@ def _greedy(params, tokens, start, source, config, count):
     """Prompts [B, P], of which row b begins at start[b], with their pictures -> new ids."""
     (B, P), slots = tokens.shape, tokens.shape[1] + count
     mask = jnp.arange(P) >= start[:, None]
-    c, w, _, x = prepared(params, {"tokens": tokens, "source": source, "mask": mask}, config)
-    w = decoding_mesh.for_decoding(w, c, None)
+    c, w, _, x = prepare_batch(params, {"tokens": tokens, "source": source, "mask": mask}, config)
+    w = decoding_mesh.for_decoding(w, c.dtype, None)
 
     def extend(cache, tokens, slot, **more):
-        x, cache = model.extend(w, cache, tokens, slot, start, c, slots, **more)
-        return model.head_logits(w, x[:, -1:], c)[:, 0], cache
+        x, cache = transformer.extend(w, cache, tokens, slot, start, c, slots, **more)
+        return transformer.head_logits(w, x[:, -1:], c)[:, 0], cache
 
     def turn(carry, t):
         logits, cache = carry
         ids = jnp.argmax(logits, -1).astype(jnp.int32)
         return extend(cache, ids[:, None], P + t), ids
 
-    cache = decoding_mesh.empty_cache(c, B, slots, x.dtype, None)
+    layers = transformer.NETWORK.cache_layers(c)
+    cache = decoding_mesh.empty_cache(layers, B, slots, x.dtype, None)
     first = extend(cache, tokens, 0, embed=lambda *_: x)
     return jax.lax.scan(turn, first, jnp.arange(count))[1].T
 
@@ -311,7 +309,7 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch for the loss."""
     pictures = stems.source_shape(vision_config(config), rows)
-    return {**model.batch_shapes(config, rows),
+    return {**transformer.batch_shapes(config, rows),
             "source": jax.ShapeDtypeStruct(pictures, jnp.float32)}
 
 
@@ -319,5 +317,6 @@ def check(c: Any, mesh: Any) -> None:
     towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
 
 
-NETWORK = Network(model.Config, table, loss, batch_shapes, FAMILIES, check)
-load_hf, read_hf, save_hf = NETWORK.load_hf, NETWORK.read_hf, NETWORK.save_hf
+NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  gives=lambda c: "captions, by networks.blip2.captions", flops=transformer.flops,
+                  source_shape=lambda c: stems.source_shape(vision_config(c), 1)[1:])

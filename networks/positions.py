@@ -1,0 +1,166 @@
+"""Where a token lies, for the general transformer: windows that differ from layer to layer,
+sinusoids, ALiBi's slopes, learned scores by distance. What no array decides is numpy's, in float64:
+constants of a program.
+
+c is a network's configuration, i the number of a layer.
+"""
+
+import math
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from zigzag.attention import Token
+from zigzag.positions import parse_scaling, rotary_rates
+
+# -------------------------------------------------------------------------------------------
+# What differs from layer to layer
+
+def _has_window(c):
+    """Of each layer, whether it has the window."""
+    kinds = (c.local_layers or "l") * c.layers
+    return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
+
+
+def layer_slots(c: Any, i: int) -> int:
+    """How many keys any query of a layer sees at most; 0 where all before it are seen."""
+    return c.window if _has_window(c)[i] else 0
+
+
+def layer_window(c: Any, i: Array) -> Any:
+    """How many keys a query sees in a layer."""
+    if "g" not in c.local_layers:
+        return c.window
+    return jnp.where(jnp.array(_has_window(c))[i], c.window, 2**30)
+
+
+def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
+    """The rates of a layer's rotary positions, and the factor of sine and cosine."""
+    dim = c.rotary_dim or c.head_dim
+    rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
+    if not c.local_theta:
+        return rates, factor
+    local, _ = rotary_rates(dim, c.local_theta)
+    is_local = jnp.array(_has_window(c))[i]
+    return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+
+
+def max_positions(c: Any) -> int:
+    """How many positions there are: learned ones are a table, which ends."""
+    return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
+
+
+def decoding_length(c: Any, tokens: int, slots: int) -> int:
+    """The length that scales rotary positions, for rows that end with so many tokens in so many
+    slots. The scaling may depend on the tokens; else any length does, and that of the slots
+    compiles fewer programs."""
+    known = parse_scaling(c.rope_scaling)
+    trained = known.get("original_max_position_embeddings", 0)
+    if c.positions == "learned":        # not scaled, but no longer than the table
+        return min(slots, max_positions(c))
+    if known["rope_type"] not in ("dynamic", "longrope"):
+        return slots
+    if tokens <= trained:
+        return min(slots, trained)
+    return slots if known["rope_type"] == "longrope" else tokens
+
+
+def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:
+    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
+    position, so that q.k depends on how far apart they are. x: [B, T, H, N]. Of a head with more
+    numbers than there are rates for, the beginning."""
+    half = rates.shape[-1]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle) * factor, jnp.cos(angle) * factor
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:2 * half].astype(jnp.float32)
+    parts = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)]
+    return jnp.concatenate([*parts, x[..., 2 * half:]], -1) if x.shape[-1] > 2 * half else parts[0]
+
+
+# -------------------------------------------------------------------------------------------
+# Others
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """For each head by how much a key's score falls with each step away. Of a number of heads that
+    is no power of two, the others lie between those of the next power."""
+    power = 2 ** math.floor(math.log2(heads))
+
+    def slopes(n):
+        return 2.0 ** (-8 / n * np.arange(1, n + 1))
+
+    return np.concatenate([slopes(power), slopes(2 * power)[::2][:heads - power]]).astype(
+        np.float32)
+
+
+def alibi_bias(c: Any, slopes: Array, place: Array) -> Array:
+    """What keys at these positions [B, 1, 1, S] add to each head's scores [B, H, 1, S]. (Only
+    distances count: a softmax does not see what all of a query's scores have in common.)"""
+    if c.positions == "alibi":
+        return slopes[:, None, None] * place
+    # Falcon rounded it, and divided it with the scores.
+    rounded = slopes.astype(jnp.bfloat16)[:, None, None] * place.astype(jnp.bfloat16)
+    return rounded.astype(jnp.float32) * c.head_dim**-0.5
+
+
+def relative_rows(c: Any) -> int:
+    """How many numbers a head has for distances."""
+    if c.relative == "grid":
+        return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
+    return c.relative_buckets
+
+
+def relative_ids(c: Any, query: Token, key: Token) -> Array:
+    """Which of them is for a query and a key: [1, T, S]. (In all rows the same.)"""
+    query, key = query.slot[:1], key.slot[:1]
+    return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
+
+
+def _bucket_ids(c, query, key):
+    """T5's: small distances each by itself, larger ones by their logarithm. Where tokens see both
+    ways, half of the buckets is for later keys."""
+    far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
+    exact, steps = half // 2, np.arange(c.relative_distance)
+    ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
+    scaled = ratio / np.float32(math.log(c.relative_distance / exact)) * np.float32(half - exact)
+    bucket = np.where(steps < exact, steps, np.minimum(exact + scaled.astype(int), half - 1))
+    bucket = np.append(bucket, half - 1)
+    begins = np.searchsorted(bucket, np.arange(1, half))    # each bucket's smallest distance
+    distance = jnp.maximum(-far, 0) if c.causal else jnp.abs(far)
+    # (Not a sum of as many terms, at which the compiler for CPUs of jax 0.10 stops.)
+    ids = jnp.sum(distance[..., None] >= jnp.asarray(begins), -1, dtype=jnp.int32)
+    return ids if c.causal else ids + jnp.where(far > 0, half, 0)
+
+
+def _grid_ids(c, query, key):
+    """BEiT's: by how many patches two are apart in both directions; and three more of the class
+    token (place 0): from it, to it, and with itself."""
+    side = c.image_size // c.patch_size
+    (i, j), (k, m) = (divmod(place - 1, side) for place in (query, key))
+    ids, last = (i - k + side - 1) * (2 * side - 1) + j - m + side - 1, relative_rows(c) - 1
+    ids = jnp.where(key == 0, last - 1, ids)
+    return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
+
+
+def relative_bias(c: Any, table: Array, ids: Array) -> Array:
+    """What a table [J, H] adds to the scores [1, H, T, S] of those ids. (A product: the gradient of
+    a lookup would be a sum over all scores, one after the other.)"""
+    chosen = jax.nn.one_hot(ids, table.shape[0])        # (a CPU has no such product in bfloat16)
+    return jnp.einsum("btsj,jh->bhts", chosen, table.astype(jnp.float32))
+
+
+def counted(flags: Array, place: Array) -> Array:
+    """The positions of tokens that have a flag, counted from 0 along whole rows [B, T], at these
+    places; -1 for the others."""
+    position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
+    return jnp.take_along_axis(position, place, 1)
+
+
+def sinusoids(rows: int, width: int) -> np.ndarray:
+    """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
+    angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
+    return table[:, :width].astype(np.float32)

@@ -1,0 +1,689 @@
+"""The general transformer: a network of its own with what published families do otherwise.
+
+    tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
+
+model.py is the plain decoder, and the file to fork. Here each thing that some family of decoders,
+encoders or encoder-decoders does differently is an option, an `if` in the one function of its
+concern. The options are in config.py, the weights in tables.py. The last section is for encoders.
+
+There is no mesh in this file. Where a collective may be needed it calls shard.py: `columns` into a
+block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
+
+B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
+F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
+P rows of positions. Latent attention: Q, R short vectors, U the rotated part of a head, Y the rest.
+"""
+
+import functools
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+import shard
+from networks import stems
+from networks.config import Config
+from networks.positions import (
+    alibi_bias,
+    alibi_slopes,
+    counted,
+    decoding_length,
+    layer_rates,
+    layer_slots,
+    layer_window,
+    max_positions,
+    relative_bias,
+    relative_ids,
+    rotate,
+    sinusoids,
+)
+from networks.tables import batch_shapes, encoder_config, table
+from zigzag import attention, lora, weights
+from zigzag import cache as kv_cache
+from zigzag.errors import ConfigError, check_length
+from zigzag.families import FAMILIES, as_llama
+from zigzag.flags import change
+from zigzag.mesh import cast, time_parts
+from zigzag.network import Layer, Network, Params, Traffic, check_stack
+from zigzag.products import matmul, whole
+
+# -------------------------------------------------------------------------------------------
+# The parts of a block
+
+def norm(w, name, x, c, kind="", eps=0.0):
+    """RMSNorm or LayerNorm over the last dimension, in float32."""
+    x32 = x.astype(jnp.float32)
+    if (kind or c.norm) == "layer":
+        x32 = x32 - jnp.mean(x32, -1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
+    x = x32.astype(x.dtype) * w[name]   # of a time-split x autodiff sums the scale's gradient here
+    return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
+
+
+def heads_of(q, a, dim):
+    """This device's query heads, out of an array of all heads."""
+    return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
+
+
+def _window_mask(c, i):
+    """The mask of a layer in which a query sees so many keys, itself included, or None."""
+    if not c.window:
+        return None
+    return lambda query, key: key.slot > query.slot - layer_window(c, i)
+
+
+def _scores(w, q, c):
+    """How the scores of these queries differ from the usual ones, as shard.self_attend takes it:
+    by a soft cap, learned numbers for each distance (`relative`), slopes of the heads (ALiBi), or
+    not at all (None)."""
+    table = slopes = None
+    if c.relative:
+        table = heads_of(q, w["relative"], 1)
+    if c.positions.startswith("alibi"):
+        slopes = heads_of(q, jnp.asarray(alibi_slopes(c.heads)), 0)
+
+    def scores(s, query, key, heads):
+        s = c.attn_softcap * jnp.tanh(s / c.attn_softcap) if c.attn_softcap else s
+        if table is not None:
+            return s + relative_bias(c, table, relative_ids(c, query, key))
+        return s if slopes is None else s + alibi_bias(c, slopes, key.position[:, None])
+
+    return scores if c.attn_softcap or table is not None or slopes is not None else None
+
+
+def with_bias(w, name):
+    """A weight, or a pair of it and its bias, as `columns` takes it."""
+    bias = w.get(f"{name}_bias")
+    return w[name] if bias is None else (w[name], bias)
+
+
+def _into_heads(w, c, cache=None):
+    if cache is not None:           # (whose heads are not repeated)
+        return [with_bias(w, name) for name in ("wq", "wk", "wv")]
+    return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
+
+
+def _into_keys(w, c, *names):
+    return [shard.repeat_kv(with_bias(w, name), c.heads) for name in names]
+
+
+def _latent(w, h, c):
+    """Queries of latent attention [B, T, H, N], the vector [B, T, R] of which its keys and values
+    are made, and the part of a key that all heads have. (Its own norms have always had an epsilon
+    of 1e-6, whatever that of the others.)"""
+    q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
+    q, = shard.columns(q, w["wq"])
+    latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
+    return q, latent, shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]
+
+
+def _latent_heads(w, h, c):
+    """Queries, keys and values [B, T, H, N] of latent attention."""
+    q, latent, turned = _latent(w, h, c)
+    k, v = shard.columns(latent, w["wk"], w["wv"])
+    turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
+    return q, jnp.concatenate([turned, k], -1), v
+
+
+def _latent_from_cache(w, h, c, i, batch, cache):
+    """Latent attention that keeps the latent vectors, and makes no keys and values of them: it
+    multiplies queries with what would make the keys, and the result with what makes values."""
+    (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
+    turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
+    latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
+    cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
+    query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
+    attend = attention.self_attention(_window_mask(c, i), _scores(w, q, c), True, c.heads)
+    wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
+    q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
+    q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
+    out = kv_cache.attend(attend, q, cached, cached[..., U:], query, batch["start"], c.heads, 1,
+                          folds=not c.attn_softcap)
+    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": cached}
+
+
+def _heads(w, qkv, c, i, batch, cache=None):
+    """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
+    with these keys and values in it."""
+    q, k, v = qkv
+    if c.qk_norm:
+        q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
+    if c.positions == "rotary":
+        q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
+    q = _scaled(q, c)
+    mask, scores = _window_mask(c, i), _scores(w, q, c)
+    if cache is not None:
+        attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
+        return attend(q, k, v, mask, scores), attend.layer
+    return shard.self_attend(
+        q, k, v, mask, scores, causal=c.causal, heads=c.heads, positions=batch["positions"],
+        documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
+
+
+def _scaled(q, c):
+    """Queries, where scores are multiplied by something else than attention does by itself."""
+    return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
+
+
+def _attention(w, h, c, i, batch, cache):
+    """h [B, T, D] -> [B, T, D]."""
+    if c.kv_rank and cache is not None:
+        heads, cache = _latent_from_cache(w, h, c, i, batch, cache)
+    else:
+        qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c, cache))
+        heads, cache = _heads(w, qkv, c, i, batch, cache)
+    return _plus_bias(w, shard.row((heads, w["wo"])), "wo"), cache
+
+
+def _plus_bias(w, y, *names):
+    return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
+               "gelu": functools.partial(jax.nn.gelu, approximate=False),
+               "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
+
+
+def activate(c, first, *gated):
+    """What is between the two products of an MLP."""
+    first = ACTIVATIONS[c.activation](first)
+    return first * gated[0] if gated else first
+
+
+def _into_dense(w):
+    """The weights into the MLP that all tokens visit, if there is one."""
+    return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
+
+
+def feed_forward(w, h, c, i=0, batch=None):
+    """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
+    y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
+    return _plus_bias(w, y, "w_down"), aux
+
+
+def _out_of_block(w, h, c, i, batch, out, dense):
+    """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
+    products make), and of what experts make of h; and what those add to the loss."""
+    if dense:
+        out = [*out, (activate(c, *dense), w["w_down"])]
+    if "router" in w:
+        return _experts(w, h, c, i, batch, out)
+    return shard.row(*out), None
+
+
+def _experts(w, h, c, i, batch, beside):
+    """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
+    are added. In training also what is added to the loss: for each row, the share of tokens that
+    an expert has times the share of probability that it is given, summed over experts, times their
+    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and
+    tokens, each with its weight: no mesh or micro-batch changes them."""
+    E, K = c.experts, c.experts_per_token
+    logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
+    probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
+    chosen = _choose(probs, w.get("router_bias"), c)                            # [B, T, K]
+    top = jnp.take_along_axis(probs, chosen, -1)
+    if c.router_norm:
+        top = top / top.sum(-1, keepdims=True)
+    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
+                        functools.partial(activate, c), w["e_down"], *beside)
+    if "seeds" not in batch:
+        return out, None
+    weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
+    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
+    given = jnp.einsum("bte,bt->be", probs / probs.sum(-1, keepdims=True), weights)
+    total = shard.sum_over_time(weights.sum(-1, keepdims=True))                 # [B, 1]
+    balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
+    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
+    added = c.balance * balance + c.router_z * z
+    load = jnp.zeros((c.layers - c.dense_layers, E)).at[i - c.dense_layers].set(busy.sum(0))
+    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
+
+
+def _choose(scores, bias, c):
+    """The experts [B, T, K] of each token by their scores [B, T, E], and by a bias that counts only
+    here."""
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if c.expert_groups > 1:         # first the groups, each by its best two
+        groups = scores.reshape(*scores.shape[:2], c.expert_groups, -1)
+        best = lax.top_k(groups, 2)[0].sum(-1)
+        least = lax.top_k(best, c.groups_per_token)[0][..., -1:]
+        scores = jnp.where((best >= least)[..., None], groups, 0).reshape(scores.shape)
+    return lax.top_k(scores, c.experts_per_token)[1]
+
+
+def _drop(y, c, site, batch):
+    return shard.dropout(y, c.dropout, batch.get("seeds"), site, batch.get("slots"))
+
+
+# -------------------------------------------------------------------------------------------
+# The network: embed, block, head
+
+def embedding(params, batch, c):
+    """The stream [B, T, D] that the layers begin with."""
+    if c.own_stem == "tokens":
+        x = shard.embed_lookup(params["embed"], batch["tokens"])
+        x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
+    else:
+        x = stems.STEMS[c.own_stem](params, batch["source"], c)
+        x = shard.residual_stream(shard.own_time(_padded(x)))
+    # An embedding that has a norm has all of its parts at its own width.
+    if "project_in" in params and not c.embed_norm:
+        x = matmul(x, params["project_in"])
+    if c.positions in ("learned", "fixed", "sinusoidal"):
+        table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
+        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
+        places = shard.my_time_slice(batch["positions"], x) + c.position_offset
+        x = x + jnp.asarray(table)[places].astype(x.dtype)
+    if c.token_types:
+        x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
+    if c.embed_norm:
+        x = norm(params, "embed_norm", x, c)
+        if "project_in" in params:
+            x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
+    return x
+
+
+def block(w, x, i, c, batch, cache=None):
+    """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+    w = lora.adapted(w)
+    if c.parallel_block:
+        return _parallel_block(w, x, i, c, batch, cache)
+    is_post = c.norm_place == "post"
+    y, cache = _attention(w, x if is_post else norm(w, "attn_norm", x, c), c, i, batch, cache)
+    x = _add(w, "attn", x, y, c, 2 * i, batch)
+    if "cross_wq" in w:
+        y = _cross_attention(w, x if is_post else norm(w, "cross_norm", x, c), c, batch, cache)
+        x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
+    y, aux = feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
+    return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
+
+
+def _add(w, half, x, y, c, site, batch):
+    """The stream, and what attention or MLP add to it."""
+    if c.norm_place == "sandwich":
+        y = norm(w, f"{half}_out_norm", y, c)
+    if f"{half}_out_scale" in w:
+        y = y * w[f"{half}_out_scale"]
+    x = x + _drop(y, c, site, batch)
+    return norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
+
+
+def _parallel_block(w, x, i, c, batch, cache):
+    """Attention and MLP beside each other: after one norm, one collective into both; one out of
+    both."""
+    h = norm(w, "attn_norm", x, c)
+    if c.parallel_norms == 1:
+        q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
+    else:
+        q, k, v = shard.columns(h, *_into_heads(w, c, cache))
+        h = norm(w, "mlp_norm", x, c)
+        dense = shard.columns(h, *_into_dense(w))
+    heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
+    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
+    return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
+
+
+def loss_head(params, x, c):
+    """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.head == "masked":
+        x = activate(c, _plus_bias(params, matmul(x, params["transform"]), "transform"))
+        x = norm(params, "transform_norm", x, c)
+    if "project_out" in params:
+        x = matmul(x, params["project_out"])
+    if c.head_scale:
+        x = x * c.head_scale
+    head = {"head": params["embed"].T if c.tied else params["head"]}
+    return x, with_bias({**params, **head}, "head")
+
+
+def with_positions(batch, c):
+    """A batch with what is known of its tokens: their slots in the row, their positions in the
+    document, both [B, T], and, where not all of a row is one document, which one they are in. (A
+    token that a mask leaves out is in a document of its own, -1.)"""
+    if c.own_stem != "tokens" and "slots" not in batch:
+        return _source(batch, c)
+    shape = batch.get("slots", batch.get("tokens")).shape
+    slots = jnp.broadcast_to(batch.get("slots", shard.slots_of(jax.ShapeDtypeStruct(shape, int))),
+                             shape)
+    known = {"slots": slots, "positions": slots}
+    if "segments" in batch or "mask" in batch:
+        known["document"] = batch.get("segments", jnp.zeros_like(slots))
+    if "mask" in batch:
+        known["document"] = jnp.where(batch["mask"] > 0, known["document"], -1)
+    if c.token_types:
+        known["token_types"] = jnp.zeros_like(slots)
+    if c.pad_id >= 0:
+        known["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, slots)
+    return {**known, **batch}
+
+
+# -------------------------------------------------------------------------------------------
+# The network: all layers, logits, loss
+
+def _layers(params, specs=None):
+    """The weights of the layers, each with what all of them share, and their specs."""
+    layers, specs = params["layers"], specs and specs["layers"]
+    if "relative" in params:
+        shared = params["relative"]
+        count = jax.tree.leaves(layers)[0].shape[:1]
+        layers = {**layers, "relative": jnp.broadcast_to(shared, count + shared.shape)}
+        specs = specs and {**specs, "relative": P("pipe")}
+    return layers, specs
+
+
+def stack(params, name, x, c, batch, specs=None):
+    """x through "dense_layers" or "layers"."""
+    first, count = (0, c.dense_layers) if name == "dense_layers" else (
+        c.dense_layers, c.layers - c.dense_layers)
+
+    def layer(w, x, i):
+        return _repeat(w, x, i, c, batch)[0] if c.layer_groups else block(w, x, i, c, batch)[0], ()
+
+    stacked, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
+        _layers(params, specs))
+    numbers = jnp.arange(first, first + (c.layer_groups or count))
+    return shard.layers(layer, stacked, x, numbers, specs, c.remat, c.sum_dtype)[0]
+
+
+def trunk(params, c, batch, specs=None):
+    """The last block's output [B, T, D]."""
+    x = embedding(params, batch, c)
+    for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
+        x = stack(params, name, x, c, batch, specs)
+    return x
+
+
+def head_logits(params, x, c):
+    """float32 logits [B, T, V] of the token that follows each of x [B, T, D]."""
+    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
+    return logits[..., :c.vocab_size]
+
+
+def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
+            positions: Array | None = None, segments: Array | None = None,
+            mask: Array | None = None, source_mask: Array | None = None,
+            token_types: Array | None = None) -> Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. An encoder has
+    those of the tokens themselves, or of classes [B, labels], or, without a head, vectors
+    [B, T, D]. `source` is what an encoder-decoder translates, or what a stem reads; a mask is 0
+    where a row has no token."""
+    c = config
+    if c.own_stem != "tokens" and source is None:
+        tokens, source = None, tokens
+    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
+        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+                          "this model has an encoder: give it a source")
+    given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
+                 source_mask=source_mask, token_types=token_types)
+    batch = {name: a for name, a in given.items() if a is not None}
+    c, params, batch = prepare_batch(params, batch, c)
+    x = trunk(params, c, batch)
+    if c.head == "classes":
+        return _class_logits(params, x, c)
+    if c.head == "none":
+        x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
+        x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+        return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
+    return head_logits(params, x, c)
+
+
+def prepare_batch(params, batch, c, specs=None):
+    """The configuration for rows as long as a batch's (some scaled positions depend on that),
+    weights in its precision, and the batch with what is known of it; of a source, what the encoder
+    makes of it."""
+    if "tokens" in batch:
+        c = change(c, seq_len=shard.whole_length(batch["tokens"]))
+    params, batch = cast(params, c.dtype), with_positions(batch, c)
+    if c.encoder_layers:
+        batch |= _encode(params, batch, c, specs)
+    return c, params, {k: a for k, a in batch.items() if k != "source" or not c.encoder_layers}
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config,
+         specs: Params | None = None) -> tuple:
+    """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
+    weights. They travel together and are divided once, so that masks and uneven shards change
+    nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
+    what makes them equally busy, and other sums, third. Of a model with classes it is the
+    cross-entropy of `labels` [B], and the number of rows."""
+    c, params, batch = prepare_batch(params, batch, config, specs)
+
+    def embed(params, batch):
+        x = embedding(params, batch, c)
+        if c.dense_layers:
+            x = stack(params, "dense_layers", x, c, batch, specs)
+        return x
+
+    def layer(w, x, i, batch):
+        return (_repeat(w, x, i, c, batch) if c.layer_groups else
+                block(w, x, c.dense_layers + i, c, batch)[:2])
+
+    def head(params, x, batch):
+        if c.head == "classes":
+            return class_loss(_class_logits(params, x, c), batch["labels"])
+        if c.head == "none":        # (from which the rule finds where weights lie)
+            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
+        x, table = loss_head(params, x, c)
+        return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
+                                softcap=c.logit_softcap), jnp.sum(batch["weights"])
+
+    others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
+    stacked, specs_of_layers = _layers(params, specs)
+    return shard.pipelined_loss(
+        embed, layer, head, others, stacked, batch, specs_of_layers, c.remat, c.microbatches,
+        c.schedule, c.chunks, c.sum_dtype, all_time=c.head == "classes")
+
+
+# -------------------------------------------------------------------------------------------
+# Decoding, with a cache of keys and values (zigzag/cache.py)
+
+def encode_source(params: Params, source: dict[str, Array], config: Config,
+                  specs: Params | None = None) -> list[Params]:
+    """What a source (with source_mask) adds to each layer's cache: cross-attention's k and v."""
+    c = config
+    all_time = functools.partial(shard.whole_time, in_parts=True)
+    encoded, document = _encode(params, source, c, specs, all_time).values()
+    keys = (_cross_keys(shard.gather(w, specs and specs["layers"][i]), encoded, c)
+            for i, w in enumerate(params["layers"]))
+    return [{"cross_k": k, "cross_v": v, "cross_document": document} for k, v in keys]
+
+
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
+           config: Config, length: int, specs: Params | None = None,
+           embed: Callable = embedding) -> tuple[Array, list[Params]]:
+    """Run `tokens` [B, T], from `slot` on in rows that begin at start [B], through all layers.
+    Returns the last block's output [B, T, D], with all time, and the cache with their keys and
+    values. `length` scales positions. Layers are a list (zigzag.decoding_mesh.unstack_layers)."""
+    config = change(config, seq_len=length)
+    query = kv_cache.query_tokens(slot, start, tokens.shape[1])
+    batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
+    shared = {name: params[name] for name in ("relative",) if name in params}
+    x, new_cache = embed(params, batch, config), []
+    one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
+    for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
+        w = shard.gather(w, specs and specs["layers"][i])
+        x, _, layer = one_block({**w, **shared}, x, i, batch=batch, cache=layer)
+        new_cache.append(layer)
+    return shard.whole_time(x), new_cache
+
+
+# -------------------------------------------------------------------------------------------
+# Encoders: a source, attention to what was made of it, a class of a whole row. A reader of the
+# plain decoder has read all.
+
+def _source(batch, c):
+    """The batch of an encoder: of its source this device's part of the time."""
+    is_text, shape = c.own_stem == "tokens", batch["source"].shape
+    length = shape[1] if is_text else stems.length(c)
+    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
+    if is_text:
+        known["tokens"] = batch["source"]
+    known = jax.tree.map(_padded, known)
+    shape = known["mask"].shape
+    known["slots"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    known = batch | shard.own_time(known)
+    if "seeds" in batch:        # for other numbers than the decoder's
+        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
+    return with_positions(known, c)
+
+
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
+    """What the encoder makes of a batch's source, and where it is none."""
+    e = encoder_config(c, batch["source"].shape[1])
+    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
+    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
+    known = _source(given, e)
+    x = embedding(params, known, e)
+    known = {name: known[name] for name in ("slots", "positions", "document", "seeds")
+             if name in known}
+
+    def layer(w, x, i, batch):
+        return block(w, x, i, e, batch)[:2]
+
+    stacked, specs = _layers(params, specs and specs["encoder"])
+    x = shard.pipelined_layers(layer, stacked, x, known, specs, c.remat, c.microbatches, c.chunks,
+                               c.sum_dtype)
+    x = norm(params, "norm", x, e) if "norm" in params else x
+    return {"encoded": gather(x), "source_document": gather(known["document"])}
+
+
+def _padded(x):
+    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
+    more = -x.shape[1] % time_parts()
+    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+
+
+def _cross_attention(w, h, c, batch, cache):
+    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
+    has already."""
+    q, = shard.columns(h, with_bias(w, "cross_wq"))
+    if cache is None:
+        k, v = _cross_keys(w, batch["encoded"], c)
+        document = batch["source_document"]
+    else:
+        k, v, document = cache["cross_k"], cache["cross_v"], cache["cross_document"]
+    out = shard.attend(attention.softmax_attention, _scaled(q, c), k, v,
+                       lambda query, document: (document >= 0)[:, None, None, :],
+                       batch["positions"], document)
+    out = shard.row((out, w["cross_wo"]))
+    return _plus_bias(w, out, "cross_wo")
+
+
+def _cross_keys(w, encoded, c):
+    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
+
+
+def _class_logits(params, x, c):
+    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
+    picture's patches. (Its last norm is then of the mean.)"""
+    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.pool_dense:
+        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
+    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+
+
+def class_loss(logits, labels):
+    """The sum over rows of the cross-entropy of labels [B], and how many rows there are."""
+    chosen = jax.nn.one_hot(labels, logits.shape[1])
+    return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
+
+
+def _repeat(w, x, group, c, batch):
+    """A group of layers with the same weights."""
+    times = c.layers // c.layer_groups
+
+    def layer(x, i):
+        return block(w, x, i, c, batch)[0], None
+
+    layer = layer if c.remat == "none" else jax.checkpoint(layer)
+    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
+
+
+# -------------------------------------------------------------------------------------------
+# What the machinery asks
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse a model that the mesh cannot split. (What tensor does not divide is whole.)"""
+    if c.head == "none":
+        raise ConfigError("--head none: this model gives vectors, and has no loss of its own; give "
+                          "fit a loss, or --head classes or masked")
+    sizes = mesh.shape
+    if c.dense_layers and sizes["pipe"] > 1:
+        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "
+                          f"--dense_layers {c.dense_layers} are not like the others; give its "
+                          f"devices to data, fsdp, expert or tensor")
+    stages = sizes["pipe"]
+    with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
+    check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
+                 stages * c.chunks)
+    if stages > 1 and c.layer_groups:
+        raise ConfigError(f"mesh axis pipe={stages}: stages have layers of their own, and "
+                          f"--layer_groups {c.layer_groups} have several layers with the same "
+                          f"weights; give its devices to data, fsdp or tensor")
+    if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
+        raise ConfigError("--schedule 1f1b: an encoder-decoder goes through the stages twice, "
+                          "first all of its encoder; give gpipe or interleaved")
+    check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
+
+
+def flops(c: Config, tokens: int, table: Params) -> float:
+    """FLOPs of training on that many tokens. An encoder's weights, and those that make keys and
+    values of its output, meet the tokens of the source."""
+    share = c.source_len / c.seq_len if c.encoder_layers else 0.0
+    layers = dict(table.get("layers", {}))
+    of_source = [layers.pop(name) for name in list(layers)
+                 if name.startswith(("cross_wk", "cross_wv"))]
+    rest = {**table, "layers": layers}
+    of_source.append(rest.pop("encoder", {}))
+    keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
+    return tokens * (weights.product_flops(rest) + share * weights.product_flops(of_source)
+                     + weights.attention_flops(keys, c.heads, c.head_dim,
+                                               c.v_head_dim or c.head_dim))
+
+
+def cache_layer(c: Config, i: int) -> Layer:
+    window, source = layer_slots(c, i), c.encoder_layers > 0
+    if c.kv_rank:
+        return Layer({"latent": c.rotary_dim + c.kv_rank}, 1, window, source)
+    return Layer({"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads, window, source)
+
+
+def source_shape(c: Config) -> tuple[int, ...] | None:
+    if c.stem != "tokens":
+        return stems.source_shape(c, 1)[1:]
+    return (c.source_len,) if c.encoder_layers else None
+
+
+def gives(c: Config) -> str:
+    known = {"tokens": "text" if c.causal else "", "classes": "classes", "none": "vectors"}
+    return known.get(c.head) or "numbers for each token"
+
+
+def limits(c: Config) -> dict[str, int]:
+    return {"tokens": c.vocab_size, "targets": c.vocab_size, "labels": c.labels,
+            "source": c.vocab_size, "token_types": c.token_types}
+
+
+def block_traffic(c: Config) -> Traffic | None:
+    if c.encoder_layers or not c.causal or c.own_stem != "tokens":
+        return None
+    beside = bool(c.experts and (c.parallel_block or c.shared_experts))
+    return Traffic(2 - c.parallel_block, beside)
+
+
+NETWORK = Network(
+    "transformer", Config, table, loss, batch_shapes, forward, FAMILIES, check, extend=extend,
+    head_logits=head_logits, cache_layer=cache_layer, encode_source=encode_source, gives=gives,
+    max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
+    limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
+    block_traffic=block_traffic, flops=flops, as_published=as_llama)
+init, weight_shapes = NETWORK.init, NETWORK.weight_shapes
