@@ -278,6 +278,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     # Only this partial of the network's own loss is trusted; what wraps it is a custom loss.
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
+    if ours:
+        check_rows(config)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None)
     update = optimizer(plan.config, plan.split(plan.decisions)[0])
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
@@ -425,15 +427,26 @@ def count_parameters(program: Program) -> tuple[int, int]:
     return (count(program.plan.params),) * 2
 
 
+def check_rows(config: Config) -> None:
+    """Refuse to cut a batch whose rows the network's loss compares."""
+    network = networks.network_of(config)
+    if network.couples_rows and config.accumulate > 1:
+        raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
+                          f"every row of a batch with all others, and a part of a batch has fewer; "
+                          f"give a smaller --batch, or more devices of data or fsdp")
+
+
 def check_transformer(config: Config, mesh: Any) -> None:
     """Refuse a transformer that this mesh cannot train."""
     network = networks.network_of(config)
     network.check(config.network, mesh)
     check_batch(config, mesh)
-    if network.couples_rows and config.accumulate > 1:
-        raise ConfigError(f"--accumulate {config.accumulate}: {network.name} compares every row of "
-                          f"a batch with all others, and a part of a batch has fewer; give a "
-                          f"smaller --batch, or more devices of data or fsdp")
+    check_rows(config)
+    if networks.network_of(config).source_shape(config.network) is None and tuple(
+            config.fields) != ("source", "target"):
+        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder, and "
+                          f"learns from running text; to learn from pairs, give the --model of a "
+                          f"T5 or BART, or --model transformer --encoder_layers N")
     # (A vocabulary that is still to follow from the data divides by everything.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)

@@ -109,8 +109,8 @@ def _arrays(c):
               **layer_norm("post_layernorm", "vision.norm")}
     return {"logit_scale": "-> logit_scale", "text_projection.weight": "I D -> text_projection",
             "visual_projection.weight": "I d -> vision_projection"} | under(
-        "text_transformer.", text, under("encoder.layers.{t}.", layer)) | under(
-        "vision_transformer.", vision, under("encoder.layers.{v}.", layer))
+        "text_model.", text, under("encoder.layers.{t}.", layer)) | under(
+        "vision_model.", vision, under("encoder.layers.{v}.", layer))
 
 
 def _stacks(c):

@@ -348,9 +348,8 @@ def with_positions(batch, c):
     token that a mask leaves out is in a document of its own, -1.)"""
     if c.own_stem != "tokens" and "slots" not in batch:
         return _source(batch, c)
-    shape = batch.get("slots", batch.get("tokens")).shape
-    slots = jnp.broadcast_to(batch.get("slots", shard.slots_of(jax.ShapeDtypeStruct(shape, int))),
-                             shape)
+    slots = batch["slots"] if "slots" in batch else jnp.broadcast_to(
+        shard.slots_of(batch["tokens"]), batch["tokens"].shape)
     known = {"slots": slots, "positions": slots}
     if "segments" in batch or "mask" in batch:
         known["document"] = batch.get("segments", jnp.zeros_like(slots))

@@ -22,6 +22,7 @@ from zigzag.decoding import Sampling
 from zigzag.errors import ConfigError, check_at_least, one_line
 from zigzag.examples import texts_of
 from zigzag.families import fields_of, special_ids
+from zigzag.flags import change
 from zigzag.network import Network
 from zigzag.tokenizers import Tokenizer
 
@@ -258,7 +259,7 @@ def whole_context(c: Any) -> Any:
     have been trained on shorter rows."""
     record = json.loads(c.published or "{}")
     context = fields_of(record)["seq_len"] if record else 0
-    return dataclasses.replace(c, seq_len=max(c.seq_len, context))
+    return change(c, seq_len=max(c.seq_len, context))
 
 
 def check_length(network: Network, ids: Sequence[int], c: Any, what: str) -> Sequence[int]:

@@ -26,8 +26,8 @@ def flags_table():
     own = flag_rows((model.Config, train.Config))
     names = {name for name, *_ in own}
     more = [row for row in flag_rows(transformer.Config) if row[0] not in names]
-    return "\n".join([*_table(own), "", "Options of the general network (`--model transformer`, and "
-                      "published models):", "", *_table(more), ""])
+    about = "Options of the general network (`--model transformer`, and published models):"
+    return "\n".join([*_table(own), "", about, "", *_table(more), ""])
 
 
 def _table(rows):

@@ -495,7 +495,7 @@ def test_an_encoder_that_none_can_be_is_refused(fields, words):
     """The mean of no patches, which is no number; experts that look for weights of tokens; a loss
     that looks for targets: tracebacks, in the middle of a step."""
     with pytest.raises(ConfigError, match=words):
-        config_of(causal=False, **fields)
+        transformer.Config(causal=False, **fields)
 
 
 @pytest.mark.parametrize("fields", [
@@ -504,7 +504,7 @@ def test_an_encoder_that_none_can_be_is_refused(fields, words):
     dict(causal=False, head="classes", labels=3), dict(pad_id=1)], ids=str)
 def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
     """A folder from which transformers makes another model, with other logits."""
-    config = config_of(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
+    config = transformer.Config(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
     params = net.weight_shapes(config)
     with pytest.raises(ConfigError, match="neither has --"):
         networks.save_hf(tmp_path / "out", params, config)
@@ -512,7 +512,8 @@ def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
 
 def test_positions_that_are_given_are_taken():
     """RoBERTa's count of its own in their place."""
-    config = config_of(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4, causal=False,
+    config = transformer.Config(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4,
+                                causal=False,
                           positions="learned", pad_id=1, position_offset=2)
     params, tokens = net.init(config, jax.random.key(0)), np.array([[5, 6, 1, 7]])
     own = net.forward(params, tokens, config)
@@ -524,7 +525,8 @@ def test_positions_that_are_given_are_taken():
 
 def test_a_picture_of_another_size_is_refused():
     """A larger one, cut without a word."""
-    config = config_of(layers=1, d_model=16, heads=2, causal=False, stem="patches", head="none",
+    config = transformer.Config(layers=1, d_model=16, heads=2, causal=False, stem="patches",
+                                head="none",
                           image_size=8, patch_size=4)
     with pytest.raises(ConfigError, match=r"\[1, 3, 12, 12\]; this model reads \[1, 3, 8, 8\]"):
         net.forward(net.init(config, jax.random.key(0)), np.ones((1, 3, 12, 12)), config)

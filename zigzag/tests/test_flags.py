@@ -52,7 +52,8 @@ class More(Few):
     (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
     (["--qk_norm", "true"], "--model transformer has it"),
-    (["--model", "transformer", "--shared_experts", 1], "--experts"), (["--optimizer", "sgd"], "adamw or muon"),
+    (["--model", "transformer", "--shared_experts", 1], "--experts"),
+    (["--optimizer", "sgd"], "adamw or muon"),
     (["--processes", 2], "need all of --coordinator"),
     (["--coordinator", "here", "--processes", 2, "--process_id", 0], "HOST:PORT"),
     (["--coordinator", "a:70000", "--processes", 2, "--process_id", 0], "HOST:PORT"),
@@ -119,10 +120,14 @@ def test_every_field_is_in_the_help(capsys):
 def test_help_is_the_comment_with_all_its_lines():
     """Half a sentence where a comment wraps; a heading taken for help; a parent's help kept where
     a field is given anew."""
-    assert flags.flag_rows(More) == [
+    rows = flags.flag_rows(More)
+    assert sorted(rows) == [
+        ("last", "0", "the last one"), ("name", "", "what it is called"), ("path", "", "where"),
+        ("rate", "0.25", "how slowly"),
         ("size", "3", 'how large; what does not fit in the line goes on here, and "# here"'),
-        ("rate", "0.25", "how slowly"), ("name", "", "what it is called"), ("path", "", "where"),
-        ("tied", "False", ""), ("last", "0", "the last one")]
+        ("tied", "False", "")]
+    own = list(More.__annotations__)        # (what is inherited comes after what is a class's own)
+    assert [name for name, *_ in rows][:len(own)] == own
     assert f"  --{'rate':18} how slowly  [0.25]" in flags.help_text(More).splitlines()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import networks
 import sample
-from networks.positions import decoding_length
+from networks import transformer
 from zigzag import cache, rows
 from zigzag.families import start_id
 from zigzag.flags import change
@@ -35,7 +35,8 @@ def loaded(name):
 def prompts_of(config, lengths=LENGTHS):
     rng = np.random.default_rng(2)
     made = [rng.integers(3, config.vocab_size, min(n, config.seq_len)).tolist() for n in lengths]
-    return [[start_id(config), *ids[1:]] for ids in made] if config.encoder_layers else made
+    has_encoder = networks.network_of(config).source_shape(config) is not None
+    return [[start_id(config), *ids[1:]] for ids in made] if has_encoder else made
 
 
 def placed(params, config, mesh):
@@ -55,7 +56,8 @@ def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5)
     new = max(len(ids) for ids, _ in found)
     length = max(len(p) + len(ids) for p, (ids, _) in zip(prompts, found))
     if config.rope_scaling:     # some follow from the length
-        length = decoding_length(config, P + new, P + padded_length(new))
+        length = networks.network_of(config).decoding_length(
+            config, P + new, P + padded_length(new)) or config.seq_len
     tokens = np.zeros((len(prompts), length), np.int32)
     for row, prompt, (ids, _) in zip(tokens, prompts, found):
         row[:len(prompt) + len(ids)] = [*prompt, *ids]
@@ -145,7 +147,8 @@ def test_a_window_rolls_at_the_real_size(mesh):
     """The same with the real chunks: of 1088 slots a window of 100 keeps 512."""
     config = make(layers=2, seq_len=1024, window=100, local_layers="lg", heads=4, kv_heads=2)
     params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
-    assert cache.new_layer(config, 0, 1, 1088, "float32")["k"].shape[2] == 512
+    layer = transformer.cache_layer(config, 0)
+    assert cache.new_layer(layer, 1, 1088, "float32")["k"].shape[2] == 512
     prompts = prompts_of(config, (700, 3, 513, 257))
     on = placed(params, config, mesh) if mesh else params
     found = sample.generate(on, prompts, config, 300, temperature=0, logprobs=True)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import model
 import train
 from zigzag.errors import ConfigError
 from zigzag.flags import parse_flags
@@ -144,7 +145,7 @@ ROWS = LOSSES.findall(README.read_text())
 
 def run_layout(flags):
     """The twenty updates of a row of the table, and its configuration."""
-    given, _ = parse_flags(train.Config, flags.split())
+    given, _ = parse_flags((model.Config, train.Config), flags.split())
     mesh = given.pop("mesh", "")
     config = everything(layers=8, **given)
     return run_updates(config, mesh, 20)[0], config

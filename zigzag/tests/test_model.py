@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import model
 import networks
 import shard
 from zigzag import attention, hlo
@@ -193,9 +192,8 @@ def test_padded_ids_are_never_said_and_never_learn():
 def test_dropout_differs_between_rows_places_and_sites():
     """One mask for all rows, or for all layers: what is dropped would be so together."""
     x, c = jnp.ones((2, 16, 64)), make(dropout=0.25)
-    batch = {"seeds": jnp.asarray([1, 2], jnp.uint32),
-             "query": {"place": jnp.broadcast_to(jnp.arange(16), (2, 16))}}
-    a, b = (np.asarray(model._drop(x, c, site, batch)) for site in (0, 1))
+    seeds = jnp.asarray([1, 2], jnp.uint32)
+    a, b = (np.asarray(shard.dropout(x, c.dropout, seeds, site)) for site in (0, 1))
     assert set(np.unique(a)) == {0, np.float32(1 / 0.75)} and abs((a == 0).mean() - 0.25) < 0.05
     for one, other in ((a[0], a[1]), (a[0, 0], a[0, 1]), (a, b)):
         assert 0.2 < (one != other).mean() < 0.55

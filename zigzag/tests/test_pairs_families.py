@@ -309,9 +309,8 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
     """A traceback for a .npz, or for words."""
     with open(tmp_path / "a.npy", "wb") as file:
         save(file)
-    config = config_of(encoder_layers=1, stem="frames", channels=4, source_len=8)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
-        load_source(str(tmp_path / "a.npy"), config)
+        load_source(str(tmp_path / "a.npy"), (4, 16))
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import sample
 from zigzag import decoding, decoding_mesh
 from zigzag.errors import ConfigError
@@ -99,7 +100,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
     with decoding_mesh.mesh_of_weights(params):
-        rows = prompt_arrays([[1], [2]], config, 16, None)
+        rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
         cache = sample._new_cache(sample.for_decoding(params, config), rows, config, 32)
     for kept in jax.tree.leaves(cache):
         assert kept.addressable_shards[0].data.shape == (2, *shape)
@@ -257,7 +258,8 @@ def test_the_cache_is_donated(trained, mesh):
     params, config = trained
     params = placed(params, config, mesh_of(mesh)) if mesh else params
     with decoding_mesh.mesh_of_weights(params):
-        params, rows = sample.for_decoding(params, config), prompt_arrays(PROMPTS, config, 8, None)
+        params = sample.for_decoding(params, config)
+        rows = prompt_arrays(networks.network_of(config), PROMPTS, config, 8, None)
         sampling = decoding.Sampling()
         state, length = sample._first_ids(params, rows, config, 8, sampling, seeds_of(rows, 0), ())
         limit = np.int32(8)

@@ -17,7 +17,10 @@ import time
 
 import pytest
 
+import model
+import networks
 import sample
+from networks import transformer
 from zigzag import chat
 from zigzag.answers import Answer
 from zigzag.errors import ConfigError
@@ -283,13 +286,14 @@ def test_the_context_is_that_of_the_positions():
 
     def refuses(c, length):
         with contextlib.suppress(ConfigError):
-            return check_length([1] * length, c, "x") is None
+            return check_length(networks.network_of(c), [1] * length, c, "x") is None
         return True
 
     assert longest(make(seq_len=16)) == 16
     learned = make(seq_len=16, positions="learned", position_rows=18, position_offset=2)
     assert longest(learned) == 16
-    assert [max_new_tokens(learned, [1] * n, 9) for n in (16, 15, 1)] == [1, 2, 9]
+    assert [max_new_tokens(transformer.NETWORK, learned, [1] * n, 9) for n in (16, 15, 1)] == [
+        1, 2, 9]
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
@@ -316,7 +320,7 @@ class WithFolder(Bytes):
 def test_a_conversation_has_a_memory(tmp_path):
     """Turns that the model does not see, or sees twice; a system message that is forgotten."""
     c = config_of(vocab_size=257, seq_len=CONTEXT)
-    talk = chat.conversation(WithFolder(tmp_path), c, "S")
+    talk = chat.conversation(model.NETWORK, WithFolder(tmp_path), c, "S")
     assert bytes(talk.ask("one").ids) == bytes(talk.ask("one").ids) == b"s:S;u:one;a:"
     with pytest.raises(ConfigError, match="surrogates not allowed"):
         chat.chat_prompt(tmp_path, [{"role": "user", "content": "\ud800"}])
@@ -326,7 +330,7 @@ def test_a_conversation_has_a_memory(tmp_path):
     with pytest.raises(ConfigError, match="the conversation has .* the next line begins a new"):
         talk.ask("x" * CONTEXT)
     assert bytes(talk.ask("two").ids) == b"s:S;u:two;a:"
-    assert chat.conversation(Bytes(), c) is None
+    assert chat.conversation(model.NETWORK, Bytes(), c) is None
 
 
 # A terminal of its own, and a model that answers each line with 40 letters, a tenth of a second

@@ -302,7 +302,7 @@ def drawn_overrides(count, seed=0):
     for _ in range(count):
         mesh, what = MESHES_FOR_OVERRIDES[rng.integers(len(MESHES_FOR_OVERRIDES))]
         config = make(layers=4, **what)
-        leaves = list(by_path(train.model.weight_shapes(config)).items())
+        leaves = list(by_path(net.weight_shapes(config)).items())
         (path, leaf), axes = leaves[rng.integers(len(leaves))], list(mesh_sizes(mesh))
         entries = [None] * leaf.ndim
         for axis in rng.permutation(axes)[:rng.integers(1, 3)]:

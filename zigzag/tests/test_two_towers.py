@@ -293,7 +293,7 @@ def test_captions_are_those_of_transformers(prompts):
 @pytest.mark.parametrize("name, changes, says", [
     ("clip", {"pipe": 2}, "pipe=2: CLIP has two towers"),
     ("clip", {"seq": 2}, "seq=2: CLIP has two towers"),
-    ("clip", {"accumulate": 2}, "--accumulate 2: CLIP compares every row"),
+    ("clip", {"accumulate": 2}, "--accumulate 2: the loss of clip compares every row"),
     ("blip2", {"pipe": 2}, "pipe=2: BLIP-2 has layers of three kinds"),
     ("blip2", {"seq": 2}, "seq=2: BLIP-2 has layers of three kinds")])
 def test_what_would_be_another_loss_is_refused(name, changes, says):
