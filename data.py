@@ -1,7 +1,7 @@
 """Text to tokens to batches.
 
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
-    *.jsonl --zigzag/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
+    *.jsonl --zigzag/disk/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
 
 Tokens lie on disk as plain arrays of uint16 (uint32 above 65,536 ids) with a small JSON beside
 them. They are mapped into memory, never loaded. Which examples make the batch of a step is a pure
@@ -24,10 +24,10 @@ from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.errors import ConfigError, did_you_mean
-from zigzag.files import appears, sha256, write_json
-from zigzag.flags import from_flags, run_main
-from zigzag.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
+from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.files import appears, sha256, write_json
+from zigzag.core.flags import from_flags, run_main
+from zigzag.disk.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
 
 SPLITS = ("train", "held_out")
 

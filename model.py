@@ -21,14 +21,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import shard
-from zigzag import cache as kv_cache
-from zigzag import folders, lora
-from zigzag.errors import fill_in
-from zigzag.families import PLAIN, as_llama
-from zigzag.mesh import cast
-from zigzag.network import Computed, Layer, Network, Params, Traffic, check_decoder
-from zigzag.positions import rotary_rates
-from zigzag.weights import Table, padded
+from zigzag.core.errors import fill_in
+from zigzag.core.mesh import cast
+from zigzag.generate import cache as kv_cache
+from zigzag.hub import folders
+from zigzag.hub.llama import PLAIN, as_llama
+from zigzag.weights import lora
+from zigzag.weights.network import Computed, Layer, Network, Params, Traffic, check_decoder
+from zigzag.weights.positions import rotary_rates
+from zigzag.weights.table import Table, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,7 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding: the same block, with attention to a cache of keys and values (zigzag/cache.py)
+# Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
 def cache_layer(config: Config, i: int) -> Layer:
     """What the cache keeps of layer i: arrays by name with the width of a head, and the heads."""

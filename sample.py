@@ -10,8 +10,8 @@
 The network is that of training, with a cache (model.extend). On a mesh each pass is one shard_map,
 as a training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
 
-In zigzag/, rows.py pads prompts, cache.py keeps keys and values, decoding.py chooses ids and has
-the loops, decoding_mesh.py splits weights, rows and cache over a mesh.
+In zigzag/generate/, rows.py pads prompts, cache.py keeps keys and values, decoding.py chooses ids,
+has the loops, and splits weights, rows and cache over a mesh.
 
     python sample.py --run out --prompt "def main("
 """
@@ -28,16 +28,15 @@ from jax import Array
 import data
 import networks
 import shard
-from zigzag import decoding, decoding_mesh, folders, terminal
-from zigzag.answers import Answer
-from zigzag.cache import CHUNK
-from zigzag.checkpoint import run_record
-from zigzag.errors import ConfigError
-from zigzag.flags import parse_flags, run_main
-from zigzag.mesh import keep_compiled, mesh_of_flags
-from zigzag.plan import resolve_dtype
-from zigzag.products import LOGITS
-from zigzag.prompts import (
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import parse_flags, run_main
+from zigzag.core.mesh import keep_compiled, mesh_of_flags
+from zigzag.disk.checkpoint import run_record
+from zigzag.disk.tokenizers import published_tokenizer
+from zigzag.generate import decoding, terminal
+from zigzag.generate.bench import bench
+from zigzag.generate.cache import CHUNK
+from zigzag.generate.prompts import (
     Config,
     Prompt,
     given_lines,
@@ -46,7 +45,7 @@ from zigzag.prompts import (
     step_of,
     whole_context,
 )
-from zigzag.rows import (
+from zigzag.generate.rows import (
     cut_at_end,
     on_host,
     overlapping_windows,
@@ -56,9 +55,11 @@ from zigzag.rows import (
     scored_arrays,
     seeds_of,
 )
-from zigzag.sample_bench import bench
-from zigzag.tokenizers import published_tokenizer
-from zigzag.writer import Writer
+from zigzag.generate.terminal import Answer
+from zigzag.generate.writer import Writer
+from zigzag.hub import folders
+from zigzag.parallel.products import LOGITS
+from zigzag.run.plan import resolve_dtype
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
@@ -74,7 +75,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
     likeliest. repetition_penalty makes ids less likely that the row has already. The ids depend on
     a prompt and its seed, not on the rest of the batch; seed is one number, or one for each prompt.
     An encoder-decoder takes a source for each prompt (ids, or what its stem reads); its prompts are
-    [[zigzag.families.start_id(config)]]."""
+    [[zigzag.hub.llama.start_id(config)]]."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
@@ -106,7 +107,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     piece has one id of each, the others at most `piece`. A prompt that has ended has none."""
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stop = decoding.end_ids(stop, config.vocab_size)
-    with decoding_mesh.mesh_of_weights(params):
+    with decoding.mesh_of_weights(params):
         rows, params = _prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         seeds = seeds_of(rows, seed, count=len(prompts))
         state, length = _first_ids(params, rows, config, tokens, sampling, seeds, stop)
@@ -122,7 +123,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         sent = count
         if sent >= tokens or not unfinished.any():
             return
-        with decoding_mesh.mesh_of_weights(params):
+        with decoding.mesh_of_weights(params):
             state = _decode(params, state, np.int32(min(sent + piece, tokens)), config, length,
                             sampling)
 
@@ -138,7 +139,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
     none can at any length; True: as soon as `beams` have finished."""
     decoding.check_beams(beams, tokens, length_penalty, early_stop, config.vocab_size)
     ends = np.array(decoding.end_ids(eos, config.vocab_size) or [-1], np.int32)
-    with decoding_mesh.mesh_of_weights(params):
+    with decoding.mesh_of_weights(params):
         rows, params = _prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
         state, length = _prefill(params, rows, config, tokens)
         state |= {"ends": ends, "limit": np.int32(tokens)}
@@ -154,7 +155,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
     """For each row of ids the sum of its log-probabilities, and their number: all ids but the first
     have one. A row longer than the context is read in windows that overlap by half."""
     totals, windows = np.zeros((len(rows), 2)), list(overlapping_windows(rows, config.seq_len))
-    with decoding_mesh.mesh_of_weights(params):
+    with decoding.mesh_of_weights(params):
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
             numbers, arrays, weights = scored_arrays(
@@ -178,7 +179,7 @@ def _prompt_arrays(prompts, config, tokens, source):
 def _specs_on(mesh, config):
     network = networks.network_of(config)
     specs = network.weight_specs(config, mesh) if mesh.size > 1 else None
-    return specs and decoding_mesh.decoding_specs(specs, network.table(config))
+    return specs and decoding.decoding_specs(specs, network.table(config))
 
 
 def _specs(config):
@@ -188,8 +189,8 @@ def _specs(config):
 
 def for_decoding(params: Any, config: Any) -> Any:
     """The weights as decoding needs them. (Call it once yourself if you generate often.)"""
-    with decoding_mesh.mesh_of_weights(params):
-        return decoding_mesh.for_decoding(params, config.dtype, _specs(config))
+    with decoding.mesh_of_weights(params):
+        return decoding.for_decoding(params, config.dtype, _specs(config))
 
 
 def _on_mesh(fn, params, state, config, outputs):
@@ -197,17 +198,17 @@ def _on_mesh(fn, params, state, config, outputs):
     specs = _specs(config)
 
     def run(params, state):
-        return fn(decoding_mesh.gather_all_but_layers(params, specs, shard.gather), specs, state)
+        return fn(decoding.gather_all_but_layers(params, specs, shard.gather), specs, state)
 
     layers = networks.network_of(config).cache_layers(config)
-    return decoding_mesh.on_mesh(run, params, state, layers, specs, outputs)
+    return decoding.on_mesh(run, params, state, layers, specs, outputs)
 
 
 @jax.jit(static_argnames=("config", "slots"))
 def _new_cache(params, rows, config, slots):
     """An empty cache for these rows; with an encoder, it has the keys and values of the sources."""
     network = networks.network_of(config)
-    cache = decoding_mesh.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
+    cache = decoding.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
                                       params["embed"].dtype, _specs(config))
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
     if source:
@@ -288,7 +289,7 @@ def _choose_ids(state, logits, config, sampling):
         logits = state.pop("logits")
         return decoding.append_ids(state, logits, sampling)
 
-    return decoding_mesh.on_mesh(choose, {}, state | {"logits": logits},
+    return decoding.on_mesh(choose, {}, state | {"logits": logits},
                                  networks.network_of(config).cache_layers(config), _specs(config),
                                  state)
 
@@ -305,7 +306,8 @@ def _decode(params, state, limit, config, length, sampling):
 
 
 def _next_logits(params, start, config, length, specs):
-    """next_logits of zigzag/decoding.py's loops: ids [B, 1] -> logits [B, V], and the new cache."""
+    """next_logits of zigzag/generate/decoding.py's loops: ids [B, 1] -> logits [B, V], and the new
+    cache."""
     network = networks.network_of(config)
 
     def next_logits(ids, cache, slot):
@@ -360,7 +362,7 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
         networks.read_hf(config.model, c)       # (first: is everything in the folder?)
-        shapes = decoding_mesh.decoding_shapes(c.dtype, network.weight_shapes(c),
+        shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c),
                                                _specs_on(mesh, c), mesh)
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     record = run_record(config.run)

@@ -11,8 +11,8 @@
                  y [B, T, D]          whole again, after one all-reduce
 
 Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
-alternation in any function (zigzag/trace.py, zigzag/rule.py): it decides what is split. The
-functions below send what that decision needs. Each parallelism is one section, readable alone:
+alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py): it decides what is split.
+The functions below send what that decision needs. Each parallelism is one section, readable alone:
 data, fsdp, tensor (and its vocabulary), seq, expert, pipe.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
@@ -52,7 +52,7 @@ A value that all n devices compute alike must be counted once. There are two cas
   gives each device 1/n of its gradient; a psum would make both n times too large.
 - Its type says that it does not vary, but a sum with values that do is to come: with seq, the loss
   of a first token alone (read with `whole_time`). Then the first device keeps it and the others
-  have 0 (`keep_on_first`, called by `local_sums` in zigzag/plan.py), and a psum counts it once.
+  have 0 (`keep_on_first`, called by `local_sums` in zigzag/run/plan.py), and a psum counts it once.
 """
 
 import math
@@ -65,14 +65,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag import attention, pipeline
-from zigzag import experts as dispatch
-from zigzag.collectives import reduce_scatter, with_reduce_scatter
-from zigzag.errors import ConfigError
-from zigzag.flags import run_main
-from zigzag.hlo import collectives as collectives  # (names as they are: part of this file)
-from zigzag.jaxprs import named, names_in
-from zigzag.mesh import (
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import run_main
+from zigzag.core.mesh import (
     ambient,
     beside_auto_tensor,
     is_single_cpu,
@@ -83,13 +78,25 @@ from zigzag.mesh import (
     spec_axes,
     varying,
 )
-from zigzag.mesh import make_mesh as make_mesh
-from zigzag.products import chunked_sum, loss_chunks, matmul, on_columns, on_rows, time_chunks
-from zigzag.remat import POLICIES
-from zigzag.rule import TENSOR_SIZE
-from zigzag.rule import explain as explain
-from zigzag.rule import infer_specs as infer_specs
-from zigzag.rule import plan_sharding as plan_sharding
+from zigzag.core.mesh import make_mesh as make_mesh
+from zigzag.measure.hlo import collectives as collectives  # (names as they are: part of this file)
+from zigzag.parallel import attention, pipeline
+from zigzag.parallel import experts as dispatch
+from zigzag.parallel.collectives import reduce_scatter, with_reduce_scatter
+from zigzag.parallel.products import (
+    chunked_sum,
+    loss_chunks,
+    matmul,
+    on_columns,
+    on_rows,
+    time_chunks,
+)
+from zigzag.parallel.remat import POLICIES
+from zigzag.rule.jaxprs import named, names_in
+from zigzag.rule.rule import TENSOR_SIZE
+from zigzag.rule.rule import explain as explain
+from zigzag.rule.rule import infer_specs as infer_specs
+from zigzag.rule.rule import plan_sharding as plan_sharding
 
 
 def _size(axis):
@@ -146,7 +153,8 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #   bytes       3 (n-1)/n of the weights, in the compute dtype, in each micro-batch
 #   correct     the gathered weight is the whole weight; the reduce-scatter adds up the gradients
 #               that the devices found for their rows, and leaves each its own part
-#   more        zigzag/collectives.py (TPU), zigzag/remat.py (why no gathered weight is kept)
+#   more        zigzag/parallel/collectives.py (TPU), zigzag/parallel/remat.py (why no gathered
+#               weight is kept)
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """Whole weights of those that are split over fsdp. Their gradients are sent and added up in
@@ -178,7 +186,7 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP), X the stream
 #   correct     the rows' partial sums add up to the whole product. Weights that are whole do not
 #               vary over tensor, so autodiff adds their gradients up over the parts of the time
-#   more        zigzag/rule.py decides which weights are split; README "The parallelisms"
+#   more        zigzag/rule/rule.py decides which weights are split; README "The parallelisms"
 #
 # Types carry that decision: a weight whose spec names tensor varies over it, a stream whose time is
 # split does too. They say whether, not along which dimension: only `columns`, `row` and
@@ -269,25 +277,6 @@ def my_time_slice(tree: Any, x: Array) -> Any:
     return jax.tree.map(part, tree) if is_split(x) else tree
 
 
-def repeat_kv(w: Any, heads: int) -> Any:
-    """Weights [D, K, N] of keys or values beside `heads` query heads (or a tuple: the weight and
-    its bias [1, K, N]). Where tensor divides the query heads but not K, each head is repeated until
-    it divides, and a device has only those that its own queries use. Gradients are summed over a
-    head's copies and over tensor."""
-    return on_columns(lambda w: _repeat_kv(w, heads), w)
-
-
-def _repeat_kv(w, heads):
-    count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
-    if is_split(w) or count == w.shape[1] or heads % count:
-        return w
-    times = count // w.shape[1]
-    if _size("tensor") > 1:
-        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can follow a product.
-    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
-
-
 # The vocabulary, over the same axis
 #
 #   split       the rows V of the table of tokens, the columns V of the head
@@ -296,7 +285,7 @@ def _repeat_kv(w, heads):
 #   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in an update
 #   correct     a token's row is on one device, zeros on the others; a softmax needs of the others
 #               only their largest logit and their sum of exponentials
-#   more        zigzag/products.py (chunks of the time, for memory)
+#   more        zigzag/parallel/products.py (chunks of the time, for memory)
 
 def embed_lookup(table: Array, ids: Array) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
@@ -378,7 +367,7 @@ def _sum_over_tensor(x):
 #   bytes       4 (n-1) K a layer, K the keys of a device
 #   correct     attention to some keys, normalised by itself, and the logarithm of its weights' sum
 #               join to attention to all of them; all else in a layer is token by token
-#   more        zigzag/attention.py; `shard_time` orders a batch; README "The parallelisms"
+#   more        zigzag/parallel/attention.py; `shard_time` orders a batch; README "The parallelisms"
 
 def zigzag_order(time: int, devices: int) -> np.ndarray:
     """The order in which `devices` hold a causal sequence."""
@@ -444,40 +433,6 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     return named(named(out, "attend"), f"attend_{kind}")
 
 
-def slots_of(tokens: Array) -> Array:
-    """Where in its row each of this device's tokens [B, T, ...] lies: [1, T]."""
-    T, n = tokens.shape[1], _size("seq")
-    if n == 1:
-        return jnp.arange(T)[None]
-    order = jnp.asarray(zigzag_order(T * n, n).reshape(n, 1, T))
-    return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
-
-
-def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
-                scores: Callable | None = None, *, causal: bool = True, heads: int = 0,
-                positions: Array | None = None, documents: Array | None = None,
-                slots: Array | None = None, kernel: bool = True) -> Array:
-    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> q's shape.
-
-    A query sees the keys of its own document (documents [B, T]) up to its own slot; all of them
-    where causal is False. mask(query, key) takes some of them away: a window of 100 tokens is
-    query.slot - key.slot < 100. scores(s, query, key, heads) changes the scores s [B, H, T, S]:
-    of this device's query heads, whose numbers `heads` [H] has (the argument `heads` is how many
-    there are on all devices). query and key are attention.Token: slot, position, document, arrays
-    [B, T, 1] and [B, 1, S].
-
-    The device's own kernel computes causal attention and nothing else, so it is used only where
-    nothing else was asked for."""
-    is_usual = causal and mask is None and scores is None and documents is None
-    slots = slots_of(q) if slots is None else slots
-    positions = slots if positions is None else positions
-    documents = jnp.zeros_like(slots) if documents is None else documents
-    tokens = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
-                               for a in (slots, positions, documents)])
-    return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
-                  tokens, tokens, causal, kernel and is_usual)
-
-
 def own_time(tree: Any) -> Any:
     """Of arrays [B, T, ...] that every device of seq has whole (a source, a picture: not what
     shard_time splits) this device's part of the time."""
@@ -502,7 +457,7 @@ def sum_over_time(x: Array) -> Array:
 #   bytes       4 (n-1) X a layer: there is room for every token on every device, none is dropped
 #   correct     an expert computes a token by itself, and the sum over its experts is the same
 #               wherever they are
-#   more        zigzag/experts.py (sorting, grouped products); README "The parallelisms"
+#   more        zigzag/parallel/experts.py (sorting, grouped products); README "The parallelisms"
 
 def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
             between: Callable, back: Array, *beside: tuple[Array, Array]) -> Array:
@@ -542,6 +497,62 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     return _into_stream(partial, whole)
 
 
+# -------------------------------------------------------------------------------------------
+# Attention within a row, and dropout: what a block has beside its products
+
+def slots_of(tokens: Array) -> Array:
+    """Where in its row each of this device's tokens [B, T, ...] lies: [1, T]."""
+    T, n = tokens.shape[1], _size("seq")
+    if n == 1:
+        return jnp.arange(T)[None]
+    order = jnp.asarray(zigzag_order(T * n, n).reshape(n, 1, T))
+    return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
+
+
+def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
+                scores: Callable | None = None, *, causal: bool = True, heads: int = 0,
+                positions: Array | None = None, documents: Array | None = None,
+                slots: Array | None = None, kernel: bool = True) -> Array:
+    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> q's shape.
+
+    A query sees the keys of its own document (documents [B, T]) up to its own slot; all of them
+    where causal is False. mask(query, key) takes some of them away: a window of 100 tokens is
+    query.slot - key.slot < 100. scores(s, query, key, heads) changes the scores s [B, H, T, S]:
+    of this device's query heads, whose numbers `heads` [H] has (the argument `heads` is how many
+    there are on all devices). query and key are attention.Token: slot, position, document, arrays
+    [B, T, 1] and [B, 1, S].
+
+    The device's own kernel computes causal attention and nothing else, so it is used only where
+    nothing else was asked for."""
+    is_usual = causal and mask is None and scores is None and documents is None
+    slots = slots_of(q) if slots is None else slots
+    positions = slots if positions is None else positions
+    documents = jnp.zeros_like(slots) if documents is None else documents
+    tokens = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
+                               for a in (slots, positions, documents)])
+    return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
+                  tokens, tokens, causal, kernel and is_usual)
+
+
+def repeat_kv(w: Any, heads: int) -> Any:
+    """Weights [D, K, N] of keys or values beside `heads` query heads (or a tuple: the weight and
+    its bias [1, K, N]). Where tensor divides the query heads but not K, each head is repeated until
+    it divides, and a device has only those that its own queries use. Gradients are summed over a
+    head's copies and over tensor."""
+    return on_columns(lambda w: _repeat_kv(w, heads), w)
+
+
+def _repeat_kv(w, heads):
+    count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
+    if is_split(w) or count == w.shape[1] or heads % count:
+        return w
+    times = count // w.shape[1]
+    if _size("tensor") > 1:
+        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can follow a product.
+    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+
+
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
     """Dropout of a stream [B, T, D] where there are seeds [B]: in training. The bits follow from
@@ -578,7 +589,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 
     Under fsdp each layer's weights are gathered here, where they are used, and again in the
     backward pass: no device keeps them. remat: none keeps what the backward pass needs; selective
-    keeps the products with weights; full keeps a layer's input alone (zigzag/remat.py)."""
+    keeps the products with weights; full keeps a layer's input alone (zigzag/parallel/remat.py)."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
 
     def body(x, layer):
@@ -596,8 +607,18 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
 
 
+def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any, batch: Any,
+                   specs: Any, c: Any, all_time: bool = False) -> tuple:
+    """pipelined_loss with the layers params["layers"], computed as the configuration c says."""
+    others = {name: w for name, w in params.items() if name != "layers"}
+    return pipelined_loss(embed, block, head, others, params["layers"], batch,
+                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks,
+                          c.sum_dtype, all_time)
+
+
 def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
-    """Layers of a stage, as zigzag/pipeline.py calls them, and how many there are in all stages."""
+    """Layers of a stage, as zigzag/parallel/pipeline.py calls them, and how many there are in all
+    stages."""
     count = jax.tree.leaves(weights)[0].shape[0]
     if is_1f1b and count == 1 < _size("pipe"):
         remat = "none"      # it goes back right after it went forward: nothing to save
@@ -621,7 +642,8 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
 #   bytes       2 X times ticks / microbatches, and 2 (n-1)/n X
 #   correct     a stage applies its layers to every microbatch, in their order; a loss is a sum over
 #               microbatches and tokens, so each stage adds its part
-#   more        zigzag/pipeline.py (gpipe, interleaved, 1f1b, and what each keeps in memory)
+#   more        zigzag/parallel/pipeline.py (gpipe, interleaved, 1f1b, and what each keeps in
+#               memory)
 
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
                    batch: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
@@ -663,15 +685,6 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if schedule == "1f1b":
         return pipeline.one_forward_one_backward(loss, params, weights)
     return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
-
-
-def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any, batch: Any,
-                   specs: Any, c: Any, all_time: bool = False) -> tuple:
-    """pipelined_loss with the layers params["layers"], computed as the configuration c says."""
-    others = {name: w for name, w in params.items() if name != "layers"}
-    return pipelined_loss(embed, block, head, others, params["layers"], batch,
-                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks,
-                          c.sum_dtype, all_time)
 
 
 def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,

@@ -26,7 +26,7 @@ import pytest
 
 import model
 import sample
-from zigzag.mesh import by_path, shardings
+from zigzag.core.mesh import by_path, shardings
 from zigzag.tests.common import (
     ROOT,
     KeepRows,

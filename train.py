@@ -13,8 +13,8 @@ this file is only its first user:
                                         a dict of other sums, is divided too, and logged)
     predict(params, batch) -> outputs   of held-out examples, at each evaluation
 
-zigzag/plan.py finds out how a loss runs on a mesh, zigzag/loss_check.py compares somebody else's
-loss on the mesh with the same loss on one device.
+zigzag/run/plan.py finds out how a loss runs on a mesh, zigzag/run/custom_loss.py compares somebody
+else's loss on the mesh with the same loss on one device.
 """
 
 import contextlib
@@ -39,19 +39,32 @@ import model
 import networks
 import sample
 import shard
-from zigzag import commands, examples, hosts, init_from, lora, metrics
-from zigzag.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.checkpoint import RunFolder, check_run_folder, run_config, run_record
-from zigzag.checks import check_batch, check_config, check_corpus, check_overrides, check_vocabulary
-from zigzag.decoding import GREEDY, Sampling
-from zigzag.errors import ConfigError, fill_in
-from zigzag.evaluation import check_task, evaluate
-from zigzag.families import special_ids
-from zigzag.flags import change, flat, help_text, parse_flags
-from zigzag.flags import run_main as run_main
-from zigzag.hlo import collectives
-from zigzag.init_from import fields_with_weights
-from zigzag.loop import (
+from zigzag.core import hosts
+from zigzag.core.errors import ConfigError, fill_in
+from zigzag.core.flags import change, flat, help_text, parse_flags
+from zigzag.core.flags import run_main as run_main
+from zigzag.core.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
+from zigzag.core.report import Reporter
+from zigzag.disk import examples
+from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
+from zigzag.disk.checkpoint import RunFolder, check_run_folder, run_config, run_record
+from zigzag.generate.decoding import GREEDY, Sampling
+from zigzag.hub.llama import special_ids
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic, is_complete
+from zigzag.parallel.storage import stored_to_used
+from zigzag.run import commands, init_from, metrics
+from zigzag.run.checks import (
+    check_batch,
+    check_config,
+    check_corpus,
+    check_overrides,
+    check_vocabulary,
+)
+from zigzag.run.custom_loss import check_loss, check_traceable
+from zigzag.run.evaluation import answers, check_task, continuations, evaluate
+from zigzag.run.init_from import fields_with_weights
+from zigzag.run.loop import (
     Fit,
     Loop,
     Samples,
@@ -63,17 +76,19 @@ from zigzag.loop import (
     report_header,
     save,
 )
-from zigzag.loss_check import check_loss, check_traceable
-from zigzag.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
-from zigzag.network import COMPUTED, Network
-from zigzag.plan import Plan, make_plan, resolve_dtype, sums_and_gradient
-from zigzag.presets import fields_of_preset
-from zigzag.program import Program, make_program, shapes_hash
-from zigzag.report import Reporter
-from zigzag.samples import answers, continuations
-from zigzag.storage import stored_to_used
-from zigzag.traffic import expected_traffic, is_complete
-from zigzag.weights import count
+from zigzag.run.plan import (
+    Plan,
+    Program,
+    make_plan,
+    make_program,
+    resolve_dtype,
+    shapes_hash,
+    sums_and_gradient,
+)
+from zigzag.weights import lora
+from zigzag.weights.network import COMPUTED, Network
+from zigzag.weights.presets import fields_of_preset
+from zigzag.weights.table import count
 
 
 @dataclasses.dataclass(frozen=True)

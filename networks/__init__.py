@@ -7,8 +7,8 @@
 
 Read transformer.py when a published model is not the plain decoder, or to add a family (hub). A
 network of your own is a file here, in NETWORKS: a Config, a table of weights, a loss, a batch, and
-what the machinery may ask (zigzag/network.py). These files import shard.py, one another and any
-wing but run and measure; this one alone imports model.py, to choose.
+what the machinery may ask (zigzag/weights/network.py). These files import shard.py, one another and
+any wing but run and measure; this one alone imports model.py, to choose.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from typing import Any
 
 import model
 from networks import blip2, clip, sam, swin, transformer
-from zigzag import folders
-from zigzag.checkpoint import run_config, run_record
-from zigzag.errors import ConfigError
-from zigzag.network import Network, Params
-from zigzag.positions import scaling_type
-from zigzag.presets import PRESETS as FIELDS
-from zigzag.published import read_config
+from zigzag.core.errors import ConfigError
+from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.hub import folders
+from zigzag.hub.published import read_config
+from zigzag.weights.network import Network, Params
+from zigzag.weights.positions import scaling_type
+from zigzag.weights.presets import PRESETS as FIELDS
 
 NETWORKS: dict[str, Network] = {network.name: network for network in (
     model.NETWORK, transformer.NETWORK, blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK)}

@@ -29,14 +29,15 @@ from jax import Array
 import shard
 from networks import stems, tables, towers, transformer
 from networks.config import Config
-from zigzag import decoding_mesh, families
-from zigzag.errors import ConfigError
-from zigzag.family import Family, columns, layer_norm, rows, under
-from zigzag.mesh import cast
-from zigzag.network import Network, Params
-from zigzag.products import matmul
-from zigzag.published_config import Fields, complete, count, refuse
-from zigzag.weights import Table
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.generate import decoding
+from zigzag.hub import llama
+from zigzag.hub.family import Family, columns, layer_norm, rows, under
+from zigzag.hub.published_config import Fields, complete, count, refuse
+from zigzag.parallel.products import matmul
+from zigzag.weights.network import Network, Params
+from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
 # Configurations. That of the whole is the language model's.
@@ -50,7 +51,7 @@ QFORMER = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
                position_embedding_type="absolute")
 OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072,
            num_attention_heads=12, bos_token_id=2, eos_token_id=2, pad_token_id=1,
-           **families.FAMILIES["opt"].defaults)
+           **llama.FAMILIES["opt"].defaults)
 WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
              text_config=None)
 
@@ -73,7 +74,7 @@ def _complete(r):
 
 def _fields(r):
     r = _complete(r)
-    text = families.fields_of(r["text_config"])
+    text = llama.fields_of(r["text_config"])
     if text["embed_dim"] != text["d_model"]:
         raise ConfigError(f"config.json, text_config: word_embed_proj_dim {text['embed_dim']} is "
                           f"not supported, only hidden_size {text['d_model']}")
@@ -159,7 +160,7 @@ def _arrays(c):
     # OPT's own, in the weights' "text"; its layers by their letter here.
     text = {name.replace("{l}", "{t}"): pattern if "{l}" in name else
             re.sub("(->|=) ", r"\1 text.", pattern)
-            for name, pattern in families.FAMILIES["opt"].arrays(c).items()}
+            for name, pattern in llama.FAMILIES["opt"].arrays(c).items()}
     return under("vision_model.", vision) | between | under("language_model.", text)
 
 
@@ -271,7 +272,7 @@ def _greedy(params, tokens, start, source, config, count):
     (B, P), slots = tokens.shape, tokens.shape[1] + count
     mask = jnp.arange(P) >= start[:, None]
     c, w, _, x = prepare_batch(params, {"tokens": tokens, "source": source, "mask": mask}, config)
-    w = decoding_mesh.for_decoding(w, c.dtype, None)
+    w = decoding.for_decoding(w, c.dtype, None)
 
     def extend(cache, tokens, slot, **more):
         x, cache = transformer.extend(w, cache, tokens, slot, start, c, slots, **more)
@@ -283,7 +284,7 @@ def _greedy(params, tokens, start, source, config, count):
         return extend(cache, ids[:, None], P + t), ids
 
     layers = transformer.NETWORK.cache_layers(c)
-    cache = decoding_mesh.empty_cache(layers, B, slots, x.dtype, None)
+    cache = decoding.empty_cache(layers, B, slots, x.dtype, None)
     first = extend(cache, tokens, 0, embed=lambda *_: x)
     return jax.lax.scan(turn, first, jnp.arange(count))[1].T
 
@@ -304,7 +305,7 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
 
 
 # -------------------------------------------------------------------------------------------
-# What follows: zigzag/network.py
+# What follows: zigzag/weights/network.py
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch for the loss."""

@@ -24,13 +24,13 @@ from jax import Array, lax
 import shard
 from networks import stems, tables, towers, transformer
 from networks.config import Config
-from zigzag.errors import ConfigError
-from zigzag.family import Family, columns, layer_norm, rows, under
-from zigzag.mesh import BATCH_AXES, cast, varying
-from zigzag.network import Network, Params
-from zigzag.products import matmul
-from zigzag.published_config import Fields, complete, count
-from zigzag.weights import Table
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import BATCH_AXES, cast, varying
+from zigzag.hub.family import Family, columns, layer_norm, rows, under
+from zigzag.hub.published_config import Fields, complete, count
+from zigzag.parallel.products import matmul
+from zigzag.weights.network import Network, Params
+from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
 # Configurations. That of the whole is the text tower's.
@@ -200,7 +200,7 @@ def of_all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 
 
 # -------------------------------------------------------------------------------------------
-# What follows: zigzag/network.py
+# What follows: zigzag/weights/network.py
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch for the loss."""

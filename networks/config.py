@@ -8,15 +8,15 @@ import dataclasses
 from typing import Any
 
 from networks import stems
-from zigzag.errors import (
+from zigzag.core.errors import (
     ConfigError,
     check_at_least,
     did_you_mean,
     fill_in,
     nearest_divisor,
 )
-from zigzag.network import Computed, check_computed, check_published
-from zigzag.positions import check_rotary
+from zigzag.weights.network import Computed, check_computed, check_published
+from zigzag.weights.positions import check_rotary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from zigzag.attention import Token
-from zigzag.positions import parse_scaling, rotary_rates
+from zigzag.parallel.attention import Token
+from zigzag.weights.positions import parse_scaling, rotary_rates
 
 # -------------------------------------------------------------------------------------------
 # What differs from layer to layer

@@ -31,14 +31,15 @@ import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.transformer import feed_forward, norm, with_bias
-from zigzag import attention, lora
-from zigzag.errors import ConfigError
-from zigzag.family import Family, biased, columns, layer_norm, rows, under
-from zigzag.mesh import cast
-from zigzag.network import Network, Params
-from zigzag.products import matmul
-from zigzag.published_config import Fields, activation, complete, count, sizes
-from zigzag.weights import Table
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.hub.family import Family, biased, columns, layer_norm, rows, under
+from zigzag.hub.published_config import Fields, activation, complete, count, sizes
+from zigzag.parallel import attention
+from zigzag.parallel.products import matmul
+from zigzag.weights import lora
+from zigzag.weights.network import Network, Params
+from zigzag.weights.table import Table
 
 # The neck's norms have this epsilon, whatever config.json says of the layers'.
 EPS = 1e-6

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from zigzag.errors import ConfigError
+from zigzag.core.errors import ConfigError
 
 
 def length(c: Any) -> int:

@@ -34,15 +34,16 @@ from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.positions import relative_bias
 from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
-from zigzag import attention, lora
-from zigzag.errors import ConfigError
-from zigzag.families_encoders import classed, classifier
-from zigzag.family import Family, biased, columns, layer_norm, rows, under
-from zigzag.mesh import cast
-from zigzag.network import Network, Params
-from zigzag.products import matmul
-from zigzag.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
-from zigzag.weights import Table
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.hub.encoders import classed, classifier
+from zigzag.hub.family import Family, biased, columns, layer_norm, rows, under
+from zigzag.hub.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
+from zigzag.parallel import attention
+from zigzag.parallel.products import matmul
+from zigzag.weights import lora
+from zigzag.weights.network import Network, Params
+from zigzag.weights.table import Table
 
 # LayerNorms outside of layers have this epsilon, whatever config.json says of those in them.
 EPS = 1e-5

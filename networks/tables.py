@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from networks import stems
 from networks.positions import relative_rows
-from zigzag.flags import change
-from zigzag.weights import Table, padded
+from zigzag.core.flags import change
+from zigzag.weights.table import Table, padded
 
 
 def table(c: Any) -> dict[str, Any]:

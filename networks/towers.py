@@ -8,8 +8,8 @@ mean there what they mean elsewhere.
 from typing import Any
 
 from networks.config import Config
-from zigzag.errors import ConfigError
-from zigzag.published_config import MOST_LAYERS, Fields, activation, as_config, complete, count
+from zigzag.core.errors import ConfigError
+from zigzag.hub.published_config import MOST_LAYERS, Fields, activation, as_config, complete, count
 
 # How a model is trained and computed: for all towers as the flags say.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")

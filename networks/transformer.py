@@ -41,14 +41,16 @@ from networks.positions import (
     sinusoids,
 )
 from networks.tables import batch_shapes, encoder_config, table
-from zigzag import attention, lora, weights
-from zigzag import cache as kv_cache
-from zigzag.errors import ConfigError, check_length
-from zigzag.families import FAMILIES, as_llama
-from zigzag.flags import change
-from zigzag.mesh import cast, time_parts
-from zigzag.network import Layer, Network, Params, Traffic, check_stack
-from zigzag.products import matmul, whole
+from zigzag.core.errors import ConfigError, check_length
+from zigzag.core.flags import change
+from zigzag.core.mesh import cast, time_parts
+from zigzag.generate import cache as kv_cache
+from zigzag.hub.llama import FAMILIES, as_llama
+from zigzag.parallel import attention
+from zigzag.parallel.products import matmul, whole
+from zigzag.weights import lora
+from zigzag.weights import table as weights
+from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack
 
 # -------------------------------------------------------------------------------------------
 # The parts of a block
@@ -480,7 +482,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding, with a cache of keys and values (zigzag/cache.py)
+# Decoding, with a cache of keys and values (zigzag/generate/cache.py)
 
 def encode_source(params: Params, source: dict[str, Array], config: Config,
                   specs: Params | None = None) -> list[Params]:
@@ -498,7 +500,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
     """Run `tokens` [B, T], from `slot` on in rows that begin at start [B], through all layers.
     Returns the last block's output [B, T, D], with all time, and the cache with their keys and
-    values. `length` scales positions. Layers are a list (zigzag.decoding_mesh.unstack_layers)."""
+    values. `length` scales positions. Layers are a list
+    (zigzag.generate.decoding.unstack_layers)."""
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}

@@ -28,10 +28,10 @@ import pytest
 import data
 import networks
 import train
-from zigzag import flags, report
-from zigzag import mesh as mesh_tools
-from zigzag.batches import place_batch
-from zigzag.mesh import make_mesh, mesh_sizes
+from zigzag.core import flags, report
+from zigzag.core import mesh as mesh_tools
+from zigzag.core.mesh import make_mesh, mesh_sizes
+from zigzag.disk.batches import place_batch
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import model
 import train
 from networks import transformer
-from zigzag.flags import flag_rows
+from zigzag.core.flags import flag_rows
 
 README = Path(__file__).parents[2] / "README.md"
 FLAGS = re.compile(r"(?<=<!-- flags -->\n).*?(?=<!-- end of flags -->)", re.S)
@@ -48,6 +48,6 @@ def losses_table(text, run_layout):
 if __name__ == "__main__":
     text = FLAGS.sub(lambda _: flags_table(), README.read_text())
     if sys.argv[1:] != ["flags"]:
-        from zigzag.tests.test_meshes import run_layout
+        from zigzag.tests.top.test_meshes import run_layout
         text = losses_table(text, run_layout)
     README.write_text(text)

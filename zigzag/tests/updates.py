@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import train
-from zigzag.batches import place_batch
-from zigzag.mesh import by_path
+from zigzag.core.mesh import by_path
+from zigzag.disk.batches import place_batch
 from zigzag.tests.common import batch_of, program_of
 
 

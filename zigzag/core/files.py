@@ -1,0 +1,67 @@
+"""What data and runs share about files: written whole or not at all, and seen by every machine."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+from zigzag.core.errors import ConfigError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write the whole file or nothing."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_json(path: Path, record: dict) -> None:
+    write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a folder that somebody else made."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}; expected a folder with a published model "
+                          f"(config.json and model.safetensors)") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is damaged: not JSON") from None
+
+
+def sha256(path: Path) -> str:
+    """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
+    evenly spread."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    starts = range(0, size, 2**20)
+    if size > 2**28:
+        digest.update(str(size).encode())
+        starts = [i * (size - 2**20) // 255 for i in range(256)]
+    with open(path, "rb") as f:
+        for start in starts:
+            f.seek(start)
+            digest.update(f.read(2**20))
+    return digest.hexdigest()
+
+
+def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
+    """Whether something in the folder is there, or comes. What another machine wrote may take a
+    while to be seen, and listing the folder helps."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if is_there():
+                return True
+        if time.monotonic() > until:
+            return False
+        for place in (folder.parent, folder):
+            with contextlib.suppress(OSError):
+                os.listdir(place)
+        time.sleep(0.25)

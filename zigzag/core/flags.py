@@ -1,0 +1,165 @@
+"""A dataclass as a command line, and how a command ends.
+
+    --key value   --key=value   --some-key or --some_key   --data one two   --tied
+
+The fields are the flags; the comment beside a field is its help, and goes on in the comment lines
+below it that are indented further than the fields.
+
+    exit status   0 done   1 something failed while running   2 refused   130 interrupted
+"""
+
+import dataclasses
+import inspect
+import math
+import os
+import re
+import sys
+from typing import Any, Callable, Sequence
+
+from zigzag.core.errors import ConfigError, RunError, did_you_mean
+
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def change(config: Any, **fields: Any) -> Any:
+    """The configuration with other values of these fields, its own or those of its `network`."""
+    own = {f.name for f in dataclasses.fields(config)}
+    inner = {name: value for name, value in fields.items() if name not in own}
+    fields = {name: value for name, value in fields.items() if name in own}
+    if inner:
+        fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
+    return dataclasses.replace(config, **fields)
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """All fields of a configuration, those of its `network` first, beside its own."""
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    network = own.pop("network", None)
+    return {**(dataclasses.asdict(network) if network else {}), **own}
+
+
+def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
+    """The dataclass `defaults` with what the command line changes. Where other words are expected
+    (`positional` names them in messages): those words, and the dataclass."""
+    given, words = parse_flags(type(defaults), argv, positional)
+    result = dataclasses.replace(defaults, **given)
+    return (words, result) if positional else result
+
+
+def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
+                renamed: dict[str, str] = {}, elsewhere: Callable[[str], str] = lambda name: ""
+                ) -> tuple[dict[str, Any], list[str]]:
+    """The fields that a command line gives, and its other words. `cls` is a dataclass, or a tuple
+    of them, whose fields are then flags side by side. `renamed` has former names of flags.
+    elsewhere(name) says who has a flag that these do not."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    classes = cls if isinstance(cls, tuple) else (cls,)
+    types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
+             if not dataclasses.is_dataclass(f.default)}
+    given, words = {}, []
+    while argv:
+        word = argv.pop(0)
+        if word in ("-h", "--help"):
+            print(help_text(cls))
+            sys.exit(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name not in types and renamed.get(name) in types:
+                print(f"warning: --{name} is now --{renamed[name]}", file=sys.stderr)
+                name = renamed[name]
+            if name not in types:
+                raise ConfigError(f"--{name} is not an option" + (
+                    elsewhere(name) or did_you_mean(name, types, "--{}".format)
+                    or f"; the options are --{' --'.join(types)}"))
+            values = [value] if equals else []
+            while argv and not argv[0].startswith("--") and (
+                    not values or types[name] is tuple):
+                values.append(argv.pop(0))
+            given[name] = _value(name, types[name], values, given)
+        elif positional:
+            words.append(word)
+        else:
+            raise ConfigError(f"{word!r} stands alone: options are written --name value"
+                              + did_you_mean(word, types))
+    return given, words
+
+
+def _value(name, kind, values, given):
+    """What the words after --name mean for a field of this type."""
+    if kind is tuple:
+        if not values:
+            raise ConfigError(f"--{name} needs at least one value")
+        return given.get(name, ()) + tuple(values)
+    if not values and kind is not bool:
+        raise ConfigError(f"--{name} needs a value ({kind.__name__})")
+    text = values[0] if values else "true"
+    try:
+        value = BOOLS[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        expected = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ConfigError(f"--{name} {text}: expected {expected}") from None
+    if kind is int and abs(value) >= 2**31:
+        raise ConfigError(f"--{name} {text}: must be below 2**31")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"--{name} {text}: expected a finite number")
+    return value
+
+
+def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
+    """(name, default, help) of every field, those of base classes last. Help is read off the
+    source."""
+    if isinstance(cls, tuple):
+        return [row for one in cls for row in flag_rows(one)]
+    texts = {}
+    for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
+        texts.update(re.findall(r"^    (\w+): .*?  # (.*(?:\n {5,}#.*)*)", inspect.getsource(owner),
+                                re.M))
+    return [(f.name, "" if f.default in ("", ()) else str(f.default),
+             re.sub(r"\n +# *", " ", texts.get(f.name, ""))) for f in sorted(
+                 dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
+            if not dataclasses.is_dataclass(f.default)]
+
+
+def help_text(cls: Any) -> str:
+    """What --help prints."""
+    classes = cls if isinstance(cls, tuple) else (cls,)
+    return "\n".join([inspect.cleandoc(classes[-1].__doc__), "", *(
+        f"  --{name:18} {text}" + (f"  [{default}]" if default else "")
+        for name, default, text in flag_rows(cls))])
+
+
+IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (python shard.py "
+               "shows what the weights take)")
+
+
+def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
+    """The exit status of a command that ended with this, and the one line that says why. No line
+    for a bug, which needs its traceback."""
+    if isinstance(error, ConfigError):
+        return 2, "error: " + " ".join(str(error).split())
+    if isinstance(error, RunError):
+        return 1, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ("interrupted: the same command continues from the last checkpoint, if there "
+                     "is one")
+    # (By its name: data.py runs without jax.)
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
+    return 1, ""
+
+
+def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
+    """Run a command. What it cannot do ends it with one line and a status, a bug with a
+    traceback."""
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as e:
+        status, line = exit_line(e, saves_memory)
+        if not line:
+            raise
+        print(line, file=sys.stderr, flush=True)
+        if isinstance(e, RunError):     # a failed save would complain at length while Python ends
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)

@@ -1,0 +1,226 @@
+"""Several processes, one on each host, all at the same line of the same program.
+
+    init_distributed         meet the others
+    process_allgather        what every process says, by way of process 0
+    assert_same_everywhere   refuse to train beside a process with another configuration
+    watchdog                 no wait is endless: a process that waits too long says so, and ends
+    stop_on_signals          Ctrl-C and SIGTERM let the loop finish its step and save
+    exit_together            a process that fails ends at once, so that the others notice
+
+With one process these do nothing, or answer at once.
+"""
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any, Iterator
+
+import jax
+from jax._src import distributed  # (the processes' key-value store has no public name)
+from jax.experimental import multihost_utils
+
+from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.flags import exit_line
+
+CONTINUES = "when all have ended, the same command in each continues from the last checkpoint"
+
+
+# -------------------------------------------------------------------------------------------
+# Meeting the others, and talking to them
+
+def init_distributed(config: Any) -> None:
+    """Meet the other processes, if there are any. Call it before anything touches a device."""
+    if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
+        return
+    given, others = {}, "the other processes"
+    if config.coordinator:
+        given = dict(coordinator_address=config.coordinator, num_processes=config.processes,
+                     process_id=config.process_id)
+        others = f"{config.processes} processes at {config.coordinator}"
+        if config.process_id == 0:
+            given["coordinator_bind_address"] = _bind_address(config.coordinator)
+    watchdog.start(config.patience)
+    watchdog.arm(f"waiting for {others}", config.patience)
+    try:
+        # jax itself would wait longer, and then abort without saying what to do.
+        jax.distributed.initialize(**given, initialization_timeout=config.patience + 60,
+                                   heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
+    except ValueError as e:
+        raise ConfigError(f"--distributed: nothing here says which processes there are "
+                          f"({one_line(e)}); give --coordinator, --processes and --process_id"
+                          ) from None
+    watchdog.arm("beginning")
+
+
+def _bind_address(coordinator):
+    """Process 0 listens on the address that is named and on no other, if this machine has it; None
+    stands for all its addresses. It is tried first: on a port in use jax crashes (139, no line)."""
+    host, port = coordinator.rsplit(":", 1)
+    for name in (host, ""):
+        try:
+            with socket.create_server((name, int(port))) as server:
+                address = server.getsockname()[0]
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise ConfigError(f"--coordinator {coordinator}: port {port} is in use on this "
+                                  f"machine; give another") from None
+        else:
+            # A machine's own name may mean 127.0.1.1, where others cannot reach it.
+            is_reachable = not address.startswith("127.") or re.match(r"localhost$|127\.", host)
+            return coordinator if name and is_reachable else None
+    return None
+
+
+_messages, _stop_questions = itertools.count(), itertools.count(1)      # (jax counts from 1)
+
+
+def process_allgather(value: Any) -> list[Any]:
+    """What each process passes here: anything that JSON can hold. By way of process 0, not of the
+    devices, whose collectives do not wait long for a process that is late."""
+    count, number = jax.process_count(), next(_messages)
+    if count == 1:
+        return [value]
+    client = distributed.global_state.client
+    client.key_value_set(f"zigzag/{number}/{jax.process_index()}", json.dumps(value))
+    return [json.loads(client.blocking_key_value_get(
+        f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it before
+
+
+def assert_same_everywhere(facts: dict[str, Any]) -> None:
+    """Refuse to train beside processes for which a fact differs: nothing else would notice."""
+    first, *others = process_allgather(facts)
+    for i, other in enumerate(others, 1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                raise ConfigError(f"process {i} has {name} {other.get(name)!r} and process 0 has "
+                                  f"{first.get(name)!r}: every process must be given the same")
+
+
+# -------------------------------------------------------------------------------------------
+# Stopping
+
+class Watchdog:
+    """With several processes, ends this one when what it waits for takes too long. How long that
+    is follows from how long the same took so far."""
+
+    def __init__(self):
+        self.patience, self.longest = 0, {}
+        self.what, self.since, self.limit = "", 0.0, math.inf
+
+    def start(self, patience: int) -> None:
+        self.patience = patience
+        threading.Thread(target=self._watch, daemon=True).start()
+        # jax aborts a process when it loses another. This says so first, and ends with status 1.
+        # No plain way does (jax 0.10.2): Python's own handlers do not run in an abort, a
+        # missed_heartbeat_callback ends in std::bad_cast, and with jax_enable_recoverability the
+        # loss of process 0 still aborts the others.
+        line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
+
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
+        def on_abort(_):
+            os.write(2, line)
+            os._exit(1)
+
+        self.on_abort = on_abort        # (ctypes does not keep it)
+        ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
+
+    def arm(self, what: str, limit: float | None = None) -> None:
+        """From here on `what` is waited for (nothing: ''), and what was before has come."""
+        if not self.patience:
+            return
+        now = time.monotonic()
+        if self.what != "a save":       # (most of one happens in the background)
+            self.longest[self.what] = max(self.longest.get(self.what, 0.0), now - self.since)
+        if limit is None:       # (what was never measured is taken to last 6 minutes)
+            limit = self.patience + 10 * self.longest.get(what, 360.0) if what else math.inf
+        self.what, self.since, self.limit = what, now, limit
+        faulthandler.cancel_dump_traceback_later()
+        if what:                # should even the thread not get its turn
+            faulthandler.dump_traceback_later(limit + 10, exit=True)
+
+    def _watch(self):
+        while True:
+            time.sleep(0.5)
+            what, since, limit = self.what, self.since, self.limit
+            if time.monotonic() - since > limit and since == self.since:
+                print(f"error: {what} took more than {limit:.0f} s: this process is stuck, or "
+                      f"another for which it waits; {CONTINUES}. Here is where:",
+                      file=sys.stderr, flush=True)
+                faulthandler.dump_traceback()
+                os._exit(1)
+
+
+watchdog = Watchdog()
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: list[int]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM is added to `stop`, for the loop to finish its step; a second one
+    acts as usual. Of several processes jax takes SIGTERM, and share_stop tells the others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    several = jax.process_count() > 1
+    before = {}
+
+    def restore():              # (more than once, if signals come together)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number, _):
+        restore()
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            stop.append(number)
+
+    try:
+        for number in (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, on_signal)
+        yield
+    finally:
+        restore()
+
+
+def share_stop(stop: list[int]) -> None:
+    """Call it after every step: a SIGTERM to one process stops all of them after the same step."""
+    if multihost_utils.reached_preemption_sync_point(next(_stop_questions)):
+        stop.append(signal.SIGTERM)
+
+
+# What an error says when another process is gone.
+LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nccl|heartbeat|"
+                  "coordination service|unavailable|deadline.exceeded|barrier", re.I)
+
+
+@contextlib.contextmanager
+def exit_together() -> Iterator[None]:
+    """Around all that a command does: of several processes, one in which something goes wrong says
+    it as flags.run_main would and ends at once, without waiting for the others."""
+    try:
+        yield
+        watchdog.arm("")
+    except (Exception, KeyboardInterrupt) as e:
+        if not jax.distributed.is_initialized():
+            raise
+        status, line = exit_line(e)
+        if not line and LOST.search(str(e)):
+            line = (f"error: another process has ended, and says why if it could ({one_line(e)}); "
+                    f"{CONTINUES}")
+        print(line or traceback.format_exc(), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if distributed.global_state.process_id == 0:
+            time.sleep(1)       # what the others say passes through this process
+        os._exit(status)

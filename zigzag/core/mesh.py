@@ -1,0 +1,350 @@
+"""The mesh, PartitionSpecs, and the types that say where values differ.
+
+Every mesh has all six axes, most of them of size 1, so there is no second code path for "no
+mesh". The last axis has the closest neighbours: tensor communicates most.
+
+    data=2, tensor=4 on 8 devices:   (data 2, fsdp 1, pipe 1, seq 1, expert 1, tensor 4)
+"""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any, Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import mesh_utils
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError, did_you_mean
+
+AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
+WITHOUT_TENSOR = AXES[:-1]                  # manual where `tensor` is left to the compiler
+
+
+# -------------------------------------------------------------------------------------------
+# Meshes
+
+def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
+    """'data=2,tensor=4' and the size of the tensor axis as {axis: size}, without what is not
+    given."""
+    sizes = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, number = part.partition("=")
+        _check_axis(name)
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"mesh {part!r}: expected axis=size with a size of at least 1, "
+                              f"for example data=2,tensor=4")
+        if name in sizes:
+            raise ConfigError(f"mesh {text!r} gives {name} twice")
+        sizes[name] = int(number)
+    if shards and sizes.setdefault("tensor", shards) != shards:
+        raise ConfigError(f"--shards {shards} and tensor={sizes['tensor']} in --mesh disagree; "
+                          f"--shards is the size of the tensor axis, give one of them")
+    return sizes
+
+
+def _check_axis(name):
+    if name not in AXES:
+        raise ConfigError(f"mesh axis {name!r}: the axes are {', '.join(AXES)}"
+                          + did_you_mean(name, AXES))
+
+
+def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+    """The mesh over all devices. An axis left out has size 1, except data, which takes the
+    devices that are left."""
+    for name in sizes:
+        _check_axis(name)
+    devices = jax.devices() if devices is None else list(devices)
+    count, needed = len(devices), math.prod(sizes.values())
+    if "data" not in sizes and needed <= count and count % needed == 0:
+        sizes = {**sizes, "data": count // needed}
+    elif needed != count:
+        raise ConfigError(_wrong_size(sizes, needed, devices))
+    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+        raise ConfigError("these TPUs are several slices with only a slow network between them: "
+                          "give one slice")
+    # Not jax.make_mesh: on most chips it has no mesh whose axis is a part of a torus's side.
+    mesh = abstract_mesh(sizes)
+    placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=mesh.axis_types)
+
+
+def _wrong_size(sizes, needed, devices):
+    count, platform = len(devices), devices[0].platform if devices else "no"
+    if needed <= count:
+        advice = f"sizes that divide {count} are {', '.join(map(str, _divisors(count)))}"
+    elif platform == "cpu":
+        advice = ("use a smaller mesh or more simulated devices (XLA_FLAGS="
+                  f"--xla_force_host_platform_device_count={needed})")
+    else:
+        advice = "use --shards 1, or set JAX_PLATFORMS=cpu to simulate the devices"
+    text = " x ".join(f"{a}={sizes[a]}" for a in AXES if a in sizes)
+    return f"mesh {text} is {needed} devices and there are {count} ({platform}): {advice}"
+
+
+def _divisors(count):
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def all_meshes(count: int) -> list[dict[str, int]]:
+    """Every mesh of so many devices, as the sizes of its axes."""
+    def over(axes, count):
+        if len(axes) == 1:
+            return [{axes[0]: count}]
+        return [{axes[0]: n, **rest} for n in _divisors(count)
+                for rest in over(axes[1:], count // n)]
+
+    return over(AXES, count)
+
+
+def abstract_mesh(sizes: dict[str, int]) -> Any:
+    """A mesh without devices, for what only needs its shape."""
+    # Auto: shard_map cannot leave an Explicit axis to the compiler.
+    return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
+                                     axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def simulate_devices(count: int) -> None:
+    """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already says how many.
+
+    Call it before anything touches a device. Only the CPU backend reads this setting, so with
+    an accelerator in the machine it changes nothing."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):     # the devices exist already: make_mesh counts
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
+    """The mesh of --mesh and --shards, of CPU devices where there is no accelerator."""
+    sizes = mesh_sizes(text, shards)
+    simulate_devices(math.prod(sizes.values()))
+    return make_mesh(**sizes)
+
+
+def keep_compiled(least: float = 1.0) -> None:
+    """Keep compiled programs in the user's cache folder for the next start: those that took so
+    many seconds to compile, or more."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
+    jax.config.update("jax_compilation_cache_dir",
+                      os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+def row_groups(mesh: Any) -> int:
+    """Into how many groups of devices the rows of a batch are split."""
+    return math.prod(mesh.shape[a] for a in BATCH_AXES)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that the arrays (or shardings) of the tree lie on, if they lie on one."""
+    places = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
+    return next((p.mesh for p in places if isinstance(p, NamedSharding)), None)
+
+
+def platform(mesh: Any = None) -> str:
+    """What the devices of this mesh, or of the ambient one, are: cpu, tpu, gpu; '' if none."""
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    return getattr(device, "platform", "")      # (there may be none)
+
+
+def time_parts() -> int:
+    """In how many parts the ambient mesh may split the time of a stream by hand."""
+    sizes, manual = ambient()
+    return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
+
+
+def is_single_cpu(mesh: Any = None) -> bool:
+    """Whether this mesh, or the ambient one, is a single CPU device."""
+    return platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1
+
+
+def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
+    """What this program asks of XLA beyond the user's XLA_FLAGS, in one place. `auto_tensor` says
+    that tensor is left to the compiler inside a shard_map."""
+    if platform(mesh) != "cpu":
+        return {}
+    options = {}
+    if auto_tensor and mesh.shape["tensor"] > 1:
+        # This pass aborts the process on a bfloat16 psum there ("Invalid binary instruction opcode
+        # copy", jax 0.10.2 and 0.12.0.1).
+        options["xla_disable_hlo_passes"] = "all-reduce-promotion"
+    level, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+    if level not in given and not jax.config.read("jax_disable_most_optimizations"):
+        options[level] = 1      # compiles in three quarters of the time, and steps as fast
+    return options
+
+
+# -------------------------------------------------------------------------------------------
+# PartitionSpecs
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def spec_axes(spec: P) -> set[str]:
+    """All axes that a spec names."""
+    return {axis for entry in spec for axis in entry_axes(entry)}
+
+
+def full_spec(spec: P, rank: int) -> list[Any]:
+    """The entries of a spec for an array of this rank, one for each dimension."""
+    return [*spec, *[None] * (rank - len(spec))]
+
+
+def trimmed(entries: Iterable[Any]) -> P:
+    """The spec of these entries, without those at its end that name no axis."""
+    entries = list(entries)
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*entries)
+
+
+def drop_trivial_axes(spec: P, mesh: Any) -> P:
+    """The spec without axes of size 1. The one place where they are dropped: the compiler fails
+    on them, or sends whole gradients to nobody."""
+    sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
+    return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
+
+
+def without_axis(specs: Any, axis: str) -> Any:
+    """Specs of arrays that are not split over this axis, or for a shard_map that leaves it to the
+    compiler."""
+    return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
+
+
+def batch_spec(mesh: Any) -> P:
+    """Rows of a batch are split over every axis that has rows of its own."""
+    return drop_trivial_axes(P(BATCH_AXES), mesh)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """A tree of specs as a tree of shardings on this mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """The paths of a tree's leaves, as a.b.c, the leaves, and its structure."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
+            [leaf for _, leaf in pairs], structure)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    return dict(zip(*flatten(tree)[:2]))
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """Float leaves in this precision; as they are where none is named. What a leaf called
+    router_bias decides, the choice of experts, is computed in float32."""
+    def one(path, w):
+        is_exact = path and getattr(path[-1], "key", "") == "router_bias"
+        return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
+
+    return jax.tree.map_with_path(one, tree) if dtype else tree
+
+
+def add_to(total: Any, more: Any) -> Any:
+    """The sum of two trees, in the precision of the first."""
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
+
+
+# -------------------------------------------------------------------------------------------
+# Inside a shard_map: varying types (shard.py explains them)
+
+def ambient() -> tuple[dict[str, int], set[str]]:
+    """Sizes of the ambient mesh's axes, and those that are manual here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return dict(mesh.shape), set(mesh.manual_axes)
+
+
+def varying(*trees: Any) -> set[str]:
+    """The manual axes over which the leaves may differ from device to device."""
+    # (jax.typeof of a shape fails where tensor is the compiler's.)
+    return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
+                         for x in jax.tree.leaves(trees)])
+
+
+def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
+    """The tree, marked as varying wherever `like` varies, and over the axes `also`. The transpose
+    of a mark is a sum over its axes: mark weights before differentiating, and their gradients
+    stay local until you sum them; mark an activation, and its gradient is summed there."""
+    axes = varying(*like) | set(also)
+
+    return jax.tree.map(
+        lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), tree)
+
+
+def mark_alike(tree: Any, *like: Any) -> Any:
+    """mark_varying, but never over tensor: there a type says that a thing is split, and what is
+    carried around a loop is split or not as it was given."""
+    return mark_varying(tree, also=varying(*like) - {"tensor"})
+
+
+def zeros_of(fn: Callable, *args: Any) -> Any:
+    """Zeros of the shapes and types that fn(*args) has."""
+    # (jnp.zeros_like of a shape fails where tensor is the compiler's.)
+    return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
+                        jax.eval_shape(fn, *args))
+
+
+def keep_on_first(tree: Any, axes: set[str]) -> Any:
+    """Each leaf that all devices of an axis computed alike: kept on the first of them, 0 on the
+    others. A sum over the axis then counts it once."""
+    def first(x):
+        for axis in sorted(axes - varying(x)):
+            x = jnp.where(lax.axis_index(axis) == 0, x, 0)
+        return x
+
+    return jax.tree.map(first, tree)
+
+
+def pmean_over(tree: Any, axis: str) -> Any:
+    """Each leaf that all devices of an axis computed alike, although its type says that it may
+    vary, as the one value that it is; each device has then a share of its gradient."""
+    return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying(x) else x, tree)
+
+
+def pmean_all(tree: Any) -> Any:
+    """Each leaf that is equal on all devices although its type says that it varies, as the one
+    value that it is."""
+    return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
+                        tree)
+
+
+def untyped(fn: Callable, outside: bool = True) -> Callable:
+    """fn without varying types: traced with plain shapes, and `outside` the mesh, where no function
+    of shard.py sends anything. In a shard_map with check_vma=False each device computes so on what
+    it has, whatever fn contains."""
+    def call(*args):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with no_mesh if outside else contextlib.nullcontext():
+            # (A new lambda: jax would give back what it has traced of fn elsewhere.)
+            traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
+        return jax.tree.unflatten(jax.tree.structure(made),
+                                  jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
+
+    return call
+
+
+def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
+    """The collective, for an array that `tensor` may split too. In a function that somebody else
+    wrote, tensor is left to the compiler, which would gather that split (right values, four times
+    the bytes): so it is made manual around this one collective."""
+    sizes, manual = ambient()
+    if sizes["tensor"] == 1 or "tensor" in manual:
+        return collective
+    local = P(*[a if a == "tensor" else None for a in spec])
+    return lambda x: jax.shard_map(collective, in_specs=local, out_specs=local,
+                                   axis_names={"tensor"}, check_vma=bool(varying(x)))(x)

@@ -1,0 +1,146 @@
+"""What a person sees while a run goes on. Process 0 prints; the others are silent.
+
+    header       devices, mesh, configuration, and why each weight lies where it does
+    collectives  what a compiled update sends, beside what was expected
+    step         a live line on a terminal, plain lines elsewhere
+    evaluation   the held-out loss beside the training loss, and what the model predicts
+"""
+
+import collections
+import math
+import shutil
+import statistics
+import sys
+import time
+from typing import Any, Sequence
+
+import jax
+
+from zigzag.core.errors import human_bytes
+from zigzag.core.flags import flat
+
+
+class Reporter:
+    """Prints a run of so many steps."""
+
+    def __init__(self, steps: int):
+        self.steps, self.is_terminal = steps, sys.stdout.isatty()
+        self.is_quiet = jax.process_index() > 0
+        self.times = collections.deque(maxlen=50)
+
+    def line(self, text: str, live: bool = False) -> None:
+        """Print a line. On a terminal, a live one is replaced by the next."""
+        live = live and self.is_terminal
+        if live:
+            text = text[:shutil.get_terminal_size().columns - 1]
+        if not self.is_quiet:
+            print(("\r\x1b[K" if self.is_terminal else "") + text, end="" if live else "\n",
+                  flush=True)
+
+    def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
+               host_names: Sequence[str], hidden: Sequence[str] = (), about: Sequence[str] = ()
+               ) -> None:
+        """`weights` counts them, `table` says where each lies and why, `timeline` draws the
+        pipeline; `host_names` has the name of each process's host, the fields `hidden` of the
+        configuration are not shown, and `about` has more lines."""
+        device, count = mesh.devices.flat[0], mesh.size
+        what = (f"{count} simulated CPU device{'s' if count > 1 else ''}, no accelerator was found"
+                if device.platform == "cpu" else f"{count} x {device.device_kind}")
+        if config.topology:
+            what += " that are not here: compiled, not run"
+        elif len(host_names) > 1:
+            what += f" in {len(host_names)} processes"
+        self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
+        if not config.topology:
+            for process, name in enumerate(host_names):
+                own = [d for d in mesh.devices.flat if d.process_index == process]
+                self.line(f"devices  process {process} on {name}: {len(own)} x "
+                          f"{own[0].device_kind} ({', '.join(str(d.id) for d in own)})")
+        self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
+        self.line(config_text(config, {"mesh", "shards", "dtype", "step", *hidden}))
+        for text in filter(None, about):
+            self.line(text)
+        self.line(f"weights  {weights}")
+        self.line(table)
+        if timeline:
+            self.line(timeline)
+
+    def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
+                    ) -> None:
+        """What an update really sends, beside what it was expected to send. If that is not
+        complete, there are collectives for which there is no formula."""
+        missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
+        for c in found:
+            wanted = missing.pop((c.kind, c.axis), "none")
+            known = wanted != "none" or is_complete
+            self.line(f"sends    {human_bytes(c.bytes):>7} a device and update in {c.count} "
+                      f"{c.kind} over {c.axis}" + (f" (expected: {wanted})" if known else ""))
+        for (kind, axis), wanted in missing.items():
+            self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
+
+    def step(self, row: dict, took: float, memory: int) -> None:
+        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use."""
+        total, at = self.steps, row["step"]
+        if at > 1:              # the first step is slow
+            self.times.append(took)
+        if not (self.is_terminal or at % max(1, total // 20) == 0 or at in (1, total)):
+            return
+        usual = statistics.median(self.times) if self.times else took
+        left = f"{(total - at) * usual:.0f} s left" if self.times else "-"
+        mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
+                f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
+                f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
+        self.line(text, live=True)
+
+    def evaluation(self, row: dict, text: str | None) -> None:
+        """`row` as in metrics.jsonl, and predictions as text."""
+        bits, train_loss = row["bits_per_byte"], row["train_loss"]
+        usual = ("step", "eval_loss", "train_loss", "bits_per_byte")
+        others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
+                         if name not in usual and isinstance(x, float))
+        self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
+                  + (f"  ({bits:.4f} bits per byte)" if bits is not None else "")
+                  + (f"  training loss since the last evaluation {train_loss:.4f}"
+                     if train_loss is not None else "") + others)
+        if text:
+            clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+            self.line("    | " + clean.replace("\n", "\n    | "))
+
+
+def config_text(config: Any, hidden: set[str]) -> str:
+    """The fields of the configuration in lines of at most 100 columns."""
+    lines = ["config  "]
+    for name, value in flat(config).items():
+        if name not in hidden:
+            text = " ".join(value) if isinstance(value, tuple) else str(value)
+            word = f" {name}={text or '-'}"
+            if len(lines[-1]) + len(word) > 100:
+                lines.append("        ")
+            lines[-1] += word
+    return "\n".join(lines)
+
+
+def mean_loss(losses: Sequence[float]) -> float | None:
+    """The mean of training losses, without what is not finite; None of no loss."""
+    finite = list(filter(math.isfinite, losses))
+    return statistics.fmean(finite) if finite else None
+
+
+class BenchReporter(Reporter):
+    """Prints only how a run begins, and keeps how long each step took."""
+
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
+
+    def header(self, config: Any, mesh: Any, weights: str, *_: Any) -> None:
+        axes = " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1)
+        self.line(f"{weights}, a batch of {config.batch} x {config.seq_len}, {config.dtype}, on "
+                  f"{mesh.size} x {mesh.devices.flat[0].device_kind}: {axes}")
+
+    def step(self, row: dict, took: float, memory: int) -> None:
+        self.first_step = self.first_step or time.perf_counter() - self.begin
+        self.took.append(took)
+        if self.is_terminal:
+            self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)

@@ -1,0 +1,513 @@
+"""What a run leaves on disk, and how it is read again.
+
+    out/config.json             what the run is; continuing it with something else is refused
+    out/metrics.jsonl           a line for each step and each evaluation
+    out/samples.jsonl           a line for each sample of --sample_prompts
+    out/lock                    held while a process writes there
+    out/checkpoints/STEP/       params    the weights alone
+                                opt       what only training needs
+                                meta      step, shapes, a checksum of every array, and the
+                                          numbers of an evaluation at this step
+
+orbax writes the arrays, in the background, and renames a folder when it is complete. What it does
+not notice (a flipped byte restores silently) the checksums do. A damaged checkpoint is renamed,
+and the one before it is used. Process 0 writes, but for arrays: each process writes its own part.
+
+The newest checkpoints are kept, and the best (--best). Which one is best is written nowhere: it
+follows from the evaluations in the checkpoints that are there.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import functools
+import gc
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sys
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
+from zigzag.core.files import appears, write_json, write_whole
+from zigzag.core.hosts import process_allgather, watchdog
+from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
+
+# As much is compressed at a time. (Of a state of 1.7 GB, all at once took 0.9 GB more memory, and
+# was no faster.)
+SAVING_GB = 0.3
+# The loop waits for the save of a state of so many bytes on CPU devices. It lies in the memory that
+# is the save's too, and while a save reads it the next state needs a place of its own.
+WAITS_FROM = 2**28
+
+
+# -------------------------------------------------------------------------------------------
+# config.json
+
+# Options that had other names in earlier versions.
+RENAMED = {"parallel": "parallel_block"}
+
+
+def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
+    """config.json of the run that `flag` names, with all fields of the dataclass `config`. One that
+    is younger than the run has its default, or what follows from the others."""
+    return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
+
+
+def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
+    """The fields of a run's config.json that the dataclass `config` has, as one; with the fields
+    that are `given` in place of the file's."""
+    record, path = run_record(folder, flag), Path(folder) / "config.json"
+    fields = {f.name: f for f in dataclasses.fields(config) if f.name not in given}
+    known = {name: record[name] for name in fields if name in record}
+    if not known:
+        raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
+    for name, value in known.items():
+        if not _has_type(value, type(fields[name].default)):
+            raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
+    if not isinstance(record.get("tokenizer", ""), str):
+        raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
+    try:
+        return config(**{name: tuple(value) if isinstance(value, list) else value
+                         for name, value in known.items()}, **given)
+    except (ConfigError, TypeError) as e:
+        raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+
+
+def _has_type(value, kind):
+    """Whether JSON's value is one of a field of this type."""
+    kinds = {float: (int, float), tuple: list}.get(kind, kind)
+    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+
+
+def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
+    """config.json of the run that `flag` names, as it is."""
+    path = Path(folder) / "config.json"
+    try:
+        record = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read); give the --out "
+                          f"of a train.py that has begun") from None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is damaged: not a JSON object")
+    record = {RENAMED.get(name, name): value for name, value in record.items()}
+    if "model_type" in record:
+        raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
+    return record
+
+
+def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
+                     needs: Sequence[str] = ()) -> None:
+    """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
+    before anything is touched. read_old(out) gives the facts of the run that is there."""
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    if not (folder / "config.json").exists():
+        return
+    old = json.loads(json.dumps(read_old(out)))
+    for name in needs:
+        if name not in old:
+            raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
+                              f"another --out")
+    for name, value in json.loads(json.dumps(now)).items():     # as config.json has it
+        is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
+        if name == "network" and old[name] != value:
+            raise ConfigError(f"--out {out} holds a run of the network {old[name]}, and this "
+                              f"command trains the network {value}: continue it with --model "
+                              f"{old[name]} and its other flags, or give another --out")
+        if name in old and old[name] != value and is_known:
+            raise ConfigError(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} "
+                              f"was given: continue with what it was, or give another --out")
+
+
+# -------------------------------------------------------------------------------------------
+# The folder of a run while it goes on
+
+class RunFolder(contextlib.AbstractContextManager):
+    """Saves and restores the state of a run, and writes its metrics. A context manager: it closes
+    itself."""
+
+    def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
+                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int):
+        """`record` becomes config.json; of a run that is continued the facts `must_match` must be
+        as they are now in what read_old(out) gives. `state` is abstract: shapes with their places
+        on the mesh."""
+        self.out, self.folder = out, Path(out).resolve()
+        self.state, self.verify = state, verify
+        self.is_process_0 = jax.process_index() == 0
+        self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
+        self.skipped = 0        # updates in a row without a finite gradient, at the restored step
+        self.losses = []        # of training since the last evaluation before it
+        self.best = None        # step of the best checkpoint
+        self.samples = None     # samples.jsonl, once there are some
+        check_run_folder(out, {name: record[name] for name in must_match}, read_old)
+        word = secrets.token_hex(8)
+        if self.is_process_0:
+            self._take(word, record)
+        word = process_allgather(word)[0]
+        sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
+                                         self.folder, min(60, patience)))
+        if not all(sees):
+            raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
+                              f"0 writes there; give a folder that every process sees")
+        self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
+
+    def _take(self, word, record):
+        """Lock the folder. The lock ends with the process."""
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock = self.files.enter_context(open(self.folder / "lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(word)
+            lock.flush()
+            os.fsync(lock.fileno())
+            write_json(self.folder / "config.json", record)
+        except BlockingIOError:
+            raise ConfigError(f"--out {self.out}: another run is writing there; give another "
+                              f"--out, or wait for it to end") from None
+        except OSError as e:
+            raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Wait for the save in flight, which would be lost otherwise; but not where one process of
+        several failed, for the others would never come."""
+        if kind is not None and jax.process_count() > 1:
+            return
+        with self.files:
+            self.drain()
+            with _as_run_error("the last checkpoint could not be saved"):
+                self.manager.close()
+
+    def restore(self, say: Callable[[str], Any]) -> Any:
+        """The newest checkpoint that can be read, in its places on the mesh, or None."""
+        state = None
+        steps = process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]
+        for at in steps:
+            try:
+                items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
+                                              state_items(self.state), f"--out {self.out}",
+                                              self.verify)
+                state = {"params": items["params"], **items["opt"]}
+                self.saved, self.skipped = at, meta.get("skipped", 0)
+                break
+            except CorruptCheckpoint as e:
+                name = self._set_aside(at)
+                say(f"checkpoint {at} is damaged ({e}): set aside as {name}")
+        if steps and state is None:
+            raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
+                           f"can be read; they were set aside, and the same command begins anew")
+        self.restored = self.saved
+        if self.is_process_0:
+            self.metrics = self._go_on("metrics.jsonl")
+        return state
+
+    def _set_aside(self, at):
+        """Rename a checkpoint that no process reads any more. The new name."""
+        folder, name, number = self.folder / "checkpoints", f"damaged-{at}", 0
+        while (folder / name).exists():
+            number += 1
+            name = f"damaged-{at}-{number}"
+        if self.is_process_0:
+            (folder / str(at)).rename(folder / name)
+        name = process_allgather(name)[0]       # what process 0 found: others may see it renamed
+        self.manager.reload()
+        return name
+
+    def _go_on(self, name):
+        """Open a file of lines, without those from after the step that was restored: they will be
+        made again."""
+        path, lines = self.folder / name, []
+        path.touch()
+        for line in path.read_bytes().splitlines(keepends=True):
+            row = _parse_row(line)
+            if self.restored is not None and row.get("step", math.inf) <= self.restored:
+                lines.append(line)
+                if "eval_loss" in row:
+                    self.losses = []
+                elif row.get("loss") is not None:
+                    self.losses.append(row["loss"])
+        write_whole(path, b"".join(lines))
+        return self.files.enter_context(open(path, "a", buffering=1))       # line by line
+
+    def write(self, row: dict) -> None:
+        """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
+        if self.is_process_0:
+            self.metrics.write(json.dumps(_finite(row)) + "\n")
+
+    def write_samples(self, rows: Sequence[dict]) -> None:
+        """Add lines to samples.jsonl."""
+        if self.is_process_0 and rows:
+            self.samples = self.samples or self._go_on("samples.jsonl")
+            self.samples.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def compile_checksums(self, state: Any) -> None:
+        """Before the first step: no save then waits for the compiler."""
+        checksums(state_items(state))
+
+    def read_best(self, best: str) -> dict[int, dict]:
+        """The best step of those that are saved, which is kept from here on, and its evaluation."""
+        found = evaluations(self.folder) if best and self.is_process_0 else {}
+        found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
+        self.best = best_of(best, found) if found else None
+        return {} if self.best is None else {self.best: found[self.best]}
+
+    def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: int | None) -> None:
+        """Begin to save the state of this step, with the numbers of an evaluation of it. It goes on
+        in the background. `best` is the step that is the best now."""
+        if self.saved == at:
+            return
+        _trim_memory()
+        items, self.best = state_items(state), best
+        meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
+                "leaves": _kinds(items), "checksums": checksums(items)}
+        ocp = _orbax()
+        with _as_run_error(f"the checkpoint of step {at} could not be saved"):
+            is_saving = self.manager.save(at, force=True, args=ocp.args.Composite(
+                meta=ocp.args.JsonSave(meta),
+                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()}))
+        if not is_saving:
+            raise RunError(f"the checkpoint of step {at} was not saved")
+        self.saved = at
+        if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for the save in flight, which would be lost otherwise."""
+        watchdog.arm("a save")
+        with _as_run_error("the last checkpoint could not be saved"):
+            self.manager.wait_until_finished()
+        _trim_memory()
+
+
+@contextlib.contextmanager
+def _as_run_error(what):
+    """A full disk, say, in one line. Errors of a save in the background come later."""
+    try:
+        yield
+    except Exception as e:
+        logging.disable(logging.CRITICAL)
+        sys.unraisablehook = _ignore
+        raise RunError(f"{what}: {one_line(e)}; earlier checkpoints are complete") from None
+
+
+class _Kept:
+    """What orbax asks when a save begins; what is not kept it deletes when that save is complete,
+    so that a kill never leaves less than there was."""
+
+    def __init__(self, keep, best):
+        self.keep, self.best = keep, best
+
+    def should_preserve(self, checkpoints, *, context):
+        steps = [c.step for c in checkpoints]
+        return [step in steps[-self.keep:] or step == self.best() for step in steps]
+
+
+def _orbax():
+    """(To import it takes 0.4 s, which a command without a checkpoint does not spend.)"""
+    import orbax.checkpoint
+    return orbax.checkpoint
+
+
+def _orbax_manager(folder, keep, best):
+    # orbax would note which devices held what, and then refuse to open the checkpoint on other
+    # ones unless told where to put it. Without the note it opens anywhere.
+    ocp = _orbax()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
+    ocp.type_handlers.register_type_handler(
+        Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
+    arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB)
+              for name in ("params", "opt")}
+    return ocp.CheckpointManager(
+        folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler()},
+        options=ocp.CheckpointManagerOptions(preservation_policy=_Kept(keep, best),
+                                             cleanup_tmp_directories=True))
+
+
+def _trim_memory():
+    """Give back what the last save has freed. glibc would keep it in the pools of orbax's threads:
+    with a state of 1.7 GB, 1.5 GB more after each of three saves."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def _finite(value):
+    """With None for what is not finite, in lists too."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
+def _parse_row(line):
+    """A line of metrics.jsonl; {} where it was cut short."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else {}
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+# -------------------------------------------------------------------------------------------
+# One checkpoint
+
+def state_items(state: Any) -> dict[str, Any]:
+    """A state as the items of a checkpoint: the weights alone, and what only training needs."""
+    return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
+
+
+def _kinds(tree):
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
+
+
+def checksum(x: Array) -> Array:
+    """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
+    element, times an odd number that its place decides, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    place = jnp.uint32(0)
+    for d, size in enumerate(x.shape):
+        place = place * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+
+
+@functools.cache
+def _compiled_checksums(mesh):
+    return jax.jit(functools.partial(jax.tree.map, checksum),
+                   out_shardings=jax.NamedSharding(mesh, jax.P()),
+                   compiler_options=compiler_options(mesh))
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """The checksum of each array on a mesh, by its path."""
+    sums = jax.device_get(_compiled_checksums(mesh_of(tree))(tree))
+    return {path: int(x) for path, x in by_path(sums).items()}
+
+
+def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
+    """Of which steps a run has checkpoints, the newest first."""
+    names = [p.name for p in (Path(folder).resolve() / "checkpoints").glob("*")]
+    if steps := sorted(map(int, filter(str.isdecimal, names)), reverse=True):
+        return steps
+    raise ConfigError(f"{flag} {folder}: no checkpoint yet")
+
+
+def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
+    """By step, the numbers of the evaluation of each checkpoint of a run."""
+    found = {}
+    for path in (Path(folder).resolve() / "checkpoints").glob("*/meta/metadata"):
+        step = path.parts[-3]
+        if step.isdecimal():
+            with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
+                found[int(step)] = json.loads(path.read_text()).get("evaluation", {})
+    return found
+
+
+def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
+    """The step whose evaluation is best, as --best means it: the earliest of equals, and None if
+    none has a number of that name."""
+    which, name = best.split(":", 1)
+    sign = {"smallest": 1, "largest": -1}[which]
+    found = {step: row.get(name) for step, row in numbers.items()}
+    found = {step: x for step, x in found.items() if isinstance(x, float) and math.isfinite(x)}
+    return min(sorted(found), key=lambda step: sign * found[step], default=None)
+
+
+def best_step(folder: str | Path, flag: str = "--run") -> int:
+    """The step of a run's best checkpoint, by the --best that it was trained with."""
+    best = run_record(folder, flag).get("best")
+    if not best:
+        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so no checkpoint "
+                          f"of it is the best; its newest is of step {run_steps(folder, flag)[0]}")
+    step = best_of(best, evaluations(folder))
+    if step is None:
+        raise ConfigError(f"{flag} {folder}: no checkpoint yet of an evaluation with a number for "
+                          f"--best {best}")
+    return step
+
+
+def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"
+                ) -> Any:
+    """The weights of a run's newest (or given) step, in the places that the shapes `params` have.
+    A damaged checkpoint is reported, and the one before it is read. (`flag` named the run.)"""
+    checkpoints, steps = Path(folder).resolve() / "checkpoints", run_steps(folder, flag)
+    if step is not None and step not in steps:
+        raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
+                          f"{', '.join(map(str, steps))}")
+    for at in steps if step is None else [step]:
+        try:
+            return read_checkpoint(checkpoints / str(at), {"params": params},
+                                   f"{flag} {folder}")[0]["params"]
+        except CorruptCheckpoint as e:
+            print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
+    which = "" if step is None else f"of step {step} "
+    raise RunError(f"{flag} {folder}: no checkpoint {which}can be read")
+
+
+def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
+                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The items that are wanted, in their places, and the description (meta). Kinds of arrays are
+    compared before one is read, and checksums after. Raises CorruptCheckpoint in every process,
+    for each reads its own part, and one alone may find that it cannot."""
+    try:
+        (items, meta), why = _read_items(folder, wanted, whose), None
+    except CorruptCheckpoint as e:
+        why = str(e)
+    for why in filter(None, process_allgather(why)):
+        raise CorruptCheckpoint(why)
+    if verify and "checksums" in meta:
+        for path, found in checksums(items).items():
+            if found != meta["checksums"].get(path):
+                raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
+    return items, meta
+
+
+def _read_items(folder, wanted, whose):
+    me, ocp = jax.process_index(), _orbax()
+    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
+                                               barrier_sync_key_prefix=str(me))
+    with _reading(folder, "its description cannot be read"):
+        meta = json.loads((folder / "meta" / "metadata").read_text())
+        kinds, step = meta.get("leaves"), meta["step"]
+    if str(step) != folder.name:
+        raise CorruptCheckpoint(f"its description is of step {step}")
+    for path, kind in _kinds(wanted).items():
+        if kinds and kinds.get(path) != kind:
+            raise ConfigError(f"{whose}: checkpoint {step} has {path} as "
+                              f"{kinds.get(path, 'nothing')}, and this run as {kind}")
+    with _reading(folder, "it cannot be read"), ocp.StandardCheckpointer(
+            multiprocessing_options=alone) as reader:
+        return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
+
+
+@contextlib.contextmanager
+def _reading(folder, what):
+    """What cannot be read is the checkpoint's fault, or this machine's: then nothing is to be set
+    aside. Without the hundreds of lines that reading a damaged checkpoint prints."""
+    logging.disable(logging.CRITICAL)
+    hook, sys.unraisablehook = sys.unraisablehook, _ignore
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, MemoryError) or re.search(
+                "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
+                "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
+            raise RunError(f"checkpoint {folder.name}: {what} on this machine now: {one_line(e)}; "
+                           f"nothing was set aside") from None
+        raise CorruptCheckpoint(f"{what}: {one_line(e)}") from None
+    finally:
+        gc.collect()            # what is left of a failed attempt complains when it is cleared away
+        logging.disable(logging.NOTSET)
+        sys.unraisablehook = hook
+
+
+def _ignore(_):
+    pass

@@ -1,0 +1,335 @@
+"""Examples that are not windows of one long text.
+
+    Pairs     lines of JSON, each with two texts     -> (source ids, target ids)
+    Arrays    a .npz, or a folder of .npy files      -> {name: a row of that array}
+
+Each has `train` and `held_out`, two sequences of examples; `fingerprint`, the digest of what it
+read; and text for a person, by str(). A tenth is held out. Nothing is kept in memory but where the
+examples lie: an example is read when it is needed. This file needs numpy, not jax.
+"""
+
+import array
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line
+from zigzag.core.files import sha256
+from zigzag.disk.tokenizers import Tokenizer
+
+# Compressed arrays are held in memory whole: not more than so many bytes of them.
+MOST_COMPRESSED = 2**32
+
+
+class Part:
+    """Some examples of a data set, by their numbers in it."""
+
+    def __init__(self, example: Callable[[int], Any], numbers: np.ndarray):
+        self.example, self.numbers = example, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self.numbers):
+            raise IndexError(i)
+        return self.example(int(self.numbers[i]))
+
+
+def _split(example, is_held_out, what):
+    """Those to learn from, and those held out. Where the marks hold out next to nothing, or too
+    much, the last tenth is held out."""
+    marks = np.array(is_held_out, bool)
+    if len(marks) < 2:
+        raise ConfigError(f"{what}: {len(marks)} examples; expected two at least, of which one is "
+                          f"held out")
+    if not 0.03 < marks.mean() < 0.3:
+        marks = np.arange(len(marks)) >= len(marks) - max(1, len(marks) // 10)
+    return Part(example, np.flatnonzero(~marks)), Part(example, np.flatnonzero(marks))
+
+
+def _existing(path):
+    path = Path(path)
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*")]
+        raise ConfigError(f"{path}: no such file or folder" + did_you_mean(path.name, near))
+    return path
+
+
+# -------------------------------------------------------------------------------------------
+# Pairs of texts
+
+class Pairs:
+    """Pairs of texts: of *.jsonl files, or of folders of them, each line an object with two texts.
+    A pair is held out by the hash of its source: a line that is added moves no other, and what is
+    held out has a source that is never learned from."""
+
+    def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
+                 fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0):
+        self.tokenizer, self.fields = tokenizer, tuple(fields)
+        self.vocab_size = vocab_size or tokenizer.vocab_size
+        paths = [paths] if isinstance(paths, (str, Path)) else paths
+        self.name = " ".join(map(str, paths))
+        self.files = [file for path in paths for file in _jsonl_files(path)]
+        # Of each pair: its file, its first byte there, and its line.
+        self.file, self.start, self.line = array.array("q"), array.array("q"), array.array("q")
+        self.states = []
+        is_held_out, digest = bytearray(), hashlib.sha256(json.dumps(self.fields).encode())
+        for number, file in enumerate(self.files):
+            start = 0
+            with open(file, "rb") as f:
+                self.states.append(_state(f))
+                for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
+                    if raw.strip():
+                        source, _ = texts_of(raw, f"{file} line {line}", self.fields)
+                        is_held_out.append(_is_tenth(source))
+                        for list_, value in zip((self.file, self.start, self.line),
+                                                (number, start, line)):
+                            list_.append(value)
+                    digest.update(raw)
+                    start += len(raw)
+        if not is_held_out:
+            raise ConfigError(f"{self.name}: no line in it; expected files of "
+                              f"{_expected(self.fields)}, one a line")
+        self.fingerprint = digest.hexdigest()
+        self.train, self.held_out = _split(self._pair, is_held_out, self.name)
+
+    def _pair(self, i):
+        """(source ids, target ids), with the tokenizer's own ends."""
+        file = self.files[self.file[i]]
+        where = f"{file} line {self.line[i]}"
+        with open(file, "rb") as f:
+            if _state(f) != self.states[self.file[i]]:
+                raise ConfigError(f"{file} was changed since it was first read; begin again")
+            f.seek(self.start[i])
+            texts = texts_of(f.readline(), where, self.fields)
+        ids = tuple(np.array(self.tokenizer.with_ends(text), np.int64) for text in texts)
+        # For an id that does not exist a device would take another one, silently.
+        for x, field in zip(ids, self.fields):
+            if (bad := (x < 0) | (x >= self.vocab_size)).any():
+                raise ConfigError(f"{where}: {field!r} has the id {x[bad][0]}; the vocabulary has "
+                                  f"{self.vocab_size}")
+        return tuple(x.astype(np.int32) for x in ids)
+
+    def __str__(self) -> str:
+        return (f"{self.name}: {len(self.train):,} pairs to learn from, {len(self.held_out):,} "
+                f"held out, {self.tokenizer.kind} of {self.tokenizer.vocab_size}")
+
+
+def _state(f):
+    """Another one when the file was written to since."""
+    status = os.fstat(f.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _jsonl_files(path):
+    path = _existing(path)
+    if path.is_file():
+        return [path]
+    files = [p for p in sorted(path.rglob("*.jsonl")) if p.is_file()
+             and not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    if not files:
+        raise ConfigError(f"{path}: no *.jsonl file in this folder")
+    return files
+
+
+def _expected(fields):
+    return "{" + ", ".join(f'{json.dumps(field)}: "..."' for field in fields) + "}"
+
+
+def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a line, an object with these fields."""
+    expected = f"expected one object a line: {_expected(fields)}"
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where}: not JSON ({raw.decode(errors='replace').strip()[:40]!r}); "
+                          f"{expected}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: {repr(record)[:40]} is not an object; {expected}")
+    for field in fields:
+        if field not in record:
+            there = ", ".join(map(repr, list(record)[:5])) or "nothing"
+            raise ConfigError(f"{where}: no field {field!r}, it has {there[:80]}; {expected}"
+                              + did_you_mean(field, record))
+        if not isinstance(record[field], str):
+            raise ConfigError(f"{where}: {field!r} is {repr(record[field])[:40]}, which is no "
+                              f"text; {expected}")
+        try:
+            record[field].encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{where}: {field!r} has half a character (a lone surrogate); "
+                              f"expected text") from None
+    return tuple(record[field] for field in fields)
+
+
+def _is_tenth(text):
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 10 == 0
+
+
+# -------------------------------------------------------------------------------------------
+# Arrays
+
+class Arrays:
+    """The rows of the arrays of a .npz, or of a folder of .npy files, which are named as a batch's
+    entries are: all have one row for each example. `names`: those that must be there. `below`:
+    name -> count, for arrays of ids or classes, which must be below it. The last tenth is held out.
+    Nothing is ever unpickled."""
+
+    def __init__(self, path: str | Path, names: Sequence[str] = (),
+                 below: dict[str, int] | None = None):
+        path = self.path = _existing(path)
+        self.below = below or {}
+        files = [path] if path.is_file() else sorted(path.glob("*.npy"))
+        self.arrays = dict(_npz(path) if path.is_file() else ((p.stem, _npy(p)) for p in files))
+        if not self.arrays:
+            raise ConfigError(f"{path}: no arrays in it; expected a .npz, or a folder of .npy "
+                              f"files")
+        for name in names:
+            if name not in self.arrays:
+                raise ConfigError(f"{path}: no array {name!r}, it has {', '.join(self.arrays)}"
+                                  + did_you_mean(name, self.arrays))
+        if "seeds" in self.arrays:
+            raise ConfigError(f"{path}: an array 'seeds', which is a name that every batch has for "
+                              f"its random numbers; give it another")
+        lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
+        if len(set(lengths.values())) > 1:
+            rows = ", ".join(f"{name} {n}" for name, n in lengths.items())
+            raise ConfigError(f"{path}: its arrays have different numbers of rows ({rows}); "
+                              f"expected one row in each for each example")
+        self.fingerprint = hashlib.sha256("".join(
+            p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
+        marks = np.zeros(next(iter(lengths.values())), bool)        # (so the last tenth)
+        self.train, self.held_out = _split(self._rows, marks, path)
+
+    def _rows(self, i):
+        rows = {name: np.asarray(a[i]) for name, a in self.arrays.items()}
+        for name, count in self.below.items():
+            x = rows[name]
+            if (bad := (x < 0) | (x >= count)).any():
+                raise ConfigError(f"{self.path}: {name} has {x[bad][0]} in row {i}; expected 0 to "
+                                  f"{count - 1}")
+        return rows
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}"
+                           for name, a in self.arrays.items())
+        return (f"{self.path}: {len(self.train):,} examples to learn from, "
+                f"{len(self.held_out):,} held out, of {shapes}")
+
+
+def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int]) -> Arrays:
+    """The arrays of --data for a model whose batch has these shapes; ids and classes are below
+    their `limits`."""
+    if len(paths) != 1:
+        raise ConfigError(f"--data {' '.join(paths) or 'is not given'}: expected one .npz, or one "
+                          f"folder of .npy files, with {', '.join(shapes)}: a row in each for each "
+                          f"example")
+    arrays = Arrays(paths[0], list(shapes))
+    if "tokens" in shapes:      # what a batch may have beside
+        more = {"mask": np.float32, **dict.fromkeys(("token_types", "segments", "positions"), int)}
+        shapes = {**{name: np.broadcast_to(np.zeros((), dtype), shapes["tokens"].shape)
+                     for name, dtype in more.items() if name in arrays.arrays}, **shapes}
+    for name, shape in shapes.items():
+        found, is_whole = arrays.arrays[name], shape.dtype.kind == "i"
+        if found.shape[1:] != shape.shape[1:]:
+            raise ConfigError(f"--data {paths[0]}: {name} has rows of {list(found.shape[1:])}; "
+                              f"this model has {list(shape.shape[1:])}")
+        if is_whole and found.dtype.kind not in "iu":
+            raise ConfigError(f"--data {paths[0]}: {name} is {found.dtype}; expected whole numbers")
+        if is_whole and limits.get(name):
+            arrays.below[name] = limits[name]
+    return arrays
+
+
+def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Examples as a batch. Devices count in 32 bits: what has 64 is converted."""
+    batch = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+    for name, x in batch.items():
+        dtype = np.dtype({"i8": "i4", "u8": "i4", "f8": "f4"}.get(x.dtype.str[1:], x.dtype))
+        if dtype.kind == "i" and x.dtype.itemsize == 8:
+            bounds = np.iinfo(dtype)
+            if (bad := (x < bounds.min) | (x > bounds.max)).any():
+                raise ConfigError(f"{name} has {x[bad][0]}, which is no number of 32 bits")
+        batch[name] = x.astype(dtype.newbyteorder("="))
+    return batch
+
+
+def _npy(path):
+    """The array of a file, mapped into memory."""
+    with _read_whole(path):
+        with open(path, "rb") as f:
+            shape, is_fortran, dtype = _header(f, path)
+            start = f.tell()
+        return _mapped(path, start, shape, is_fortran, dtype)
+
+
+def _npz(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of each in a .npz. What np.savez wrote is mapped into memory; what
+    np.savez_compressed wrote has to be held whole."""
+    total = 0
+    with _read_whole(path), zipfile.ZipFile(path) as z:
+        for info in z.infolist():
+            name = info.filename.removesuffix(".npy")
+            with z.open(info) as f:
+                shape, is_fortran, dtype = _header(f, f"{path}: {name}")
+                start = f.tell()
+            size = dtype.itemsize * int(np.prod(shape, dtype=object))
+            if start + size != info.file_size:
+                raise ValueError(f"{name} has not the size that its shape says")
+            if info.compress_type == zipfile.ZIP_STORED:
+                first = _first_byte(path, info) + start
+                yield name, _mapped(path, first, shape, is_fortran, dtype)
+                continue
+            total += size
+            if total > MOST_COMPRESSED:
+                raise ConfigError(f"{path}: more than {human_bytes(MOST_COMPRESSED)} of compressed "
+                                  f"arrays, which have to be held in memory; write it with "
+                                  f"np.savez, or as a folder of .npy files")
+            with z.open(info) as f:
+                yield name, np.lib.format.read_array(f, allow_pickle=False)
+
+
+@contextlib.contextmanager
+def _read_whole(path):
+    """What goes wrong in a file that is cut short, or another thing than its name says."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, EOFError, RuntimeError, NotImplementedError,
+            zipfile.BadZipFile, zlib.error) as e:
+        raise ConfigError(f"{path} is damaged, or not what numpy writes ({one_line(e)})") from None
+
+
+def _header(f, where):
+    """Shape, whether columns come first, and type."""
+    version = np.lib.format.read_magic(f)
+    read = {(1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    shape, is_fortran, dtype = read(f) if read else ((), False, np.dtype(object))
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ConfigError(f"{where}: an array of {'objects' if dtype.hasobject else dtype}; "
+                          f"expected numbers of up to 64 bits")
+    return shape, is_fortran, dtype
+
+
+def _first_byte(path, info):
+    """Where the content of a file in a zip begins: after a header of its own, with a name and an
+    extra field."""
+    with open(path, "rb") as f:
+        f.seek(info.header_offset + 26)
+        return info.header_offset + 30 + sum(np.frombuffer(f.read(4), "<u2").tolist())
+
+
+def _mapped(path, start, shape, is_fortran, dtype):
+    if 0 in shape or not shape:
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, "r", start, shape, "F" if is_fortran else "C")

@@ -1,0 +1,269 @@
+"""Tokenizers: text to ids, and back.
+
+    bytes           Bytes           the 256 bytes
+    sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
+    spiece.model    PiecesT5        that of a published T5: sentencepiece, and 100 ids for gaps
+    tokenizer.json  TokenizerJson   that of a published model, by the package tokenizers
+
+Each has `encode` and `decode`; `prompt`, the ids of a text with what the model expects before it;
+`with_ends`, the ids of a text with what its tokenizer puts around it, an end at least; `separator`,
+the id before each document; `ends`, the ids after which no text follows, the usual one first; and
+`lengths`, how many bytes of text each id stands for. This file needs no jax.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, one_line, optional_package
+from zigzag.core.files import read_json, write_json, write_whole
+
+# What belongs to a published tokenizer: it goes where its model goes.
+FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json",
+         "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+
+
+class Bytes:
+    """The 256 bytes, and one separator."""
+    kind, file, vocab_size, separator, ends = "bytes", "", 257, 256, (256,)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        raw = text if isinstance(text, bytes) else text.encode()
+        return np.frombuffer(raw, np.uint8)
+
+    def prompt(self, text: str) -> list[int]:
+        return [self.separator, *self.encode(text).tolist()]
+
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.encode(text).tolist(), *self.ends]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def lengths(self) -> np.ndarray:
+        return np.array([1] * 256 + [0])
+
+
+class Pieces:
+    """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
+    kind, file = "sentencepiece", "tokenizer.model"
+
+    def __init__(self, path: Path):
+        import sentencepiece
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError):
+            raise ConfigError(f"{path} is not a sentencepiece model") from None
+        self.folder, self.vocab_size = path.parent, self.model.vocab_size()
+        self.separator, self.ends = _special_ids(self.folder, self.vocab_size, self._id,
+                                                 self.model.bos_id())
+        config = read_record(self.folder / "tokenizer_config.json")
+        begins = config.get("add_bos_token", self.model.bos_id() >= 0)
+        self.begins = [self.separator] * bool(begins)
+
+    def _id(self, piece):
+        i = self.model.piece_to_id(piece)
+        return i if self.model.id_to_piece(i) == piece else None
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.array(self.model.encode(_unicode(text)), np.int64)
+
+    def prompt(self, text: str) -> list[int]:
+        return [*self.begins, *self.encode(text).tolist()] or [self.separator]
+
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.encode(text).tolist(), self.ends[0]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.model.decode([int(i) for i in ids if i < self.model.vocab_size()])
+
+    def lengths(self) -> np.ndarray:
+        m = self.model
+        return np.array([0 if m.is_control(i) or m.is_unknown(i) else 1 if m.is_byte(i)
+                         else len(m.id_to_piece(i).replace("\u2581", " ").encode())
+                         for i in range(m.vocab_size())] + [0] * (self.vocab_size - m.vocab_size()))
+
+
+class PiecesT5(Pieces):
+    """T5's sentencepiece model. After its pieces come <extra_id_99> .. <extra_id_0>, the names of
+    gaps in a text. A text that spells out these, </s>, <pad> or <unk> means them."""
+    kind = file = "spiece.model"
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if self._id("[CLS]") is not None or self._id("</s>") is None:
+            raise ConfigError(f"{path} is not T5's (it has [CLS], or no </s>): give the "
+                              f"tokenizer.json that transformers' save_pretrained makes of it")
+        config, pieces = read_record(path.parent / "tokenizer_config.json"), self.vocab_size
+        count = config.get("extra_ids", 100)
+        if type(count) is not int or not 0 <= count <= 10_000:
+            raise ConfigError(f"{path.parent / 'tokenizer_config.json'}: extra_ids {count!r}: "
+                              f"expected a number from 0 to 10000")
+        self.vocab_size = pieces + count
+        self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
+        self.special |= {piece: i for piece in ("</s>", "<pad>", "<unk>")
+                         if (i := self._id(piece)) is not None}
+        self.between = re.compile(f"({'|'.join(self.special)})")
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        ids = ([self.special[part]] if part in self.special else self.model.encode(part)
+               for part in self.between.split(_unicode(text)))
+        return np.array([i for part in ids for i in part], np.int64)
+
+
+class TokenizerJson:
+    """A tokenizer.json. Special tokens that a text spells out are encoded as such, and are left out
+    of what is decoded, as in transformers."""
+    kind = file = "tokenizer.json"
+
+    def __init__(self, path: Path):
+        package = optional_package("tokenizers", f"{path.name} of a published model")
+        try:
+            self.model = package.Tokenizer.from_file(str(path))
+        except Exception as e:      # (of a Rust library)
+            raise ConfigError(f"{path} is not a tokenizer ({one_line(e)})") from None
+        self.model.no_truncation()
+        self.model.no_padding()
+        self.folder, vocabulary = path.parent, self.model.get_vocab(True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1      # (there may be gaps)
+        self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.array(self.model.encode(_unicode(text), add_special_tokens=False).ids, np.int64)
+
+    def prompt(self, text: str) -> list[int]:
+        return self.model.encode(_unicode(text)).ids or [self.separator]
+
+    def with_ends(self, text: str) -> list[int]:
+        ids = self.model.encode(_unicode(text)).ids
+        return ids if ids[-1:] == [self.ends[0]] else [*ids, self.ends[0]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.model.decode([int(i) for i in ids if i < self.vocab_size])
+
+    def lengths(self) -> np.ndarray:
+        record = json.loads(self.model.to_str())
+        is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
+
+        def length(token):      # as it stands in the vocabulary: a character for each byte, or text
+            if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
+                return len(token) if is_byte_level else 1
+            return len(token.replace("\u2581", " ").encode())
+
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, i in self.model.get_vocab(False).items():
+            lengths[i] = length(token)
+        for token in record["added_tokens"]:
+            lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return lengths
+
+
+KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5)}
+Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson
+
+
+def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
+    """The tokenizer of a published model, whose embedding has so many rows. For an id that has none
+    a device would take another one, silently."""
+    kinds = [kind for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
+    if not kinds:
+        raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
+                          f"(of a T5: spiece.model)")
+    tokenizer = kinds[0](Path(folder) / kinds[0].file)
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
+                          f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
+                          f"than pieces, unless tokenizer_config.json has another extra_ids)")
+    return tokenizer
+
+
+def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Put a tokenizer beside a model. The names of its files."""
+    if tokenizer.kind == "bytes":
+        return []
+    here = [name for name in FILES if (tokenizer.folder / name).exists()]
+    for name in here:
+        write_whole(folder / name, (tokenizer.folder / name).read_bytes())
+    known = read_record(tokenizer.folder / "config.json")
+    ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
+    if ids and "generation_config.json" not in here:    # (config.json has them, and stays)
+        write_json(folder / "generation_config.json", ids)
+        here.append("generation_config.json")
+    return here
+
+
+def _unicode(text):
+    """Text without broken characters. Of a str they are the caller's error."""
+    if isinstance(text, bytes):
+        return text.decode(errors="replace")
+    text.encode()
+    return text
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} where there is no such file."""
+    record = read_json(path) if path.exists() else {}
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} is damaged: not a JSON object")
+    return record
+
+
+def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | None],
+                 default: int = -1) -> tuple[int, tuple[int, ...]]:
+    """The separator, which is the id that begins a text or, where none does, one that ends it; and
+    all ids that end a text. The files beside a tokenizer say which they are."""
+    named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
+    numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
+
+    def ids(name):
+        tokens = [r.get(name) for r in named]
+        tokens = [t.get("content") if isinstance(t, dict) else t for t in tokens]
+        found = [id_of(t) for t in tokens if isinstance(t, str)]
+        for record in numbered:
+            value = record.get(f"{name}_id")
+            found += value if isinstance(value, list) else [value]
+        return [i for i in found if isinstance(i, int) and i >= 0]
+
+    begin, end = ids("bos_token"), ids("eos_token")
+    usual = [i for i in map(id_of, ("<|endoftext|>", "</s>")) if i is not None]
+    for i in [*begin, default, *end, *usual]:
+        if 0 <= i < vocab_size:
+            return i, tuple(dict.fromkeys([*end, i]))
+    raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
+                      f"tokenizer_config.json), of which one must stand between documents")
+
+
+# -------------------------------------------------------------------------------------------
+
+def train_pieces(files: Sequence[tuple[str, Path]], out: Path, vocab_size: int) -> Pieces:
+    """Train a sentencepiece model on the lines of the files and save it as `out`."""
+    import sentencepiece
+
+    def lines():
+        for _, path in files:
+            with open(path, encoding="utf-8", errors="replace") as f:
+                for line in f:
+                    # In parts: the trainer drops sentences of more than 4192 bytes.
+                    line = line.rstrip("\n").replace("\0", " ")
+                    yield from (line[i:i + 1000] for i in range(0, len(line), 1000))
+
+    try:
+        # Nothing is normalised away: decode(encode(text)) is the text.
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(), model_prefix=str(out.with_suffix("")),
+            vocab_size=vocab_size, model_type="bpe", byte_fallback=True,
+            character_coverage=0.9995, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True, split_digits=True, input_sentence_size=1_000_000,
+            num_threads=os.cpu_count(), minloglevel=2)
+    except (RuntimeError, ValueError) as e:
+        most = re.search(r"value <= (\d+)", str(e))
+        raise ConfigError(f"--vocab_size {vocab_size}: " + (
+            f"the text has pieces for at most {most[1]}" if most
+            else str(e).splitlines()[-1].strip())) from None
+    out.with_suffix(".vocab").unlink(missing_ok=True)
+    return Pieces(out)

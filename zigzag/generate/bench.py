@@ -1,0 +1,89 @@
+"""python sample.py --bench: how fast a model generates here, compared with a lower bound.
+
+To decode one token of one row, a device must read all its weights once. So the time of that read,
+measured on an array of the same size, is the lower bound. If transformers and torch are installed,
+a published model is also run by them. All are measured in turn, and medians are printed.
+"""
+
+import importlib.util
+import statistics
+import time
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zigzag.core.errors import human_bytes
+
+PROMPT, TOKENS, TURNS = 128, 128, 3
+
+
+def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
+    """Print how many tokens per second `stream` (sample.py's) generates with these weights,
+    greedily, in batches of 1 and 8."""
+    weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
+    transformers_speed, rng = _transformers(folder), np.random.default_rng(0)
+    print(f"{human_bytes(weight_bytes)} of weights on a device; prompts of {PROMPT} tokens, "
+          f"{TOKENS} new ones, greedy; medians of {TURNS}")
+    for rows in (1, 8):
+        prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
+        ours, theirs, read = [], [], []
+        _tokens_per_second(stream, params, c, prompts)      # compiles
+        for _ in range(TURNS):
+            ours.append(_tokens_per_second(stream, params, c, prompts))
+            read.append(_read_seconds(weight_bytes))
+            if transformers_speed:
+                theirs.append(transformers_speed(prompts))
+        whole, each = (statistics.median(x) for x in zip(*ours))
+        least = statistics.median(read)
+        print(f"batch {rows}   {whole:7.1f} tokens/s; a token after the first takes "
+              f"{each * 1e3:.1f} ms, {each / least:.2f} times as long as\n          reading the "
+              f"weights ({least * 1e3:.1f} ms, {human_bytes(weight_bytes / least)}/s)")
+        if theirs:
+            ratio = statistics.median(a / b for (a, _), b in zip(ours, theirs))
+            print(f"          {statistics.median(theirs):7.1f} tokens/s by transformers; ours are "
+                  f"{ratio:.2f} times as many")
+
+
+def _tokens_per_second(stream, params, c, prompts):
+    """New tokens per second (prefill included), and the seconds of each token after the first."""
+    begin = time.perf_counter()
+    parts = stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS)
+    next(parts)
+    first = time.perf_counter()
+    for _ in parts:
+        pass
+    end = time.perf_counter()
+    return len(prompts) * TOKENS / (end - begin), (end - first) / (TOKENS - 1)
+
+
+def _read_seconds(size):
+    """The seconds in which a device reads so many bytes from its memory."""
+    array, total = jnp.ones(size // 4, jnp.float32), jax.jit(jnp.sum)
+    total(array).block_until_ready()
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        total(array).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _transformers(folder):
+    """A function from prompts to transformers' tokens per second; None if it is not installed."""
+    if not folder or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        return None
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    transformers.logging.set_verbosity_error()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def run(prompts):
+        ids, begin = torch.tensor(prompts), time.perf_counter()
+        with torch.no_grad():
+            theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS,
+                            min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        return len(prompts) * TOKENS / (time.perf_counter() - begin)
+
+    run([[1] * PROMPT])
+    return run

@@ -1,0 +1,161 @@
+"""The KV cache: what attention keeps of all tokens so far.
+
+    [B, K, S, N]    keys and values of a layer. The token at place p of the padded row is in slot
+                    p mod S
+    a window        S is the window and one chunk of a prompt: new tokens overwrite those that have
+                    left the window
+    latent          one vector for all heads, from which keys and values are made
+    on a mesh       tensor splits the heads K. Where it does not divide them it splits the slots S:
+                    each device attends with all heads to its own slots, and the results are joined
+                    as those of ring attention are
+
+Each layer has its own arrays, so that the compiled loop over tokens updates them in place (a scan
+over stacked layers would copy them). Slots come after heads because the matrix products read them
+in that order.
+"""
+
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import ambient, mark_varying
+from zigzag.parallel.attention import Token, both, in_blocks, self_attention
+from zigzag.weights.network import Layer
+
+# A prompt is prefilled in chunks of so many tokens.
+CHUNK = 256
+
+
+def _splits_heads(layer, specs, tensor):
+    """Whether tensor splits the heads of a layer's cache: its weights' specs say so."""
+    return layer.heads % tensor == 0 and any(
+        "tensor" in specs.get(name, ()) for name in layer.weights)
+
+
+def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]:
+    """The specs of a layer's cache, from those of its weights and of a batch."""
+    rows, = batch or (None,)
+    own = cross = P(rows)
+    if tensor > 1:
+        own = P(rows, "tensor") if _splits_heads(layer, specs, tensor) else P(rows, None, "tensor")
+    found = dict.fromkeys(layer.widths, own)
+    if layer.source:
+        if tensor > 1 and "tensor" in specs["cross_wk"]:
+            cross = P(rows, None, "tensor")
+        found |= {"cross_k": cross, "cross_v": cross, "cross_document": P(rows)}
+    return found
+
+
+def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None, tensor: int = 1
+              ) -> dict[str, Array]:
+    """An empty cache: so many rows and slots, over all devices together."""
+    if layer.window:
+        slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
+    if tensor > 1 and not _splits_heads(layer, specs, tensor):
+        slots = -(-slots // tensor) * tensor
+    return {name: jnp.zeros((rows, layer.heads, slots, width), dtype)
+            for name, width in layer.widths.items()}
+
+
+def _slot_shards(cached, kv_heads):
+    """Over how many devices tensor splits the slots (it does where a device has all heads)."""
+    sizes, manual = ambient()
+    return sizes["tensor"] if "tensor" in manual and cached.shape[1] == kv_heads else 1
+
+
+def _own_slots(cached, shards):
+    """The numbers of this device's slots."""
+    first = lax.axis_index("tensor") * cached.shape[2] if shards > 1 else 0
+    return first + jnp.arange(cached.shape[2])
+
+
+def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
+    """The cached array with new keys, values or latent vectors [B, T, K, N] from `slot` on."""
+    new = mark_varying(new.swapaxes(1, 2).astype(cached.dtype), cached)
+    shards, size = _slot_shards(cached, kv_heads), cached.shape[2]
+    if shards == 1:
+        return lax.dynamic_update_slice_in_dim(cached, new, slot % size, 2)
+    here = (slot + jnp.arange(new.shape[2])) % (size * shards) - lax.axis_index("tensor") * size
+    here = jnp.where((here >= 0) & (here < size), here, size)       # size: on another device
+    return cached.at[:, :, here].set(new, mode="drop")
+
+
+class Attend:
+    """shard.self_attend for new tokens [B, T], from `slot` on in rows that begin at start [B]: to
+    the keys and values in a layer's cache, after theirs were added. The new cache is `.layer`."""
+
+    def __init__(self, layer: dict[str, Array], slot: Array, start: Array, heads: int,
+                 kv_heads: int):
+        self.layer, self.slot, self.start = layer, slot, start
+        self.heads, self.kv_heads = heads, kv_heads
+
+    def __call__(self, q: Array, k: Array, v: Array, mask: Callable | None = None,
+                 scores: Callable | None = None, *, causal: bool = True, **others: Any) -> Array:
+        if not causal or any(a is not None for a in others.values()):
+            raise ConfigError(f"attention with {', '.join(others) or 'causal=False'} cannot "
+                              f"generate: to write token by token, attend takes a mask or scores")
+        self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
+                                   for name, a in (("k", k), ("v", v))}
+        query = query_tokens(self.slot, self.start, q.shape[1])
+        return attend(self_attention(mask, scores, True, self.heads), q, self.layer["k"],
+                      self.layer["v"], query, self.start, self.heads, self.kv_heads,
+                      folds=scores is None)
+
+
+def query_tokens(slot: Array, start: Array, count: int) -> Token:
+    """So many new tokens of each row, from this slot on; the rows begin at start [B]."""
+    slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
+    return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
+
+
+def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, start: Array,
+           heads: int, kv_heads: int, folds: bool = True) -> Array:
+    """Attention of queries q [B, T, H, N] to the cached k and v [B, K, S, N], which have the
+    queries' own keys already: [B, T, H, M]. attention(q, k, v, (query, key)) is as
+    attention.self_attention makes it. With `folds`, query heads that share a kv head are folded
+    into the time of q, so that keys need not be repeated."""
+    shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
+    if shards > 1 and own_heads < heads:
+        q = lax.all_gather(q, "tensor", axis=2, tiled=True)
+    (B, T, H, N), K = q.shape, k.shape[1]
+    key = _key_tokens(query, start, _own_slots(k, shards), k.shape[2] * shards)
+    folds = folds and K < H
+    if folds:
+        q = q.reshape(B, T, K, H // K, N).swapaxes(2, 3).reshape(B, -1, K, N)
+        query = jax.tree.map(lambda a: jnp.repeat(a, H // K, 1), query)
+
+    def attend_to(queries, keys):
+        (q, query), (k, v, key) = queries, keys
+        values, logsum = attention(q, k, v, both(query, key))
+        if shards > 1:      # in one array, since in_blocks concatenates only values
+            logsum = logsum.swapaxes(1, 2)[..., None]
+            values = jnp.concatenate([values.astype(jnp.float32), logsum], -1)
+        return values, logsum
+
+    out = in_blocks(attend_to, (q, query), (k.swapaxes(1, 2), v.swapaxes(1, 2), key), False)
+    if folds:
+        out = out.reshape(B, T, H // K, K, -1).swapaxes(2, 3).reshape(B, T, H, -1)
+    return out if shards == 1 else _join(out, own_heads).astype(q.dtype)
+
+
+def _key_tokens(query, start, slots, total):
+    """What is in these slots of the cache, of `total` in all. Each has the newest token whose place
+    in the row belongs there. Padding and slots that are still empty are in no document (-1)."""
+    last, start = query.slot[:, -1:], start[:, None]
+    slots = last - (last - slots) % total
+    return Token(slots, jnp.maximum(slots - start, 0), jnp.where(slots < start, -1, 0))
+
+
+def _join(out, own_heads):
+    """Attention to the slots of all devices, from each device's attention to its own slots. The
+    last number of `out` is the log-sum-exp of its scores. Gives this device's `own_heads` heads."""
+    values, logsum = out[..., :-1], out[..., -1:]
+    share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))
+    values = values * share / lax.psum(share, "tensor")
+    if own_heads == values.shape[2]:
+        return lax.psum(values, "tensor")
+    return lax.psum_scatter(values, "tensor", scatter_dimension=2, tiled=True)

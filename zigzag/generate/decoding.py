@@ -1,0 +1,348 @@
+"""How the next id is chosen, the decoding loop, beam search, and all of it on a mesh.
+
+    logits [B, V] -> repetition penalty -> temperature -> top_k -> top_p -> min_p -> one id
+
+Both loops call next_logits(ids [B, 1], cache, slot) -> logits, cache, and carry a dict of arrays,
+the state. If rows are split over devices, all devices go on until the last row has ended: they may
+have to gather weights together.
+
+On a mesh, a forward pass is one shard_map, as a training step is. Beside the weights it takes the
+state: the rows (padded to a number that divides over the mesh), the cache
+(zigzag/generate/cache.py), and what all rows share. Weights are split as in training, but each
+device has all layers.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import (
+    batch_spec,
+    cast,
+    mark_varying,
+    mesh_of,
+    shardings,
+    varying,
+    without_axis,
+)
+from zigzag.generate.cache import layer_specs, new_layer
+from zigzag.weights import lora
+from zigzag.weights.network import Layer
+from zigzag.weights.table import layer_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How an id is chosen: the options of `generate` that are compiled into the loop."""
+    temperature: float = 1.0            # 0: greedy
+    top_k: int = 0                      # keep the k likeliest ids; 0: all
+    top_p: float = 1.0                  # keep the likeliest with this probability together
+    min_p: float = 0.0                  # keep those with this share of the likeliest's probability
+    repetition_penalty: float = 1.0     # divides positive logits of earlier ids, multiplies others
+
+    def __post_init__(self) -> None:
+        for name, value, accepted, is_right in (
+                ("temperature", self.temperature, "0 or more", self.temperature >= 0),
+                ("top_k", self.top_k, "0 or more", self.top_k >= 0),
+                ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
+                ("min_p", self.min_p, "from 0 to 1", 0 <= self.min_p <= 1),
+                ("repetition_penalty", self.repetition_penalty, "above 0",
+                 self.repetition_penalty > 0)):
+            if not is_right:
+                raise ConfigError(f"{name} {value}: must be {accepted}")
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def end_ids(ends: Any, vocab_size: int) -> list[int]:
+    """The ids in `ends` (one, several or None) that the model can give."""
+    return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
+
+
+def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
+    """One id for each row of logits [B, V], with each row's own key."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
+    logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ranked = jnp.sort(logits, descending=True)
+        share = jax.nn.softmax(ranked, -1)
+        # An id stays if those before it have less than top_p. (A tiny top_p is 0 in float32.)
+        stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
+        least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.min_p > 0:
+        least = logits.max(-1, keepdims=True) + jnp.log(sampling.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def penalised(logits: Array, seen: Array, penalty: float) -> Array:
+    """Logits [B, V], lower for the ids that are `seen` [B, V]."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def ids_seen(tokens: Array, start: Array, vocab_size: int) -> Array:
+    """Which ids [B, V] the rows [B, P] have, padding aside."""
+    real = jnp.arange(tokens.shape[1]) >= start[:, None]
+    rows = jnp.arange(len(tokens))[:, None]
+    return jnp.zeros((len(tokens), vocab_size), bool).at[rows, tokens].max(real)
+
+
+def empty_ids(rows: int, size: int, seeds: Array, ends: Sequence[int]) -> dict[str, Any]:
+    """What the state has beside the cache, before the first id is chosen."""
+    return {"ids": np.zeros((rows, size), np.int32), "logprobs": np.zeros((rows, size), np.float32),
+            "count": np.int32(0), "seeds": seeds, "ended": np.zeros(rows, bool),
+            # (-1 is no id. Eight or fewer ends are always 8, so that others compile nothing.)
+            "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
+
+
+def append_ids(state: dict[str, Any], logits: Array, sampling: Sampling) -> dict[str, Any]:
+    """The state with one more id for each row, chosen by these logits [B, V]. Rows that have ended
+    get ids too, which nobody reads."""
+    count, scores = state["count"], logits
+    if "seen" in state:
+        scores = penalised(scores, state["seen"], sampling.repetition_penalty)
+    keys = jax.vmap(lambda seed: functools.reduce(
+        jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(state["seeds"])
+    ids = draw(scores, keys, sampling)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
+    new = {"ids": lax.dynamic_update_slice_in_dim(state["ids"], ids[:, None], count, 1),
+           "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], logprobs, count, 1),
+           "count": count + 1, "ended": state["ended"] | (ids[:, None] == state["ends"]).any(-1)}
+    if "seen" in state:
+        new["seen"] = state["seen"] | (jnp.arange(logits.shape[1]) == ids[:, None])
+    return state | new
+
+
+def any_device(x: Array) -> Array:
+    """Whether x has a True on any device."""
+    x, axes = x.any(), tuple(sorted(varying(x)))
+    return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
+
+
+def decode_loop(next_logits: Callable, state: dict[str, Any], limit: Array, sampling: Sampling
+                ) -> dict[str, Any]:
+    """The state with `limit` ids in each row, or fewer if all rows have ended before."""
+    def body(carry):
+        state, _ = carry
+        last = lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
+        logits, cache = next_logits(last, state["cache"], state["slot"] + state["count"] - 1)
+        state = append_ids(state | {"cache": cache}, logits, sampling)
+        return state, any_device(~state["ended"])
+
+    return lax.while_loop(lambda carry: carry[1] & (carry[0]["count"] < limit), body,
+                          (state, any_device(~state["ended"])))[0]
+
+
+# -------------------------------------------------------------------------------------------
+# Beam search. Of each prompt it has K running beams, and the K best that have finished.
+
+NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
+LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
+FINISHED = ("finished", "finished_scores", "lengths")       # of the state: the best beams
+
+
+def _begin_beams(logits, beams, tokens):
+    """The state before the first ids. All beams of a prompt are equal, so only the first exists."""
+    B = len(logits)
+    ids, none = jnp.zeros((B, beams, tokens), jnp.int32), jnp.zeros((B, beams), bool)
+    state = {"running": ids, "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
+             "finished": ids, "finished_scores": jnp.where(none, 0, LOWEST),
+             "lengths": ids[:, :, 0], "is_finished": none, "can_improve": ids[:, 0, 0] == 0}
+    return {**mark_varying(state, logits), "count": jnp.int32(0)}
+
+
+def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any, vocab_size: int
+                ) -> None:
+    """Refuse options of a beam search."""
+    if not 1 <= beams <= vocab_size:
+        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
+    if tokens < 1:
+        raise ConfigError(f"tokens {tokens}: must be at least 1")
+    if not math.isfinite(length_penalty):
+        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
+    if early_stop not in (True, False, "never"):
+        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
+
+
+def _gather_beams(tree, beams):
+    """Of arrays [B, K, ...] the beams [B, k] with these numbers."""
+    return jax.tree.map(lambda a: jnp.take_along_axis(
+        a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
+
+
+def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, ends: Array,
+              beams: int, tokens: int, limit: Array, length_penalty: float,
+              early_stop: bool | str) -> dict[str, Any]:
+    """Beam search from the cache and the logits [B, V] after each prompt, of at most `limit` ids.
+    Options are those of sample.beam_search."""
+    def score(sums, length):
+        return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
+
+    def body(carry):
+        state, cache, logits, _ = carry
+        (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
+        # The best continuations of all beams together: enough that K of them go on.
+        scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
+        candidates = min(max(2, 1 + len(ends)) * K, K * V)
+        scores, best = lax.top_k(scores.reshape(B, -1), candidates)
+        parents, new_ids = best // V, (best % V).astype(jnp.int32)
+        ids = lax.dynamic_update_slice_in_dim(
+            _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
+        is_end = (new_ids[..., None] == ends).any(-1)
+        stops = is_end | (count + 1 >= limit)
+
+        # The K best that go on.
+        running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
+        parents, running = _gather_beams((parents, ids), chosen)
+
+        # The K best that have finished, now or before.
+        stops_in_top = stops & (jnp.arange(candidates) < K)
+        may_finish = stops_in_top & state["can_improve"][:, None] & (scores > NEG_INF / 2)
+        if early_stop is True:
+            may_finish &= ~state["is_finished"].all(-1, keepdims=True)
+        new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
+        finished_scores, chosen = lax.top_k(
+            jnp.concatenate([state["finished_scores"], new_scores], 1), K)
+        old = state["finished"], state["lengths"], state["is_finished"]
+        new = ids, jnp.where(is_end, count, count + 1), stops_in_top
+        finished, lengths, is_finished = _gather_beams(
+            jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new), chosen)
+
+        # Can a running beam still beat the worst of these?
+        longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
+        worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), LOWEST)
+        can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
+        goes_on = can_improve & ~(is_finished.all(-1) & (early_stop is True))
+
+        state = {"running": running, "running_scores": running_scores, "finished": finished,
+                 "finished_scores": finished_scores, "lengths": lengths,
+                 "is_finished": is_finished, "can_improve": can_improve, "count": count + 1}
+        rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)
+        cache = [{name: a if name.startswith("cross") else a[rows] for name, a in layer.items()}
+                 for layer in cache]
+        logits, cache = next_logits(running[:, :, count].reshape(-1, 1), cache, slot + count)
+        return state, cache, logits, any_device(goes_on) & (count + 1 < limit)
+
+    state = _begin_beams(logits, beams, tokens)
+    cache = jax.tree.map(lambda a: jnp.repeat(a, beams, 0), cache)
+    return lax.while_loop(lambda carry: carry[3], body, (
+        state, cache, jnp.repeat(logits, beams, 0), any_device(state["can_improve"])))[0]
+
+
+# -------------------------------------------------------------------------------------------
+# Decoding on a mesh: which device has which rows, weights and parts of the cache
+
+REPLICATED = {"count", "slot", "ends", "limit"}      # of a state: the same for all rows
+
+
+@contextlib.contextmanager
+def mesh_of_weights(params: Any) -> Iterator[None]:
+    """Make the mesh that the weights lie on jax's ambient mesh."""
+    mesh = mesh_of(params)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        yield
+
+
+def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
+    """The tree with a list of layers, each a dict of its own, in place of stacked ones [L, ...]:
+    `counts` has the names of the stacks, in order, and how many layers are in each. of_layer(leaf,
+    i) makes the leaf of layer i from a stacked leaf (a weight, or its spec)."""
+    return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
+        lora.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
+        for name, count in counts.items() for i in range(count)]}
+
+
+def decoding_specs(weight_specs: Any, table: Any) -> Any:
+    """The specs of decoding's weights, from those of training; `table` is the network's."""
+    return unstack_layers(without_axis(weight_specs, "pipe"), layer_counts(table),
+                          lambda spec, i: P(*spec[1:]))
+
+
+def for_decoding(params: Any, dtype: str, specs: Any) -> Any:
+    """The weights in this precision, with a list of layers, on the ambient mesh. Weights that are
+    so already are returned as they are."""
+    if isinstance(params["layers"], list):
+        return params
+    # (w[i] would compile one slice for each i; a dynamic index compiles one for all layers.)
+    params = unstack_layers(cast(params, dtype), layer_counts(params),
+                            lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False))
+    return placed(params, specs)
+
+
+def decoding_shapes(dtype: str, shapes: Any, specs: Any, mesh: Any) -> Any:
+    """The shapes of for_decoding's result, each with its sharding."""
+    shapes = jax.eval_shape(lambda params: for_decoding(params, dtype, None), shapes)
+    specs = jax.tree.map(lambda _: P(), shapes) if specs is None else specs
+    return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes,
+                        shardings(specs, mesh))
+
+
+def placed(tree: Any, specs: Any) -> Any:
+    """The tree, split over the ambient mesh by its specs; unchanged if they are None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
+
+
+def cache_specs(layers: Sequence[Layer], specs: Any) -> list[dict[str, P]]:
+    """The specs of the cache, from those of the weights."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [layer_specs(layer, own, batch_spec(mesh), mesh.shape["tensor"])
+            for layer, own in zip(layers, specs["layers"], strict=True)]
+
+
+def empty_cache(layers: Sequence[Layer], rows: int, slots: int, dtype: Any, specs: Any
+                ) -> list[dict[str, Any]]:
+    """A cache with no tokens, for so many rows and slots."""
+    tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
+    cache = [new_layer(layer, rows, slots, dtype, specs and specs["layers"][i], tensor)
+             for i, layer in enumerate(layers)]
+    specs = specs and [{name: split[name] for name in layer}
+                       for layer, split in zip(cache, cache_specs(layers, specs))]
+    return placed(cache, specs)
+
+
+def gather_all_but_layers(params: Any, specs: Any, gather: Callable) -> Any:
+    """All-gather the weights over fsdp with `gather` (shard.gather), except those of layers:
+    model.extend gathers a layer's weights when it reaches the layer."""
+    if specs is None:
+        return params
+    gathered = {}
+    for name, w in params.items():
+        if isinstance(w, dict) and name != "layers":
+            gathered[name] = gather_all_but_layers(w, specs[name], gather)
+        else:
+            gathered[name] = w if name == "layers" else gather(w, specs[name])
+    return gathered
+
+
+def on_mesh(fn: Callable, params: Any, state: dict[str, Any], layers: Sequence[Layer], specs: Any,
+            outputs: Iterable[str]) -> dict[str, Any]:
+    """fn(params, state) in a shard_map over the ambient mesh, or directly if specs is None. fn gets
+    this device's part of the weights, and returns a dict with the names `outputs`."""
+    if specs is None:
+        return fn(params, state)
+    rows, cache = batch_spec(jax.sharding.get_abstract_mesh()), cache_specs(layers, specs)
+
+    def specs_of(names):
+        return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
+                       for layer in cache] if name in ("cache", "cross") else
+                P() if name in REPLICATED else rows for name in names}
+
+    return jax.shard_map(fn, in_specs=(specs if params else P(), specs_of(state)),
+                         out_specs=specs_of(outputs))(params, state)

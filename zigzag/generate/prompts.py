@@ -1,0 +1,276 @@
+"""The flags of sample.py, and its input: prompts, or texts to score, from the command line, a file
+or standard input, as ids.
+
+    The sea is                      a text on each line; blank lines are skipped
+    {"prompt": "The sea is"}        an object on each line: in a file *.jsonl, or where the first
+                                    line is an object with these fields
+
+The file name - stands for standard input.
+"""
+
+import collections
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, check_at_least, one_line
+from zigzag.core.flags import change
+from zigzag.disk.checkpoint import best_step
+from zigzag.disk.examples import texts_of
+from zigzag.disk.tokenizers import Tokenizer
+from zigzag.generate.decoding import Sampling
+from zigzag.hub.llama import fields_of, special_ids
+from zigzag.weights.network import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """python sample.py --run DIR --prompt TEXT: let a trained model go on writing
+
+    With no prompt it continues each line of standard input. On a terminal it talks: a conversation
+    where the model has a chat template, else it continues what you type."""
+    run: str = "out"            # the --out of a train.py
+    checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
+    model: str = ""             # or a Hugging Face folder with a published model
+    prompt: str = ""            # text to continue; empty: the beginning of a document. An
+                                # encoder-decoder reads it
+    prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
+    source: str = ""            # or what an encoder reads that reads no text: a .npy file
+    system: str = ""            # what the model is told before a conversation
+    score: str = ""             # instead, how likely each text of this file is: lines, or objects
+                                # with "text" (for an encoder-decoder: "source" and "target")
+    bench: bool = False         # instead, how fast it generates here
+    json: bool = False          # print a JSON object for each text
+    logprobs: bool = False      # add each new id and its log-probability to --json
+    batch: int = 8              # how many prompts or texts are computed together
+    tokens: int = 256           # how many new ids
+    stop: tuple = ()            # texts before which an answer ends
+    temperature: float = 0.8    # 0: greedy
+    top_k: int = 0              # keep the k likeliest ids; 0: all
+    top_p: float = 1.0          # keep the likeliest with this probability together
+    min_p: float = 0.0          # keep those with this share of the likeliest's probability
+    repetition_penalty: float = 1.0     # above 1: ids that are there already are less likely
+    beams: int = 0              # show this many continuations, by beam search (no temperature)
+    length_penalty: float = 1.0         # their score is divided by their length to this power
+    seed: int = 0               # of the random numbers
+    shards: int = 0             # devices to split the model over, whatever it was trained on
+    mesh: str = ""              # or axis=size,...; data takes the devices that are left
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
+
+
+# The flags that are also fields of Sampling.
+SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class TooLong(ConfigError):
+    """A prompt that is longer than the model's context."""
+
+
+def _check_flags(config):
+    """Refuse flags with wrong values, and flags that exclude each other."""
+    check_at_least(config, tokens=1, beams=0, shards=0, batch=1)
+    try:
+        Sampling(**{name: getattr(config, name) for name in SAMPLING_FLAGS})
+    except ConfigError as e:
+        raise ConfigError(f"--{e}") from None
+    given = [f"--{name}" for name in ("prompt", "prompts", "score") if getattr(config, name)]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: give one of them")
+    if config.logprobs and (not config.json or config.beams):
+        raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
+    if config.beams and config.score:
+        raise ConfigError("--beams and --score: give one of them")
+    if config.length_penalty != 1 and not config.beams:
+        raise ConfigError("--length_penalty is of a beam search: give --beams too")
+    if config.beams and any(getattr(config, name) != default for name, default in (
+            ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
+        raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
+                          "--min_p or --repetition_penalty")
+    if "" in config.stop:
+        raise ConfigError("--stop '': expected a text")
+    if config.checkpoint and config.model:
+        raise ConfigError("--checkpoint is of a run: give --run, not --model")
+    for name in ("prompt", "system", "stop"):
+        try:
+            "".join(getattr(config, name)).encode()
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character {e.start}; "
+                              f"expected text in UTF-8") from None
+
+
+def step_of(run: str, step: str) -> int | None:
+    """The step that --checkpoint names: a number, the best one or, where it is empty, the newest.
+    """
+    if not step:
+        return None
+    if step == "best":
+        return best_step(run)
+    if not step.isdecimal() or len(step) > 18:
+        raise ConfigError(f"--checkpoint {step}: expected the number of a step, or best")
+    return int(step)
+
+
+def read_lines(path: str, flag: str) -> list[tuple[str, str]]:
+    """(its place, for messages; the line) of each line that is not blank."""
+    name = f"{flag} {path}" if path != "-" else "standard input"
+    try:
+        raw = Path(path).read_bytes() if path != "-" else _standard_input()
+    except OSError as e:
+        raise ConfigError(f"{name}: {e.strerror or e}; expected a file with a text on each line"
+                          ) from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = raw.count(b"\n", 0, e.start) + 1
+        raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
+                          ) from None
+    lines = [(f"{name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
+             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if flag and not lines:
+        raise ConfigError(f"{name}: no text in it; expected one on each line")
+    return lines
+
+
+def _standard_input():
+    return sys.stdin.buffer.read() if sys.stdin else b""    # (None: it was closed)
+
+
+def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: str
+                ) -> list[tuple[str, ...]]:
+    """The texts of each line: these fields of a JSON object, or the line itself (only where there
+    is one field)."""
+    if len(fields) == 1 and not path.endswith((".jsonl", ".json")) and not (
+            lines and _is_object(lines[0][1], fields[0])):
+        return [(line,) for _, line in lines]
+    return [texts_of(line.encode(), where, fields) for where, line in lines]
+
+
+def given_lines(config: Any) -> list[tuple[str, str]]:
+    """The lines of the file that the command line names, if it names one."""
+    if config.score:
+        return read_lines(config.score, "--score")
+    return read_lines(config.prompts, "--prompts") if config.prompts else []
+
+
+def prompt_texts(config: Any, lines: Sequence[tuple[str, str]], has_input: bool) -> list[str]:
+    """The prompts, from a file, the command line or standard input. An empty standard input is one
+    empty prompt: the beginning of a document."""
+    if has_input and not config.prompts:
+        return [config.prompt]
+    lines = lines or read_lines("-", "")
+    return [text for text, in parse_lines(lines, ["prompt"], config.prompts)] or [""]
+
+
+def file_prompts(path: str, flag: str) -> list[str]:
+    """The prompts of a file."""
+    return [text for text, in parse_lines(read_lines(path, flag), ["prompt"], path)]
+
+
+def _is_object(line, field):
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and field in record
+
+
+# -------------------------------------------------------------------------------------------
+# Texts as ids
+
+class Prompt(NamedTuple):
+    """A prompt."""
+    text: str               # as the person or the file gave it
+    ids: Sequence[int]      # which the model continues
+    source: Any = None      # the input of the encoder
+    begin: str = ""         # the text shown before the answer
+    repeat: int = 0         # how many equal prompts come before it
+
+
+def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
+                 source: str = "") -> list[Prompt]:
+    """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
+    read text."""
+    counts, prompts = collections.Counter(), []
+    if source and reads_text(network, c):
+        raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
+    for number, text in enumerate(texts, 1):
+        what = f"prompt {number}" if len(texts) > 1 else "the prompt"
+        prompts.append(_make_prompt(network, c, tokenizer, text, source, what)._replace(
+            repeat=counts[text]))
+        counts[text] += 1
+    return prompts
+
+
+def reads_text(network: Network, c: Any) -> bool:
+    """Whether what a model reads is text: it has no encoder, or one that reads text."""
+    shape = network.source_shape(c)
+    return shape is None or len(shape) == 1
+
+
+def _make_prompt(network, c, tokenizer, text, source, what):
+    shape, is_text = network.source_shape(c), reads_text(network, c)
+    if shape is None:
+        return Prompt(text, check_length(network, tokenizer.prompt(text), c, what), begin=text)
+    if is_text and not text.strip():
+        raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
+    encoder_input = tokenizer.with_ends(text) if is_text else load_source(source, shape)
+    if is_text and len(encoder_input) > (limit := network.max_positions(c)):
+        raise TooLong(f"{what} has {len(encoder_input):,} tokens; the model's encoder has "
+                      f"positions for {limit:,}")
+    return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
+
+
+def load_source(path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of this shape in a .npy file, for an encoder that does not read text."""
+    try:
+        return np.asarray(np.load(path, allow_pickle=False), np.float32)
+    except (OSError, ValueError, TypeError, EOFError) as e:
+        raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
+                          f"{list(shape)} ({one_line(e)})") from None
+
+
+def scored_texts(network: Network, c: Any, tokenizer: Tokenizer,
+                 lines: Sequence[tuple[str, str]], path: str
+                 ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
+    """The texts to score, their ids, and the encoder's inputs (None without one). The first id of
+    each is not scored: it is the tokenizer's start id or, if it has none, the text's first."""
+    if network.source_shape(c) is None:
+        texts = [text for text, in parse_lines(lines, ["text"], path)]
+        return texts, [tokenizer.prompt(text) for text in texts], None
+    if not reads_text(network, c):
+        raise ConfigError(f"--score {path}: this model's encoder reads arrays "
+                          f"{list(network.source_shape(c))}, not a text")
+    pairs, start = parse_lines(lines, ["source", "target"], path), special_ids(c, tokenizer)[0]
+    targets = [tokenizer.with_ends(target) for _, target in pairs]
+    # (As data.collate_pairs: BART's targets begin with another id, those of others perhaps not.)
+    rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in targets]
+    return ([target for _, target in pairs], rows,
+            [tokenizer.with_ends(source) for source, _ in pairs])
+
+
+def whole_context(c: Any) -> Any:
+    """The configuration of a fine-tuned run, with the whole context of its published model: it may
+    have been trained on shorter rows."""
+    record = json.loads(c.published or "{}")
+    context = fields_of(record)["seq_len"] if record else 0
+    return change(c, seq_len=max(c.seq_len, context))
+
+
+def check_length(network: Network, ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
+    """The ids of a prompt. Refuses those that are longer than the context."""
+    limit = min(c.seq_len, network.max_positions(c))
+    if len(ids) > limit:
+        raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {limit:,}")
+    return ids
+
+
+def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) -> int:
+    """`tokens`, or fewer if the model has no positions for so many after this prompt. (The last new
+    id is not read, and needs none.)"""
+    return min(tokens, network.max_positions(c) - len(ids) + 1)

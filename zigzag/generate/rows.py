@@ -1,0 +1,173 @@
+"""Prompts as arrays. Their length is padded to one of few, so that few programs are compiled, and
+their number to one that divides over the mesh.
+
+    . . t h e |        prompts are padded on the left: places before a row's start are masked
+    o n c e   |
+              ^ all rows choose their first new id at the same place
+"""
+
+from typing import Any, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import row_groups
+from zigzag.generate.cache import CHUNK
+from zigzag.weights.network import Network
+
+
+def padded_length(length: int) -> int:
+    """The length to which a row is padded: a power of two from 16, or a multiple of CHUNK."""
+    if length > CHUNK:
+        return -(-length // CHUNK) * CHUNK
+    return max(16, 2 ** (length - 1).bit_length())
+
+
+def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int
+                   ) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as [B, P], padded on the left, and the place [B] where each begins. All `tokens` new
+    ids but the last, which is not read, must have positions too."""
+    longest, limit = _check_ids("prompt", prompts, c), network.max_positions(c)
+    if tokens < 0:
+        raise ConfigError(f"tokens {tokens}: must be at least 0")
+    if longest > c.seq_len:
+        raise ConfigError(f"a prompt has {longest} tokens; the model's context has {c.seq_len}")
+    if longest + max(tokens - 1, 0) > limit:
+        raise ConfigError(f"a prompt of {longest} tokens and {tokens} new ones: the model has "
+                          f"positions for {limit}")
+    padded = np.zeros((len(prompts), padded_length(longest)), np.int32)
+    for row, ids in zip(padded, prompts):
+        row[-len(ids):] = ids
+    return padded, np.array([padded.shape[1] - len(ids) for ids in prompts], np.int32)
+
+
+def _check_ids(what, rows, c):
+    """Refuse rows that are empty or have unknown ids. Returns the length of the longest."""
+    if isinstance(rows, str) or any(isinstance(row, str) or not np.ndim(row) for row in rows):
+        raise ConfigError(f"a {what} is a list of ids: encode a text first, and put a single "
+                          f"{what} into a list")
+    if not len(rows) or not all(map(len, rows)):
+        raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
+    for number, row in enumerate(rows):
+        if wrong := [i for i in row if not 0 <= i < c.vocab_size]:
+            raise ConfigError(f"{what} {number} has the id {wrong[0]}; the model knows 0 to "
+                              f"{c.vocab_size - 1}")
+    return max(map(len, rows))
+
+
+def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
+    """The encoder's inputs, from the sources; {} for a model without an encoder."""
+    shape = network.source_shape(c)
+    if (source is None) == (shape is not None):
+        raise ConfigError("this model has an encoder: give it a source" if source is None else
+                          "this model has no encoder to give a source to")
+    if source is None:
+        return {}
+    if len(source) != rows:
+        raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
+    if len(shape) > 1:      # (it reads no text)
+        array = np.asarray(source, np.float32)
+        if array.shape != (rows, *shape):
+            raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
+                              f"{[rows, *shape]}")
+        return {"source": array}
+    longest = _check_ids("source", source, c)
+    padded = np.zeros((rows, max(longest, min(padded_length(longest), shape[0]))), np.int32)
+    mask = np.zeros(padded.shape, np.float32)
+    for row, mask_row, ids in zip(padded, mask, source):
+        row[:len(ids)], mask_row[:len(ids)] = ids, 1
+    return {"source": padded, "source_mask": mask}
+
+
+def pad_rows(rows: Any, xp: Any = np) -> Any:
+    """An array of rows, the last one repeated until their number divides over the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    more = 0 if mesh.empty else -len(rows) % row_groups(mesh)
+    return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
+
+
+def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
+                  source: Any) -> dict[str, np.ndarray]:
+    """Prompts and sources as arrays, whose number of rows divides over the mesh."""
+    padded, start = padded_prompts(network, prompts, c, tokens)
+    arrays = {"tokens": padded, "start": start,
+              **source_arrays(network, source, c, len(prompts))}
+    return {name: pad_rows(x) for name, x in arrays.items()}
+
+
+def on_host(x: Any) -> np.ndarray:
+    """The whole array as numpy, also if other processes have parts of it."""
+    if not getattr(x, "is_fully_addressable", True):
+        whole = jax.sharding.NamedSharding(x.sharding.mesh, P())
+        x = jax.jit(lambda x: x, out_shardings=whole)(x)
+    return np.asarray(x)
+
+
+# -------------------------------------------------------------------------------------------
+# Seeds
+
+def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
+    """A hash of each row [B, ...], from its place `first` [B] on."""
+    rows = rows.reshape(len(rows), -1)
+    if rows.dtype == np.float32:
+        rows = rows.view(np.uint32)
+    place = xp.arange(rows.shape[1])[None] - xp.asarray(first).reshape(-1, 1)
+    mixed = (rows.astype(np.uint32) ^ place.astype(np.uint32) * np.uint32(0x9E3779B1)
+             ) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    return xp.where(place >= 0, mixed ^ mixed >> np.uint32(16), np.uint32(0)).sum(
+        1, dtype=np.uint32)
+
+
+def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
+    """What the random numbers of each row follow from [B, 3]: its seed, a hash of its content, and
+    (unless traced) how many equal rows come before it. So an answer depends neither on the other
+    rows nor on their order, and equal prompts get different answers.
+    `seed` is one number, or one for each of the `count` rows that are not padding."""
+    content = content_hash(rows["tokens"], rows["start"], xp)
+    if "source" in rows:
+        content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
+    if np.ndim(seed):
+        if len(seed) != count:
+            raise ConfigError(f"{count} prompts and {len(seed)} seeds: expected one for each")
+        seed = pad_rows(np.asarray(seed))
+    seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)
+    nth, seen = np.zeros(len(content), np.uint32), {}
+    for row, key in enumerate(zip(seeds.tolist(), content.tolist()) if xp is np else ()):
+        nth[row] = seen[key] = seen.get(key, -1) + 1
+    return xp.stack([seeds, content, nth], 1)
+
+
+# -------------------------------------------------------------------------------------------
+# Ends and windows
+
+def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
+    """The ids before the first one in `ends`."""
+    return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
+
+
+def overlapping_windows(rows: Sequence[Sequence[int]], length: int
+                        ) -> Iterator[tuple[int, Sequence[int], int]]:
+    """Windows of the rows, which overlap by half: the row's number, the window's ids, and how many
+    of these are context, not scored."""
+    if length < 2:
+        raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
+    half = length // 2
+    for number, ids in enumerate(rows):
+        begin, context = 0, 1
+        while begin == 0 or begin + length - half < len(ids):
+            yield number, ids[begin:begin + length], context
+            begin, context = begin + half, length - half
+
+
+def scored_arrays(network: Network, windows: Sequence[tuple[int, Sequence[int], int]],
+                  sources: Any, c: Any) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    """The row numbers of some windows, their arrays, and which places [B, P] are scored."""
+    numbers, ids, context = zip(*windows)
+    sources = None if sources is None else [sources[n] for n in numbers]
+    arrays = prompt_arrays(network, ids, c, 0, sources)
+    P = arrays["tokens"].shape[1]
+    begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
+    return list(numbers), arrays, np.arange(P) >= begin[:, None]

@@ -1,0 +1,250 @@
+"""What sample.py prints and what a person types.
+
+    Answer          the text of an answer, from ids that arrive one after the other
+    show            print several answers in order: live on a terminal, else whole, or as JSON
+    show_scores     print a table of texts and their log-probabilities
+    ctrl_c          the first Ctrl-C stops an answer, not the program
+    converse        read lines from a person and answer each
+    ends_quietly    a closed pipe (| head -1) is no error
+
+An Answer holds back text that a later id may still change:
+
+    ids     Wh | at | \xf0\x9f | \x98 | \x80 | # | ## | ...
+    shown   Wh | What |        |      | What😀 |   |     ...     with --stop "###": # may be its
+                                                                 beginning, and is held back
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+from zigzag.core.errors import RunError
+from zigzag.generate.prompts import Prompt, TooLong
+
+# -------------------------------------------------------------------------------------------
+# An answer
+
+class Answer:
+    """The text of at most `tokens` ids that follow a prompt. It ends before the first stop text.
+    `more` are further fields of its JSON; a list has one item for each id."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
+                 stop: Sequence[str] = (), **more: Any):
+        self.decode, self.prompt, self.tokens, self.stop, self.more = (
+            decode, prompt, tokens, stop, more)
+        self.ids, self.text = [], ""        # (its end may still be the beginning of a stop)
+        self.reason = ""        # why it has ended: stop, length
+        # Only a window of the last ids is decoded again. Some tokenizers drop a space where a text
+        # begins, so the window begins with ids whose text, `known` characters, is shown already.
+        self.window, self.mark = list(prompt.ids), len(prompt.ids)
+        self.known = len(decode(self.window))
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Add the next ids. No ids: the answer has ended."""
+        for i in ids:
+            if not self.reason:
+                self.ids.append(i)
+                self.window.append(i)
+                self._decode_window()
+        if not self.reason and (not len(ids) or len(self.ids) >= self.tokens):
+            self._decode_window(is_end=True)
+            self.reason = self.reason or ("length" if len(self.ids) >= self.tokens else "stop")
+
+    def _decode_window(self, is_end=False):
+        """Decode the window, without a last character whose bytes are not complete."""
+        decoded = self.decode(self.window)
+        complete = decoded if is_end else decoded.rstrip("\ufffd")
+        begin = len(self.text)
+        self.text += complete[self.known:]
+        self.known = max(self.known, len(complete))
+        for stop in self.stop:
+            if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0:
+                self.text, self.reason = self.text[:at], "stop"
+        if complete == decoded:
+            self._move_window()
+
+    def _move_window(self):
+        """Drop the ids before the mark. It is moved only between characters."""
+        if len(self.window) - self.mark >= 8:
+            if rest := self.decode(self.window[self.mark:]):
+                self.window, self.known = self.window[self.mark:], len(rest)
+            self.mark = len(self.window)
+
+    def shown(self) -> str:
+        """The text that no later id can change."""
+        held = 0 if self.reason else max(
+            (n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
+            default=0)
+        return self.prompt.begin + self.text[:len(self.text) - held]
+
+    def record(self) -> dict[str, Any]:
+        """The answer as a JSON object."""
+        more = {name: x[:len(self.ids)] if isinstance(x, list) else x
+                for name, x in self.more.items()}
+        if "logprobs" in more:
+            more["logprob"] = math.fsum(more["logprobs"])
+        return {"prompt": self.prompt.text, "text": self.text, "tokens": len(self.ids),
+                "stopped": self.reason, **more}
+
+
+# -------------------------------------------------------------------------------------------
+# What is printed
+
+# Control characters except tab and newline: a text must not move the cursor or retitle a window.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def is_terminal() -> bool:
+    """Whether a person reads what is printed."""
+    return bool(sys.stdout) and sys.stdout.isatty()     # (None: it was closed)
+
+
+def is_conversation() -> bool:
+    """Whether a person also types."""
+    return bool(sys.stdin) and sys.stdin.isatty() and is_terminal()
+
+
+def _in_order(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer]
+              ) -> Iterator[tuple[Answer, str]]:
+    """Pairs (answer, its new text), one answer after the other: the next begins when this one has
+    ended (it then has a reason)."""
+    at = sent = 0
+    pieces = iter(pieces)
+    while True:
+        while at < len(answers):
+            answer, text = answers[at], answers[at].shown()
+            yield answer, text[sent:]
+            sent = len(text)
+            if not answer.reason:
+                break
+            at, sent = at + 1, 0
+        if at == len(answers):
+            return
+        for answer, ids in zip(answers, next(pieces, [()] * len(answers)), strict=True):
+            answer.add(ids)
+
+
+def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
+         as_json: bool = False, pressed: Sequence[int] = ()) -> None:
+    """Print answers in their order: on a terminal as they grow, else when they have ended. Each of
+    `pieces` has the new ids of every answer (none if it has ended). Ctrl-C (`pressed`) stops it."""
+    is_live = is_terminal() and not as_json
+    for answer, text in _in_order(itertools.takewhile(lambda _: not pressed, pieces), answers):
+        if is_live:
+            write(text, "\n" if answer.reason else "")
+        elif answer.reason:
+            print(_json(answer.record()) if as_json else answer.shown(), flush=True)
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Print to a terminal at once, without control characters."""
+    print(CONTROL.sub("\ufffd", text), end=end, flush=True)
+
+
+def _json(record):
+    encoding = sys.stdout and sys.stdout.encoding or ""
+    return json.dumps(record, ensure_ascii=not encoding.lower().startswith("utf"))
+
+
+def show_scores(texts: Sequence[str], found: Iterable[tuple[float, int]], as_json: bool) -> None:
+    """Print the log-probability, the number of scored tokens and the perplexity of each text, and
+    of all texts together."""
+    def line(name, text, logprob, tokens):
+        perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
+        if as_json:
+            return _json({name: text, "logprob": logprob, "tokens": tokens,
+                          "perplexity": perplexity})
+        number = "-"
+        if tokens:
+            number = f"{perplexity:,.3f}" if perplexity < 1e6 else f"{perplexity:.3g}"
+        text = CONTROL.sub(" ", " ".join(text.split()))
+        return f"{logprob:15.3f}  {tokens:8,}  {number:>10}  {text:.57}"
+
+    if not as_json:
+        print("log-probability    tokens  perplexity  text")
+    logprobs, counts = [], []
+    for text, (logprob, count) in zip(texts, found, strict=True):
+        logprobs.append(float(logprob))
+        counts.append(int(count))
+        print(line("text", text, logprobs[-1], counts[-1]), flush=True)
+    total = len(texts) if as_json else f"all {len(texts):,} texts"
+    print(line("texts", total, math.fsum(logprobs), sum(counts)))
+
+
+# -------------------------------------------------------------------------------------------
+# A person at a terminal
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """The first Ctrl-C is appended to the list that this yields. A second interrupts, as usual."""
+    pressed, usual = [], signal.getsignal(signal.SIGINT)
+
+    def on_signal(number, _):
+        pressed.append(number)
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def converse(greeting: str, answer: Callable[[str, list[int]], None]) -> None:
+    """Call answer(line, pressed) for each line that a person types. It must return soon after
+    `pressed` is no longer empty (Ctrl-C)."""
+    with contextlib.suppress(ImportError):      # (not every Python has it)
+        importlib.import_module("readline")     # so that a line can be edited
+    write(f"{greeting}: Ctrl-C stops an answer or clears the line, Ctrl-D ends")
+    while True:
+        try:
+            line = input("> ")
+            line.encode()
+        except EOFError:
+            return write("")
+        except KeyboardInterrupt:
+            write("")
+            continue
+        except UnicodeError:
+            write("error: that line is not UTF-8")
+            continue
+        if not line.strip():
+            continue
+        try:
+            with ctrl_c() as pressed:
+                answer(line, pressed)
+        except TooLong as e:
+            write(f"error: {e}")
+        except KeyboardInterrupt:       # (Ctrl-C twice: it was compiling, and could not stop)
+            write("")
+
+
+@contextlib.contextmanager
+def ends_quietly() -> Iterator[None]:
+    """End with status 0 when the reader of stdout has closed it, with 130 on Ctrl-C, and with one
+    line when it cannot be written. Characters that its encoding does not have are escaped."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # (flushed at exit)
+    except OSError as e:
+        if sys.stdout is None or e.filename is not None:        # (not of the output)
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise RunError(f"the output cannot be written: {e.strerror or e}") from None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)

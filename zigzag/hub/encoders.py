@@ -1,0 +1,310 @@
+"""Published encoders: BERT, RoBERTa and ALBERT of text, ViT and BEiT of pictures.
+
+`architectures` of a config.json says which head a folder has. What the class that it names does not
+have is not read and not written, as transformers does it: the pooler of a masked language model,
+and the token that stands for hidden patches (a BEiT with one is saved as one without it). A model
+for pretraining is read as a masked language model, and saved as one; what it says of the next
+sentence is left out.
+
+family.py says what a family is.
+"""
+
+import json
+
+from zigzag.core.errors import ConfigError
+from zigzag.hub.family import Family, columns, head, layer_norm, rows, under
+from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, sizes
+
+ENCODERS: dict[str, Family] = {}
+
+# Buffers, and what only BertForPreTraining and AlbertForPreTraining have.
+LEFT_OUT = (r".*embeddings\.(position_ids|token_type_ids)", r"(\w+\.)?pooler\..*",
+            r"cls\.seq_relationship\..*", r"sop_classifier\..*",
+            r"(cls\.predictions|predictions|lm_head)\.decoder\.bias")
+# In folders by the oldest versions, BERT's own for example.
+OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+
+# -------------------------------------------------------------------------------------------
+# Heads
+
+def classed(r, **heads):
+    """The fields of the head that `architectures` names: of `heads`, by the end of a class."""
+    names = r.get("architectures") or [None]
+    kind = "".join(part.capitalize() for part in r["model_type"].split("_"))
+    kind = {"Vit": "ViT"}.get(kind, kind)
+    known = {f"{kind}{end}": fields for end, fields in heads.items()}
+    if names[0] not in known:
+        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
+                          f"model_type {r['model_type']}, only {', '.join(known)}")
+    fields = dict(known[names[0]])
+    if fields["head"] == "classes":
+        fields["labels"] = _labels(r)
+    if names[0].endswith("ForPreTraining"):
+        fields["published"] = _published(r, architectures=[f"{kind}ForMaskedLM"])
+    return fields
+
+
+def _published(r, **changes):
+    return json.dumps({**r, **changes}, sort_keys=True)
+
+
+def _labels(r):
+    if r.get("problem_type") not in (None, "single_label_classification"):
+        refuse(r, problem_type="single_label_classification")
+    names = r.get("id2label")
+    labels = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
+    if count({"labels": labels}, "labels") == 1:
+        raise ConfigError("config.json: 1 label is not supported: that is a regression")
+    return labels
+
+
+def _pooler(fields, names):
+    """A model without a head may have a pooler, or none."""
+    if fields["head"] == "none" and not any("pooler." in name for name in names):
+        return {"pool_dense": False}
+    return {}
+
+
+def classifier(name):
+    return {f"{name}.weight": "A D -> classifier", f"{name}.bias": "A -> classifier_bias"}
+
+
+def _dense(name):
+    return {f"{name}.weight": "D d -> pool", f"{name}.bias": "D -> pool_bias"}
+
+
+# -------------------------------------------------------------------------------------------
+# Text
+
+TEXT = dict(hidden_act="gelu", max_position_embeddings=512, type_vocab_size=2, layer_norm_eps=1e-12,
+            position_embedding_type="absolute", pad_token_id=0, tie_word_embeddings=True)
+POOLED, PLAIN = dict(head="classes", pool_dense=True), dict(head="none", pool_dense=True)
+MASKED = dict(head="masked")
+
+
+def _text(r):
+    refuse(r, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    return {**sizes(r), "causal": False, "norm": "layer", "norm_eps": r["layer_norm_eps"],
+            "norm_place": "post", "embed_norm": True, "gated": False,
+            "d_ff": count(r, "intermediate_size"), "token_types": count(r, "type_vocab_size"),
+            "positions": "learned", "position_rows": r["max_position_embeddings"],
+            "biases": "qkv,out,mlp,head", "tied": bool(r["tie_word_embeddings"]),
+            "activation": activation(r["hidden_act"])}
+
+
+def _bert(r):
+    return {**_text(r), **classed(
+        r, ForMaskedLM=MASKED, ForPreTraining=MASKED, ForSequenceClassification=POOLED,
+        Model=PLAIN)}
+
+
+def _embeddings():
+    return {"word_embeddings.weight": "V W -> embed", "position_embeddings.weight":
+            "P W -> positions", "token_type_embeddings.weight": "Z W -> token_types",
+            **layer_norm("LayerNorm", "embed_norm", "W")}
+
+
+def _layer(attention, output):
+    """What BERT, ViT and their relatives have in common; BEiT's keys have no bias (`qv`)."""
+    def arrays(c):
+        has = c.biases.split(",")
+        return {**columns(f"{attention}.query", "H N", "wq", bool({"qkv", "qv"} & {*has})),
+                **columns(f"{attention}.key", "K N", "wk", "qkv" in has),
+                **columns(f"{attention}.value", "K M", "wv", bool({"qkv", "qv"} & {*has})),
+                **rows(output, "H M", "wo"), **columns("intermediate.dense", "F", "w_up"),
+                **rows("output.dense", "F", "w_down")}
+
+    return arrays
+
+
+_text_layer = _layer("attention.self", "attention.output.dense")
+_picture_layer = _layer("attention.attention", "attention.output.dense")
+
+
+def _masked(c, dense, norm, bias, decoder):
+    """The head of a masked language model."""
+    inner = "D" if c.embed_dim else "d"
+    return {**head(c, f"{decoder}.weight"), f"{dense}.weight": f"W {inner} -> transform",
+            f"{dense}.bias": "W -> transform_bias", **layer_norm(norm, "transform_norm", "W"),
+            bias: "V -> head_bias"}
+
+
+def _bert_stack(prefix, c):
+    return under(f"{prefix}embeddings.", _embeddings()) | under(
+        f"{prefix}encoder.layer.{{l}}.", _text_layer(c),
+        layer_norm("attention.output.LayerNorm", "attn_norm"),
+        layer_norm("output.LayerNorm", "mlp_norm"))
+
+
+def _bert_arrays(c):
+    arrays = _bert_stack("bert.", c) | (_dense("bert.pooler.dense") if c.pool_dense else {})
+    if c.head == "classes":
+        arrays |= classifier("classifier")
+    if c.head == "masked":
+        part = "cls.predictions."
+        arrays |= _masked(c, f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias",
+                          f"{part}decoder")
+    return arrays
+
+
+ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler)
+
+
+def _roberta(r):
+    """Its table of positions begins after the row of padding, which has the number of its id."""
+    fields = {**_text(r), **classed(
+        r, ForMaskedLM=MASKED, ForSequenceClassification=POOLED, Model=PLAIN)}
+    if fields["head"] == "masked" and fields["activation"] != "gelu":
+        refuse(r, hidden_act="gelu")    # (its head has that one, whatever the layers have)
+    rows, padding = r["max_position_embeddings"], r["pad_token_id"]
+    if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
+        raise ConfigError(f"config.json: pad_token_id {padding!r:.80}: expected an id, below the "
+                          f"max_position_embeddings {rows} less 1")
+    return {**fields, "pad_id": padding, "position_offset": padding + 1,
+            "seq_len": rows - padding - 1}
+
+
+def _roberta_arrays(c):
+    arrays = _bert_stack("roberta.", c)
+    if c.head == "classes":
+        arrays |= _dense("classifier.dense") | classifier("classifier.out_proj")
+    elif c.pool_dense:
+        arrays |= _dense("roberta.pooler.dense")
+    if c.head == "masked":
+        arrays |= _masked(c, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias",
+                          "lm_head.decoder")
+    return arrays
+
+
+ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id": 1}, "roberta.",
+                             LEFT_OUT, older=OLDER, seen=_pooler)
+
+
+def _albert(r):
+    """The layers of a group have the same weights."""
+    refuse(r, inner_group_num=1)
+    layers, groups = r["num_hidden_layers"], count(r, "num_hidden_groups")
+    width = count(r, "embedding_size")
+    if width == r["hidden_size"]:
+        raise ConfigError(f"config.json: embedding_size {width} is not supported for model_type "
+                          f"albert, only another than hidden_size")
+    fields = {**_text(r), **classed(
+        r, ForMaskedLM=MASKED, ForPreTraining=MASKED, ForSequenceClassification=POOLED,
+        Model=PLAIN)}
+    return {**fields, "embed_dim": width, "layer_groups": 0 if groups == layers else groups,
+            "biases": f"embed,{fields['biases']}"}
+
+
+def _albert_arrays(c):
+    arrays = {"encoder.embedding_hidden_mapping_in.weight": "D W -> project_in",
+              "encoder.embedding_hidden_mapping_in.bias": "D -> project_in_bias"}
+    if c.pool_dense:
+        arrays |= _dense("pooler")
+    arrays |= under("embeddings.", _embeddings()) | under(
+        "encoder.albert_layer_groups.{l}.albert_layers.0.",
+        columns("attention.query", "H N", "wq"), columns("attention.key", "K N", "wk"),
+        columns("attention.value", "K M", "wv"), rows("attention.dense", "H M", "wo"),
+        layer_norm("attention.LayerNorm", "attn_norm"), columns("ffn", "F", "w_up"),
+        rows("ffn_output", "F", "w_down"), layer_norm("full_layer_layer_norm", "mlp_norm"))
+    arrays = under("albert.", arrays)
+    if c.head == "classes":
+        arrays |= classifier("classifier")
+    if c.head == "masked":
+        arrays |= _masked(c, "predictions.dense", "predictions.LayerNorm", "predictions.bias",
+                          "predictions.decoder")
+    return arrays
+
+
+ENCODERS["albert"] = Family(
+    _albert, _albert_arrays,
+    {**TEXT, "hidden_act": "gelu_new", "embedding_size": 128, "num_hidden_groups": 1,
+     "inner_group_num": 1}, "albert.", LEFT_OUT, older=OLDER, seen=_pooler)
+
+
+# -------------------------------------------------------------------------------------------
+# Pictures
+
+PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_size=16,
+                num_channels=3)
+
+
+def _pictures(r):
+    return {"layers": count(r, "num_hidden_layers", MOST_LAYERS),
+            "d_model": count(r, "hidden_size"), "heads": count(r, "num_attention_heads"),
+            "d_ff": count(r, "intermediate_size"), "stem": "patches",
+            "image_size": count(r, "image_size"),
+            "patch_size": count(r, "patch_size", r["image_size"]),
+            "channels": count(r, "num_channels"), "causal": False, "norm": "layer",
+            "norm_eps": r["layer_norm_eps"], "gated": False,
+            "activation": activation(r["hidden_act"])}
+
+
+def _picture_stack(prefix, c):
+    patches = "embeddings.patch_embeddings.projection."
+    arrays = {"embeddings.cls_token": "1 1 D -> class_token",
+              f"{patches}weight": "D C y x -> patch", f"{patches}bias": "D -> patch_bias"}
+    if c.positions == "learned":
+        arrays["embeddings.position_embeddings"] = "1 P D -> positions"
+    return under(prefix, arrays) | under(
+        f"{prefix}encoder.layer.{{l}}.", _picture_layer(c),
+        layer_norm("layernorm_before", "attn_norm"), layer_norm("layernorm_after", "mlp_norm")) | (
+        classifier("classifier") if c.head == "classes" else {})
+
+
+def _vit(r):
+    fields = {**_pictures(r), "positions": "learned",
+              "biases": "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp",
+              **classed(r, ForImageClassification=dict(head="classes"), Model=PLAIN)}
+    if fields["head"] == "none":
+        refuse(r, pooler_act="tanh")
+        refuse({**r, "pooler_output_size": r["pooler_output_size"] or r["hidden_size"]},
+               pooler_output_size=r["hidden_size"])
+    return fields
+
+
+def _vit_arrays(c):
+    return (_picture_stack("vit.", c) | layer_norm("vit.layernorm", "norm")
+            | (_dense("vit.pooler.dense") if c.pool_dense else {}))
+
+
+ENCODERS["vit"] = Family(
+    _vit, _vit_arrays, {**PICTURES, "qkv_bias": True, "pooler_output_size": None,
+                        "pooler_act": "tanh"},
+    "vit.", (r"(vit\.)?embeddings\.mask_token", r"(vit\.)?pooler\..*"), seen=_pooler)
+
+
+def _beit(r):
+    shared, each = r["use_shared_relative_position_bias"], r["use_relative_position_bias"]
+    if shared and each:
+        refuse(r, use_shared_relative_position_bias=False)
+    fields = {**_pictures(r), "biases": "embed,qv,out,mlp",
+              "positions": "learned" if r["use_absolute_position_embeddings"] else "none",
+              "relative": "grid" if shared or each else "", "relative_shared": bool(shared),
+              "layer_scale": r["layer_scale_init_value"] > 0,
+              "pool": "mean" if r["use_mean_pooling"] else "first",
+              **classed(r, ForImageClassification=dict(head="classes"), Model=dict(head="none"))}
+    if r["use_mask_token"]:
+        fields["published"] = _published(r, use_mask_token=False)
+    return fields
+
+
+def _beit_arrays(c):
+    table = "relative_position_bias.relative_position_bias_table"
+    norm = "beit.pooler.layernorm" if c.pool == "mean" else "beit.layernorm"
+    arrays = _picture_stack("beit.", c) | layer_norm(norm, "norm")
+    if c.layer_scale:
+        arrays |= under("beit.encoder.layer.{l}.", {"lambda_1": "D -> attn_out_scale",
+                                                    "lambda_2": "D -> mlp_out_scale"})
+    if c.relative:
+        of_layer = "" if c.relative_shared else "layer.{l}.attention.attention."
+        arrays[f"beit.encoder.{of_layer}{table}"] = "J H -> relative"
+    return arrays
+
+
+ENCODERS["beit"] = Family(
+    _beit, _beit_arrays,
+    {**PICTURES, "use_mask_token": False, "use_absolute_position_embeddings": False,
+     "use_relative_position_bias": False, "use_shared_relative_position_bias": False,
+     "layer_scale_init_value": 0.1, "use_mean_pooling": True},
+    "beit.", (r".*relative_position_index", r"(beit\.)?embeddings\.mask_token"))

@@ -1,0 +1,117 @@
+"""Where a network's weights come from and go to: a run's checkpoints, or a published folder.
+
+    python model.py --run RUN --export DIR      a run's weights, for transformers and others
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import from_flags
+from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.disk.tokenizers import copy_files
+from zigzag.hub.llama import family_of, fields_of
+from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
+from zigzag.hub.published_config import as_config
+from zigzag.weights import lora
+from zigzag.weights.network import Network, Params
+
+# -------------------------------------------------------------------------------------------
+# Published folders
+
+def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
+    """The configuration of a published model, but for these fields."""
+    record = read_config(folder)
+    found = fields_of(record, network.families)
+    if seen := family_of(record, network.families).seen:
+        found |= seen(found, Folder(folder).arrays)
+    return as_config(network.config, Path(folder) / "config.json", found | fields)
+
+
+def load_hf(network: Network, folder: str | Path, mesh: Any = None, **fields: Any
+            ) -> tuple[Params, Any]:
+    """The weights of a published model (a Hugging Face folder), straight into their shards on the
+    mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
+    config = hf_config(network, folder, **fields)
+    read_hf(network, folder, config)    # is everything there, before shapes that large are made?
+    return read_hf(network, folder, config, network.places(config, mesh)), config
+
+
+def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
+            ) -> Params | None:
+    """The weights in these places (shapes with shardings). Without places, only a look at the
+    folder."""
+    opened = Folder(folder)
+    return read_weights(opened, family_of(opened.config, network.families), config,
+                        network.table(config), places)
+
+
+def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
+            dtype: str = "float32") -> None:
+    """The same, back: a folder that transformers reads, adapters merged. A model that was never
+    published is saved as one that transformers knows, if it is one."""
+    if config.lora_rank:
+        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
+    if not config.published:
+        if network.as_published is None:
+            raise ConfigError(f"the network {network.name} is saved only as what it was loaded "
+                              f"from: a published folder")
+        params, config = network.as_published(params, config)
+    family = family_of(json.loads(config.published), network.families)
+    write_folder(folder, family, config, network.table(config), params, dtype)
+
+
+# -------------------------------------------------------------------------------------------
+# Runs
+
+def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int | None = None
+             ) -> tuple[Params, Any]:
+    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
+    without a mesh, on one device."""
+    config = dataclasses.replace(run_config(folder, network.config), lora_rank=0)
+    return read_run_weights(network, folder, network.places(config, mesh), step), config
+
+
+def read_run_weights(network: Network, folder: str | Path, places: Params,
+                     step: int | None = None, flag: str = "--run") -> Params:
+    """The weights of a run, which `flag` names, in these places (shapes with shardings), adapters
+    merged. (A damaged checkpoint is reported, and passed over.)"""
+    return lora.read_run_weights(folder, network.config, places, step, flag, network.places,
+                                 network.init, functools.partial(read_hf, network))
+
+
+# -------------------------------------------------------------------------------------------
+# The command line
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
+    run: str = "out"            # the --out of a train.py
+    export: str = ""            # folder to make
+    dtype: str = "float32"      # or bfloat16, float16: precision of what is written
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+
+
+def export(network_of_record: Callable, tokenizer_of: Callable, argv: Sequence[str] | None = None
+           ) -> None:
+    """The command line: network_of_record(config.json) is the network of a run, tokenizer_of is
+    data.py's."""
+    options = from_flags(Export(), argv)
+    if not options.export:
+        raise ConfigError("--export '': expected a new folder")
+    record, out = run_record(options.run), Path(options.export)
+    network = network_of_record(record)
+    params, config = load_run(network, options.run)
+    save_hf(network, out, params, config, options.dtype)
+    files = []
+    if "tokenizer" in record:       # (a run of another task has none)
+        files = copy_files(tokenizer_of(Path(options.run), record), out)
+    print(f"{out}: the weights of {options.run} in {options.dtype}, "
+          + (f"with {', '.join(files)}" if files else
+             "without a tokenizer: that of the run is not a file (its tokens are bytes)"))

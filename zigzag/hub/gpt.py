@@ -1,0 +1,230 @@
+"""Published decoders: GPT-2 and its relatives, with LayerNorm and an MLP of two products.
+
+family.py says what a family is.
+"""
+
+from zigzag.core.errors import ConfigError
+from zigzag.hub.family import (
+    INV_FREQ,
+    Family,
+    biased,
+    columns,
+    head,
+    layer_norm,
+    neighbours_apart,
+    rows,
+    under,
+)
+from zigzag.hub.published_config import activation, refuse, rope, sizes, window
+
+GPT: dict[str, Family] = {}
+
+
+def _old(r, norm_eps="layer_norm_epsilon", **names):
+    return {**sizes(r, **names), "norm": "layer", "norm_eps": r[norm_eps], "gated": False,
+            "tied": bool(r["tie_word_embeddings"])}
+
+
+OLD = dict(layer_norm_epsilon=1e-5, tie_word_embeddings=True)
+GPT2 = {**OLD, "n_positions": 1024, "n_inner": None, "activation_function": "gelu_new"}
+GPT2_NAMES = {"hidden_size": "n_embd", "num_attention_heads": "n_head",
+              "num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"}
+
+
+def _gpt2(r):
+    refuse(r, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+           add_cross_attention=False)
+    return {**_old(r, layers="n_layer", d_model="n_embd", heads="n_head", seq_len="n_positions"),
+            "d_ff": r["n_inner"] or 4 * r["n_embd"], "positions": "learned",
+            "position_rows": r["n_positions"], "biases": "qkv,out,mlp",
+            "activation": activation(r["activation_function"])}
+
+
+def _gpt2_arrays(c):
+    # (Stored as the transpose of what torch's Linear has.)
+    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
+            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
+            } | under(
+        "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
+        {"attn.c_attn.weight": "D (H N | K N | K M) -> wq wk wv",
+         "attn.c_attn.bias": "(H N | K N | K M) -> wq_bias wk_bias wv_bias",
+         "attn.c_proj.weight": "(H M) D -> wo", "attn.c_proj.bias": "D -> wo_bias",
+         "mlp.c_fc.weight": "D F -> w_up", "mlp.c_fc.bias": "F -> w_up_bias",
+         "mlp.c_proj.weight": "F D -> w_down", "mlp.c_proj.bias": "D -> w_down_bias"})
+
+
+MASKS = (r"(.*\.)?(attn|attention)\.(masked_)?bias",)
+GPT["gpt2"] = Family(_gpt2, _gpt2_arrays, GPT2, "transformer.", MASKS, aliases=GPT2_NAMES)
+
+
+def _gptj(r):
+    return {**_old(r, layers="n_layer", d_model="n_embd", heads="n_head", seq_len="n_positions"),
+            "d_ff": r["n_inner"] or 4 * r["n_embd"], "rotary_dim": r["rotary_dim"] or 0,
+            "parallel_block": True, "biases": "mlp,head",
+            "activation": activation(r["activation_function"])}
+
+
+def _gptj_arrays(c):
+    return {"transformer.wte.weight": "V W -> embed", **head(c), "lm_head.bias": "V -> head_bias",
+            **under("transformer.", layer_norm("ln_f", "norm"))} | under(
+        "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"),
+        columns("attn.q_proj", "H N", "wq", False), columns("attn.k_proj", "K N", "wk", False),
+        columns("attn.v_proj", "K M", "wv", False), rows("attn.out_proj", "H M", "wo", False),
+        columns("mlp.fc_in", "F", "w_up"), rows("mlp.fc_out", "F", "w_down"))
+
+
+GPT["gptj"] = Family(
+    _gptj, _gptj_arrays, {**GPT2, "n_positions": 2048, "rotary_dim": 64,
+                          "tie_word_embeddings": False},
+    "transformer.", (*MASKS, r".*embed_positions"), neighbours_apart, GPT2_NAMES)
+
+
+def _gpt_neo(r):
+    fields = _old(r, layers="num_layers", heads="num_heads")
+    types, names = r["attention_types"], {"local": "sliding_attention", "global": "full_attention"}
+    if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
+        raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
+                          f"{r['num_layers']!r:.80}")
+    kinds = [names[kind] for kinds, times in types for _ in range(times) for kind in kinds]
+    local = window({"sliding_window": r["window_size"], "num_hidden_layers": len(kinds)}, kinds)
+    return {**fields, **local, "attn_scale": 1.0,
+            "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "positions": "learned",
+            "position_rows": r["max_position_embeddings"],
+            "biases": "out,mlp", "activation": activation(r["activation_function"])}
+
+
+def _gpt_neo_arrays(c):
+    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
+            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
+            } | under(
+        "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
+        columns("attn.attention.q_proj", "H N", "wq", False),
+        columns("attn.attention.k_proj", "K N", "wk", False),
+        columns("attn.attention.v_proj", "K M", "wv", False),
+        rows("attn.attention.out_proj", "H M", "wo"), columns("mlp.c_fc", "F", "w_up"),
+        rows("mlp.c_proj", "F", "w_down"))
+
+
+GPT["gpt_neo"] = Family(
+    _gpt_neo, _gpt_neo_arrays,
+    {**OLD, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 12]],
+     "window_size": 256, "intermediate_size": None, "activation_function": "gelu_new"},
+    "transformer.", MASKS, aliases={"num_attention_heads": "num_heads",
+                                    "num_hidden_layers": "num_layers"})
+
+
+def _gpt_neox(r):
+    bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
+    return {**_old(r, "layer_norm_eps"), **rope(
+        {**r, "rope_theta": r["rotary_emb_base"], "partial_rotary_factor": r["rotary_pct"]}),
+        "d_ff": r["intermediate_size"], "parallel_block": parallel,
+        "parallel_norms": 2 if parallel else 1,
+        "activation": activation(r["hidden_act"]), **biased(qkv=bias, out=bias, mlp=True)}
+
+
+def _gpt_neox_arrays(c):
+    bias = "qkv" in c.biases
+    return {"gpt_neox.embed_in.weight": "V W -> embed",
+            **head(c, "embed_out.weight"),
+            **under("gpt_neox.", layer_norm("final_layer_norm", "norm"))} | under(
+        "gpt_neox.layers.{l}.", layer_norm("input_layernorm", "attn_norm"),
+        layer_norm("post_attention_layernorm", "mlp_norm"),
+        columns("attention.query_key_value", "K [g N | N | M]", "wq wk wv", bias),
+        rows("attention.dense", "H M", "wo", bias), columns("mlp.dense_h_to_4h", "F", "w_up"),
+        rows("mlp.dense_4h_to_h", "F", "w_down"))
+
+
+GPT["gpt_neox"] = Family(
+    _gpt_neox, _gpt_neox_arrays,
+    dict(layer_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=2048,
+         rotary_pct=0.25, rotary_emb_base=10000, attention_bias=True, use_parallel_residual=True,
+         hidden_act="gelu"), "gpt_neox.", (*INV_FREQ, *MASKS))
+
+
+def _opt(r):
+    refuse(r, enable_bias=True, layer_norm_elementwise_affine=True,
+           _remove_final_layer_norm=False)
+    width = r["word_embed_proj_dim"] or r["hidden_size"]
+    return {**sizes(r), "norm": "layer", "norm_eps": 1e-5, "gated": False, "d_ff": r["ffn_dim"],
+            "tied": bool(r["tie_word_embeddings"]), "positions": "learned",
+            "position_offset": 2, "position_rows": r["max_position_embeddings"] + 2,
+            "biases": "qkv,out,mlp", "embed_dim": width,
+            "norm_place": "pre" if r["do_layer_norm_before"] else "post",
+            "activation": activation(r["activation_function"])}
+
+
+def _opt_arrays(c):
+    ends = {"embed_tokens.weight": "V W -> embed", "embed_positions.weight": "P D -> positions"}
+    if c.embed_dim not in (0, c.d_model):
+        ends |= {"project_in.weight": "D W -> project_in",
+                 "project_out.weight": "W D -> project_out"}
+    if c.norm_place == "pre":
+        ends |= layer_norm("final_layer_norm", "norm")
+    return head(c) | under("model.decoder.", ends) | under(
+        "model.decoder.layers.{l}.", layer_norm("self_attn_layer_norm", "attn_norm"),
+        layer_norm("final_layer_norm", "mlp_norm"), columns("self_attn.q_proj", "H N", "wq"),
+        columns("self_attn.k_proj", "K N", "wk"), columns("self_attn.v_proj", "K M", "wv"),
+        rows("self_attn.out_proj", "H M", "wo"), columns("fc1", "F", "w_up"),
+        rows("fc2", "F", "w_down"))
+
+
+GPT["opt"] = Family(
+    _opt, _opt_arrays,
+    dict(max_position_embeddings=2048, word_embed_proj_dim=None, do_layer_norm_before=True,
+         activation_function="relu", tie_word_embeddings=True, enable_bias=True,
+         layer_norm_elementwise_affine=True, _remove_final_layer_norm=False), "model.")
+
+
+def _bloom(r):
+    refuse(r, apply_residual_connection_post_layernorm=False)
+    return {**_old({"max_position_embeddings": r.get("seq_length") or 2048, **r}, layers="n_layer",
+                   heads="n_head"), "d_ff": 4 * r["hidden_size"], "positions": "alibi",
+            "embed_norm": True, "biases": "qkv,out,mlp", "activation": "gelu_tanh"}
+
+
+def _bloom_arrays(c):
+    ends = {"word_embeddings.weight": "V W -> embed", **layer_norm("ln_f", "norm")}
+    if c.embed_norm:
+        ends |= layer_norm("word_embeddings_layernorm", "embed_norm", "W")
+    bias = "qkv" in c.biases
+    norms = layer_norm("input_layernorm", "attn_norm")
+    if c.parallel_norms == 2:
+        norms = layer_norm("ln_attn", "attn_norm") | layer_norm("ln_mlp", "mlp_norm")
+    elif not c.parallel_block:
+        norms |= layer_norm("post_attention_layernorm", "mlp_norm")
+    return head(c) | under("transformer.", ends) | under(
+        "transformer.h.{l}.", norms,
+        columns("self_attention.query_key_value", "K [g N | N | M]", "wq wk wv", bias),
+        rows("self_attention.dense", "H M", "wo", bias),
+        columns("mlp.dense_h_to_4h", "F", "w_up", bias),
+        rows("mlp.dense_4h_to_h", "F", "w_down", bias))
+
+
+GPT["bloom"] = Family(
+    _bloom, _bloom_arrays, {**OLD, "apply_residual_connection_post_layernorm": False},
+    "transformer.", aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head",
+                             "num_hidden_layers": "n_layer"})
+
+
+def _falcon(r):
+    """Three layouts: 7B (one key head), 40B (groups, two norms), and RW (ALiBi, one after the
+    other). The fused array is the same in all: groups of query heads, each with its key head."""
+    grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
+    if grouped:
+        refuse(r, parallel_attn=True)
+    fields = {**_old(r), "kv_heads": (r["num_kv_heads"] or heads) if grouped else
+              1 if r["multi_query"] else heads,
+              "d_ff": r["ffn_hidden_size"] or 4 * r["hidden_size"],
+              "parallel_block": bool(r["parallel_attn"]),
+              "parallel_norms": (r["num_ln_in_parallel_attn"] or 2) if grouped else 1,
+              "activation": activation(r["activation"]),
+              "biases": "qkv,out,mlp" if r["bias"] else ""}
+    return {**fields, "positions": "alibi16"} if r["alibi"] else {**fields, **rope(r)}
+
+
+GPT["falcon"] = Family(
+    _falcon, _bloom_arrays,
+    {**OLD, "max_position_embeddings": 2048, "rope_theta": 10000.0, "num_kv_heads": None,
+     "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False,
+     "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
+     "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"})

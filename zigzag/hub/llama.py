@@ -1,0 +1,484 @@
+"""The families of published decoders: what their config.json means, and how their arrays lie.
+
+To add one whose parts model.py has: `fields` translates its config.json into fields of
+model.Config, `arrays` says for each published array which weights it holds (published.py explains
+the patterns), and `defaults` are those of its class in transformers, for what a config.json leaves
+out (all but sizes). Nothing else: sharding follows from the rule. Here are LLaMA's relatives;
+gpt.py has GPT-2's, pairs.py encoder-decoders.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, did_you_mean, one_line
+from zigzag.hub.encoders import ENCODERS
+from zigzag.hub.family import (
+    INV_FREQ,
+    Family,
+    biased,
+    columns,
+    head,
+    neighbours,
+    neighbours_apart,
+    rows,
+    under,
+)
+from zigzag.hub.gpt import GPT
+from zigzag.hub.pairs import PAIRS
+from zigzag.hub.published import Change, one_stack
+from zigzag.hub.published_config import (
+    Fields,
+    activation,
+    as_older,
+    complete,
+    count,
+    refuse,
+    rope,
+    sizes,
+    window,
+)
+from zigzag.weights.positions import mscale, parse_scaling
+
+FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
+
+
+def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
+    """The family of a published config.json."""
+    kind = record["model_type"]
+    if kind not in families:
+        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(families)}"
+                          + did_you_mean(kind[:80], families))
+    return families[kind]
+
+
+def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
+    """A published config.json as fields of model.Config."""
+    family, kind = family_of(record, families), record["model_type"]
+    try:
+        record = as_older(record, family.aliases)
+        fields = family.fields(complete(record, family.defaults))
+    except ConfigError:
+        raise
+    except KeyError as e:
+        raise ConfigError(f"config.json of model_type {kind} lacks {e}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
+        raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
+                          f"({one_line(e)})") from None
+    # (It is tuned without the losses that only routers of new models need.)
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
+            "published": json.dumps(record, sort_keys=True), **fields}
+
+
+def token_ids(c: Any) -> dict[str, Any]:
+    """Which ids a published model gives a meaning: eos_token_id, pad_token_id and others."""
+    record = json.loads(c.published or "{}")
+    family = FAMILIES.get(record.get("model_type"))     # (others are in families/)
+    defaults = family.defaults if family else {}
+    ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
+    for name, i in ids.items():
+        if i is not None and type(i) is not int:
+            raise ConfigError(f"config.json: {name} {i!r:.80}: expected an id")
+    return ids
+
+
+def start_id(c: Any) -> int:
+    """With which id an encoder-decoder begins what it writes: T5 with its padding."""
+    ids = token_ids(c)
+    start = ids.get("decoder_start_token_id")
+    start = start if start is not None else ids.get("pad_token_id") or 0
+    if c.vocab_size and not 0 <= start < c.vocab_size:
+        raise ConfigError(f"config.json: decoder_start_token_id {start}: expected an id below the "
+                          f"vocab_size {c.vocab_size}")
+    return start
+
+
+def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
+    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
+    if not c.published:
+        return tokenizer.ends[0], tokenizer.ends[0], 0
+    ids = token_ids(c)
+    end = ids.get("eos_token_id")
+    return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
+
+
+# What a LLaMA's config.json, or a Mixtral's, has names for. Of the other options of a network each
+# must be at its default, but for those that only say how it is trained and computed.
+NAMED = {"layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "seq_len",
+         "tied", "norm_eps", "rope_theta", "rope_scaling", "embed_scale", "activation", "experts",
+         "experts_per_token"}
+OF_TRAINING = {"dropout", "balance", "router_z", "dtype", "remat", "kernel", "microbatches",
+               "schedule", "chunks", "sum_dtype", "lora_rank", "published"}
+
+
+def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
+    """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral."""
+    kind, window = ("mixtral" if c.experts else "llama"), getattr(c, "window", 0)
+    record = dict(
+        model_type=kind, architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
+        num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim, intermediate_size=c.d_ff, vocab_size=c.vocab_size,
+        max_position_embeddings=c.seq_len, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+        hidden_act=getattr(c, "activation", "silu"), tie_word_embeddings=False,
+        rope_scaling=json.loads(c.rope_scaling or "null"))
+    if c.experts:
+        record |= dict(architectures=["MixtralForCausalLM"], num_local_experts=c.experts,
+                       num_experts_per_tok=c.experts_per_token, sliding_window=window or None)
+    known = NAMED | OF_TRAINING | ({"window"} if c.experts else set())
+    other = [f.name for f in dataclasses.fields(c)
+             if f.name not in known and getattr(c, f.name) != f.default]
+    mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,
+                               published=json.dumps(record))
+    there = {} if other else fields_of(record)
+    if there and c.rope_scaling and (
+            parse_scaling(c.rope_scaling) == parse_scaling(there["rope_scaling"])):
+        there["rope_scaling"] = c.rope_scaling
+    other += [name for name, value in there.items() if name != "published"
+              and hasattr(mine, name) and value != getattr(mine, name)
+              and (value or name != "head_dim")]
+    if other:
+        raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "
+                          f"--{other[0]} {getattr(c, other[0])}")
+    # Its embedding is saved multiplied, and its head by itself.
+    scale = c.embed_scale or c.d_model**0.5
+    return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}, mine
+
+
+# -------------------------------------------------------------------------------------------
+# LLaMA and its relatives
+
+def _modern(r):
+    """Fields of config.json that most newer families have."""
+    return {**sizes(r), "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
+            "head_dim": r.get("head_dim") or 0, "d_ff": r["intermediate_size"],
+            "norm_eps": r["rms_norm_eps"], "tied": bool(r["tie_word_embeddings"]),
+            "activation": activation(r["hidden_act"]), **rope(r)}
+
+
+MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
+              max_position_embeddings=2048, tie_word_embeddings=False)
+
+
+LAYER = "model.layers.{l}."
+ENDS = {"model.embed_tokens.weight": "V W -> embed", "model.norm.weight": "D -> norm"}
+ATTENTION = {"self_attn.q_proj.weight": "(H N) D -> wq", "self_attn.k_proj.weight": "(K N) D -> wk",
+             "self_attn.v_proj.weight": "(K M) D -> wv", "self_attn.o_proj.weight": "D (H M) -> wo"}
+ATTENTION_BIASES = {"self_attn.q_proj.bias": "(H N) -> wq_bias",
+                    "self_attn.k_proj.bias": "(K N) -> wk_bias",
+                    "self_attn.v_proj.bias": "(K M) -> wv_bias"}
+QK_NORMS = {"self_attn.q_norm.weight": "N -> q_norm", "self_attn.k_norm.weight": "N -> k_norm"}
+MLP = {"mlp.gate_proj.weight": "F D -> w_gate", "mlp.up_proj.weight": "F D -> w_up",
+       "mlp.down_proj.weight": "D F -> w_down"}
+NORMS = {"input_layernorm.weight": "D -> attn_norm",
+         "post_attention_layernorm.weight": "D -> mlp_norm"}
+
+
+def _ends(c):
+    return ENDS | head(c)
+
+
+def _llama_arrays(c):
+    has = c.biases.split(",")
+    return _ends(c) | under(
+        LAYER, NORMS, ATTENTION, MLP, ATTENTION_BIASES if "qkv" in has else {},
+        {"self_attn.o_proj.bias": "D -> wo_bias"} if "out" in has else {},
+        {"mlp.gate_proj.bias": "F -> w_gate_bias", "mlp.up_proj.bias": "F -> w_up_bias",
+         "mlp.down_proj.bias": "D -> w_down_bias"} if "mlp" in has else {},
+        QK_NORMS if c.qk_norm else {})
+
+
+def _llama(r):
+    bias = r["attention_bias"]
+    return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
+
+
+def _qwen_window(r):
+    kinds = ["full_attention" if i < r["max_window_layers"] else "sliding_attention"
+             for i in range(r["num_hidden_layers"])]
+    return window(r, r["layer_types"] or kinds)
+
+
+FAMILIES["llama"] = Family(
+    _llama, _llama_arrays, {**MODERN, "attention_bias": False, "mlp_bias": False, "head_dim": None},
+    "model.", INV_FREQ)
+FAMILIES["mistral"] = Family(
+    lambda r: {**_modern(r), **window(r)}, _llama_arrays,
+    {**MODERN, "num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
+     "sliding_window": 4096}, "model.", INV_FREQ)
+
+QWEN = {**MODERN, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+        "use_sliding_window": False, "sliding_window": 4096}
+QWEN2 = {**QWEN, "max_window_layers": 28, "layer_types": None}
+FAMILIES["qwen2"] = Family(
+    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2, "model.",
+    INV_FREQ)
+FAMILIES["qwen3"] = Family(
+    lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True}, _llama_arrays,
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, "model.", INV_FREQ)
+
+
+def _phi3_arrays(c):
+    fused = {"self_attn.qkv_proj.weight": "(H N | K N | K M) D -> wq wk wv",
+             "self_attn.o_proj.weight": ATTENTION["self_attn.o_proj.weight"],
+             "mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
+             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
+    return _ends(c) | under(LAYER, NORMS, fused)
+
+
+FAMILIES["phi3"] = Family(
+    lambda r: {**_modern(r), **window(r)}, _phi3_arrays,
+    {**MODERN, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
+     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}, "model.", INV_FREQ)
+
+
+def _gemma(r):
+    """Gemma 2 and 3: norms around both halves (`_one_more` changes what they store); the embedding
+    is multiplied by the root of its width, which an embed_scale of 0 means."""
+    refuse(r, use_bidirectional_attention=False)
+    bias = r["attention_bias"]
+    return {**_modern({**r, "hidden_act": r["hidden_activation"]}), "norm_place": "sandwich",
+            "embed_scale": 0.0, "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
+            "attn_softcap": r["attn_logit_softcapping"] or 0.0,
+            "logit_softcap": r["final_logit_softcapping"] or 0.0, **biased(qkv=bias, out=bias)}
+
+
+def _gemma2(r):
+    return {**_gemma(r), **_every(r, 2)}
+
+
+def _every(r, number):
+    """A window in all layers but every so many."""
+    kinds = ["full_attention" if (i + 1) % number == 0 else "sliding_attention"
+             for i in range(r["num_hidden_layers"])]
+    return window(r, r["layer_types"] or kinds)
+
+
+def _gemma3(r):
+    local = _every(r, r["sliding_window_pattern"])
+    return {**_gemma(r), **local, "qk_norm": True,
+            "local_theta": float(r["rope_local_base_freq"]) if local else 0.0}
+
+
+GEMMA_NORMS = {"input_layernorm.weight": "D -> attn_norm",
+               "post_attention_layernorm.weight": "D -> attn_out_norm",
+               "pre_feedforward_layernorm.weight": "D -> mlp_norm",
+               "post_feedforward_layernorm.weight": "D -> mlp_out_norm"}
+
+
+def _gemma_arrays(c):
+    return _llama_arrays(c) | under(LAYER, GEMMA_NORMS)
+
+
+def _one_more(c):
+    """Their norms multiply by one more than the array has. Ours store that sum."""
+    return {name: Change(offset=1.0) for name in (
+        "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
+
+
+GEMMA2 = {**MODERN, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+          "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+          "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+          "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
+          "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
+          "final_logit_softcapping": None, "attn_logit_softcapping": None}
+FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more)
+FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more)
+
+
+# -------------------------------------------------------------------------------------------
+# Experts
+
+def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
+    return {f"{prefix}gate.weight": "E D -> router",
+            f"{prefix}experts.{{e}}.{gate}.weight": "G D -> e_gate",
+            f"{prefix}experts.{{e}}.{up}.weight": "G D -> e_up",
+            f"{prefix}experts.{{e}}.{down}.weight": "D G -> e_down"}
+
+
+def _mixtral_arrays(c):
+    return _ends(c) | under(LAYER, NORMS, ATTENTION,
+                             _routed("block_sparse_moe.", "w1", "w3", "w2"))
+
+
+FAMILIES["mixtral"] = Family(
+    lambda r: {**_modern(r), **window(r), "experts": count(r, "num_local_experts"),
+               "experts_per_token": r["num_experts_per_tok"]}, _mixtral_arrays,
+    {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+     "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
+     "num_experts_per_tok": 2}, "model.", INV_FREQ, aliases={"num_experts": "num_local_experts"})
+
+
+# -------------------------------------------------------------------------------------------
+# The plain decoder (model.py), which is a LLaMA, a Mistral without window, or a Mixtral
+
+# What their config.json may say that the plain decoder lacks, and what it must say then.
+NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
+
+
+def _plain_fields(family):
+    def fields(r):
+        found = family.fields(r)
+        for name, neutral in NEUTRAL.items():
+            if (value := found.pop(name, neutral)) != neutral:
+                raise ConfigError(f"config.json: --{name} would be {value!r}, which the plain "
+                                  f"decoder lacks; networks.load_hf finds the network that has it")
+        return found
+
+    return fields
+
+
+def _plain_arrays(c):
+    ends = {"model.embed_tokens.weight": "V D -> embed", "model.norm.weight": "D -> norm",
+            "lm_head.weight": "V D = embed" if c.tied else "V D -> head"}
+    attention = ATTENTION | {"self_attn.v_proj.weight": "(K N) D -> wv",
+                             "self_attn.o_proj.weight": "D (H N) -> wo"}
+    routed = {name: pattern.replace("G", "F")
+              for name, pattern in _routed("block_sparse_moe.", "w1", "w3", "w2").items()}
+    return ends | under(LAYER, NORMS, attention, routed if c.experts else MLP)
+
+
+PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
+                                   arrays=_plain_arrays, stacks=one_stack)
+         for kind in ("llama", "mistral", "mixtral")}
+
+
+# -------------------------------------------------------------------------------------------
+# More experts
+
+DENSE_LAYER, EXPERT_LAYER = "model.layers.{d}.", "model.layers.{m}."
+
+
+def _qwen3_moe(r):
+    dense = sorted(r["mlp_only_layers"] or [])
+    if dense != list(range(len(dense))):
+        raise ConfigError(f"config.json: mlp_only_layers {dense!r:.80} is not supported, only the "
+                          f"first ones")
+    refuse(r, decoder_sparse_step=1)
+    return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
+            "dense_layers": len(dense), "experts_per_token": r["num_experts_per_tok"],
+            "router_norm": bool(r["norm_topk_prob"]),
+            "expert_d_ff": r["moe_intermediate_size"]}
+
+
+def _qwen3_moe_arrays(c):
+    has = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
+    return (_ends(c) | under(LAYER, NORMS, ATTENTION, QK_NORMS, has) | under(DENSE_LAYER, MLP)
+            | under(EXPERT_LAYER, _routed("mlp.")))
+
+
+FAMILIES["qwen3_moe"] = Family(
+    _qwen3_moe, _qwen3_moe_arrays,
+    {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
+     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+     "mlp_only_layers": None, "decoder_sparse_step": 1}, "model.", INV_FREQ,
+    aliases={"num_local_experts": "num_experts"})
+
+
+def _deepseek_v3(r):
+    refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
+           topk_method="noaux_tc")
+    turned = count(r, "qk_rope_head_dim")
+    fields = {**_modern({**r, "head_dim": turned}), "kv_heads": r["num_attention_heads"]}
+    width = count(r, "qk_nope_head_dim") + turned
+    scaling = json.loads(fields["rope_scaling"] or "{}")
+    scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
+    return {**fields, "head_dim": width, "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0,
+            "kv_rank": count(r, "kv_lora_rank"), "v_head_dim": r["v_head_dim"],
+            "attn_scale": scale * width**-0.5, "experts": count(r, "n_routed_experts"),
+            "experts_per_token": r["num_experts_per_tok"],
+            "shared_experts": count(r, "n_shared_experts"),
+            "expert_d_ff": r["moe_intermediate_size"],
+            "dense_layers": r["first_k_dense_replace"], "router": "sigmoid",
+            "router_norm": bool(r["norm_topk_prob"]), "router_scale": r["routed_scaling_factor"],
+            "expert_groups": r["n_group"], "groups_per_token": r["topk_group"]}
+
+
+def _deepseek_v3_arrays(c):
+    queries = {"self_attn.q_a_proj.weight": "Q D -> q_down",
+               "self_attn.q_a_layernorm.weight": "Q -> q_down_norm",
+               "self_attn.q_b_proj.weight": "(H N) Q -> wq"}
+    latent = {"self_attn.kv_a_proj_with_mqa.weight": "(R | U) D -> kv_down k_rotary",
+              "self_attn.kv_a_layernorm.weight": "R -> kv_norm",
+              "self_attn.kv_b_proj.weight": "(H [Y | M]) R -> wk wv",
+              "self_attn.o_proj.weight": "D (H M) -> wo"}
+    routed = _routed("mlp.") | {"mlp.gate.e_score_correction_bias": "E -> router_bias"}
+    shared = {name.replace("mlp.", "mlp.shared_experts."): p for name, p in MLP.items()}
+    return (_ends(c) | under(LAYER, NORMS, latent, queries if c.q_rank else
+                              {"self_attn.q_proj.weight": "(H N) D -> wq"})
+            | under(DENSE_LAYER, MLP) | under(EXPERT_LAYER, routed, shared))
+
+
+def _deepseek_v3_order(c):
+    """The part of a head that is turned is at its end there, its pairs beside each other."""
+    begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
+    if not json.loads(c.published).get("rope_interleave", True):
+        return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
+    return {"wq": Change(neighbours(turned, c.head_dim, begin)),
+            "k_rotary": Change(neighbours(turned, turned))}
+
+
+# (After the last layer lie those that predict tokens further on, which are not for the logits.)
+FAMILIES["deepseek_v3"] = Family(
+    _deepseek_v3, _deepseek_v3_arrays,
+    {**MODERN, "num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+     "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
+     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+     "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
+     "attention_bias": False}, "model.", (*INV_FREQ, r"(model\.)?layers\.{layers}\..*"),
+    _deepseek_v3_order, {"num_local_experts": "n_routed_experts"})
+
+
+# -------------------------------------------------------------------------------------------
+# ChatGLM 2 and 3, and GLM 4
+
+def _chatglm(r):
+    refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
+           post_layer_norm=True, pre_seq_len=None)
+    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 it was another thing than in 3
+        refuse(r, rope_ratio=1)
+    width = r["kv_channels"]
+    return {**sizes({**r, "vocab_size": r["padded_vocab_size"]}, layers="num_layers",
+                    seq_len="seq_length"), "head_dim": width, "rotary_dim": width // 2,
+            "kv_heads": (r["multi_query_group_num"] if r["multi_query_attention"]
+                         else r["num_attention_heads"]), "d_ff": r["ffn_hidden_size"],
+            "norm_eps": r["layernorm_epsilon"], "tied": bool(r["tie_word_embeddings"]),
+            "rope_theta": 10000.0 * (r["rope_ratio"] or 1), **biased(qkv=r["add_qkv_bias"])}
+
+
+def _chatglm_arrays(c):
+    bias = "qkv" in c.biases
+    return {"transformer.embedding.word_embeddings.weight": "V W -> embed",
+            "transformer.encoder.final_layernorm.weight": "D -> norm",
+            **head(c, "transformer.output_layer.weight")} | under(
+        "transformer.encoder.layers.{l}.", NORMS,
+        columns("self_attention.query_key_value", "H N | K N | K M", "wq wk wv", bias),
+        rows("self_attention.dense", "H M", "wo", False),
+        columns("mlp.dense_h_to_4h", "F | F", "w_gate w_up", False),
+        rows("mlp.dense_4h_to_h", "F", "w_down", False))
+
+
+FAMILIES["chatglm"] = Family(
+    _chatglm, _chatglm_arrays,
+    dict(kv_channels=128, seq_length=2048, layernorm_epsilon=1e-5, rmsnorm=True,
+         apply_residual_connection_post_layernorm=False, post_layer_norm=True,
+         add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False,
+         multi_query_group_num=1, tie_word_embeddings=False, rope_ratio=1),
+    "transformer.", (r".*rotary_pos_emb\.inv_freq",), neighbours_apart)
+
+
+def _glm_arrays(c):
+    fused = {"mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
+             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
+    return _ends(c) | under(LAYER, NORMS, ATTENTION, fused,
+                             ATTENTION_BIASES if "qkv" in c.biases else {})
+
+
+FAMILIES["glm"] = Family(
+    lambda r: {**_modern(r), **biased(qkv=r["attention_bias"])}, _glm_arrays,
+    {**MODERN, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
+     "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "attention_bias": True},
+    "model.", INV_FREQ, neighbours_apart)

@@ -1,0 +1,167 @@
+"""Published encoder-decoders: T5, BART and Whisper.
+
+In names {s} numbers the encoder's layers (those of the source), {m} the decoder's. family.py says
+what a family is.
+"""
+
+from zigzag.core.errors import ConfigError
+from zigzag.hub.family import Family, columns, head, layer_norm, rows, under
+from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, sizes
+
+PAIRS: dict[str, Family] = {}
+
+# Tokens of a row, where no table of positions says how many there may be.
+LENGTH = 512
+
+
+# -------------------------------------------------------------------------------------------
+# T5: RMSNorm before each half, learned scores by distance. 1.1 has a gated MLP and its own head
+
+def _t5_mlp(r):
+    """feed_forward_proj: ACTIVATION or gated-ACTIVATION. (What a file says beside it wins.)"""
+    words = r["feed_forward_proj"].split("-")
+    if len(words) > 2 or len(words) == 2 and words[0] != "gated":
+        raise ConfigError(f"config.json: feed_forward_proj {r['feed_forward_proj']!r:.80}: "
+                          f"expected relu, for example, or gated-gelu")
+    name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
+    return dict(activation=activation(r.get("dense_act_fn") or name),
+                gated=bool(r.get("is_gated_act", words[0] == "gated")))
+
+
+def _t5(r):
+    refuse(r, is_encoder_decoder=True)
+    tied, width = bool(r["tie_word_embeddings"]), count(r, "d_model")
+    fields = sizes({**r, "length": LENGTH}, "num_layers", "d_model", "num_heads", "length")
+    return {**fields, **_t5_mlp(r), "encoder_layers": fields["layers"], "source_len": LENGTH,
+            "layers": fields["layers"] if r["num_decoder_layers"] is None else count(
+                r, "num_decoder_layers", MOST_LAYERS),
+            "head_dim": count(r, "d_kv"), "d_ff": count(r, "d_ff"), "attn_scale": 1.0,
+            "norm_eps": r["layer_norm_epsilon"], "positions": "none", "relative": "buckets",
+            "relative_buckets": r["relative_attention_num_buckets"],
+            "relative_distance": r["relative_attention_max_distance"], "tied": tied,
+            "head_scale": width**-0.5 if tied else 0.0}
+
+
+def _t5_attention(name, ours=""):
+    return {f"{name}.{x}.weight": pattern for x, pattern in (
+        ("q", f"(H N) D -> {ours}wq"), ("k", f"(K N) D -> {ours}wk"),
+        ("v", f"(K M) D -> {ours}wv"), ("o", f"D (H M) -> {ours}wo"))}
+
+
+def _t5_arrays(c):
+    names = {"wi_0": "w_gate", "wi_1": "w_up"} if c.gated else {"wi": "w_up"}
+    mlp = {f"DenseReluDense.{name}.weight": f"F D -> {ours}" for name, ours in names.items()}
+    mlp |= {"DenseReluDense.wo.weight": "D F -> w_down", "layer_norm.weight": "D -> mlp_norm"}
+    own = {**_t5_attention("SelfAttention"), "layer_norm.weight": "D -> attn_norm"}
+    cross = {**_t5_attention("EncDecAttention", "cross_"), "layer_norm.weight": "D -> cross_norm"}
+    distances = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return {"shared.weight": "V W -> embed", "encoder.embed_tokens.weight": "V W = embed",
+            "decoder.embed_tokens.weight": "V W = embed", **head(c),
+            f"encoder.{distances}": "J H -> encoder.relative",
+            f"decoder.{distances}": "J H -> relative",
+            "encoder.final_layer_norm.weight": "D -> encoder.norm",
+            "decoder.final_layer_norm.weight": "D -> norm",
+            **under("encoder.block.{s}.layer.0.", own), **under("encoder.block.{s}.layer.1.", mlp),
+            **under("decoder.block.{m}.layer.0.", own),
+            **under("decoder.block.{m}.layer.1.", cross),
+            **under("decoder.block.{m}.layer.2.", mlp)}
+
+
+PAIRS["t5"] = Family(
+    _t5, _t5_arrays,
+    dict(is_encoder_decoder=True, tie_word_embeddings=True, num_decoder_layers=None,
+         relative_attention_num_buckets=32, relative_attention_max_distance=128,
+         layer_norm_epsilon=1e-6, feed_forward_proj="relu", pad_token_id=0, eos_token_id=1),
+    # (T5's first versions saved distances of cross attention, which has none.)
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads",
+             "num_hidden_layers": "num_layers", "head_dim": "d_kv"})
+
+
+# -------------------------------------------------------------------------------------------
+# BART, with norms after each half, and Whisper, with norms before
+
+def _layers(r, seq_len):
+    """What both have, under the same names."""
+    refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
+    return {**sizes(r, "decoder_layers", "d_model", "decoder_attention_heads", seq_len),
+            "d_ff": count(r, "decoder_ffn_dim"),
+            "encoder_layers": count(r, "encoder_layers", MOST_LAYERS),
+            "encoder_heads": count(r, "encoder_attention_heads"),
+            "encoder_d_ff": count(r, "encoder_ffn_dim"), "norm": "layer", "norm_eps": 1e-5,
+            "positions": "learned", "gated": False, "tied": True,
+            "activation": activation(r["activation_function"])}
+
+
+def _attention(name, norm, ours="", key_bias=True):
+    return columns(f"{name}.q_proj", "H N", f"{ours}wq") | columns(
+        f"{name}.k_proj", "K N", f"{ours}wk", key_bias) | columns(
+        f"{name}.v_proj", "K M", f"{ours}wv") | rows(
+        f"{name}.out_proj", "H M", f"{ours}wo") | layer_norm(f"{name}_layer_norm", norm)
+
+
+def _stacks(key_bias):
+    """The arrays of all layers."""
+    own = _attention("self_attn", "attn_norm", "", key_bias)
+    cross = _attention("encoder_attn", "cross_norm", "cross_", key_bias)
+    mlp = columns("fc1", "F", "w_up") | rows("fc2", "F", "w_down") | layer_norm(
+        "final_layer_norm", "mlp_norm")
+    return under("model.encoder.layers.{s}.", own, mlp) | under(
+        "model.decoder.layers.{m}.", own, cross, mlp)
+
+
+def _bart(r):
+    # (What the first files say of other models of their time; the class does not look at it.)
+    refuse(r, normalize_before=False, add_final_layer_norm=False, normalize_embedding=True,
+           static_position_embeddings=False, add_bias_logits=False)
+    length = count(r, "max_position_embeddings")
+    return {**_layers(r, "max_position_embeddings"), "source_len": length, "position_offset": 2,
+            "position_rows": length + 2, "embed_norm": True, "norm_place": "post",
+            "biases": "qkv,out,mlp,head", "embed_scale": 0.0 if r["scale_embedding"] else 1.0}
+
+
+def _bart_arrays(c):
+    ends = {"model.shared.weight": "V W -> embed",
+            "model.encoder.embed_tokens.weight": "V W = embed",
+            "model.decoder.embed_tokens.weight": "V W = embed",
+            "model.encoder.embed_positions.weight": "P W -> encoder.positions",
+            "model.decoder.embed_positions.weight": "P W -> positions",
+            **layer_norm("model.encoder.layernorm_embedding", "encoder.embed_norm", "W"),
+            **layer_norm("model.decoder.layernorm_embedding", "embed_norm", "W")}
+    return {**ends, **head(c), "final_logits_bias": "1 V -> head_bias", **_stacks(True)}
+
+
+CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=False,
+             activation_function="gelu")
+PAIRS["bart"] = Family(
+    _bart, _bart_arrays,
+    {**CODER, "max_position_embeddings": 1024, "decoder_start_token_id": 2, "pad_token_id": 1,
+     "eos_token_id": 2}, "model.", (r"(.*\.)?version",), optional=("final_logits_bias",),
+    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"})
+
+
+def _whisper(r):
+    # (The class does not look at scale_embedding.)
+    return {**_layers(r, "max_target_positions"), "position_rows": r["max_target_positions"],
+            "stem": "frames", "source_len": count(r, "max_source_positions"),
+            "channels": count(r, "num_mel_bins"), "biases": "qv,out,mlp"}
+
+
+def _whisper_arrays(c):
+    ends = {"model.decoder.embed_tokens.weight": "V W -> embed",
+            "model.decoder.embed_positions.weight": "P D -> positions",
+            "model.encoder.embed_positions.weight": "P D -> encoder.positions",
+            **layer_norm("model.encoder.layer_norm", "encoder.norm"),
+            **layer_norm("model.decoder.layer_norm", "norm"),
+            "model.encoder.conv1.weight": "D C k -> encoder.conv1",
+            "model.encoder.conv1.bias": "D -> encoder.conv1_bias",
+            "model.encoder.conv2.weight": "D d k -> encoder.conv2",
+            "model.encoder.conv2.bias": "D -> encoder.conv2_bias"}
+    return {**ends, **head(c, "proj_out.weight"), **_stacks(False)}
+
+
+PAIRS["whisper"] = Family(
+    _whisper, _whisper_arrays,
+    {**CODER, "max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80,
+     "decoder_start_token_id": 50257, "pad_token_id": 50256, "eos_token_id": 50256}, "model.",
+    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"})

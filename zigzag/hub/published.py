@@ -1,0 +1,541 @@
+"""Published models: a Hugging Face folder to weights in their shards, and back.
+
+    config.json          which family it is, and its sizes       (llama.py translates them)
+    *.safetensors        arrays by name                           (llama.py says what each holds)
+
+A family says of each published array how it lies, and of which of our weights it is made:
+
+    "self_attn.q_proj.weight": "(H N) D -> wq"                      one weight, its axes merged
+    "attn.c_attn.weight":      "D (H N | K N | K M) -> wq wk wv"    three, one after the other
+    "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
+    "lm_head.weight":          "V W = embed"                        one that another array has too
+
+The letters are those of model.py's table of weights; g is the number of query heads of a key head.
+Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
+what the brackets have K times: in the third example, for each key head, its query heads, its key
+and its value. A 1 is an axis of length 1, which our weight may lack. The last array is not written,
+and may be missing; if it is there, it must have the same numbers. From that follow the shape that
+is expected, what a device reads of an array (its shard's range of the first letter of each axis),
+and what is written.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Sequence
+
+import jax
+import numpy as np
+
+from zigzag.core.errors import ConfigError, one_line, optional_package
+from zigzag.core.files import read_json, write_json
+from zigzag.core.hosts import process_allgather
+from zigzag.core.mesh import by_path, flatten
+from zigzag.weights.table import layer_counts
+
+# So many bytes of arrays go into one file.
+FILE_BYTES = 4 * 2**30
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+# -------------------------------------------------------------------------------------------
+# How an array lies
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a published array, for one of our weights."""
+    outer: tuple[str, ...]  # the letters before [, which number the repeats
+    inner: tuple[str, ...]  # the letters of this weight in them; all, where nothing is repeated
+    begin: int              # where in a repeat this weight begins
+    block: int              # how many numbers of it there are
+    whole: int              # how long a repeat is
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return self.outer + self.inner
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a published array lies, for one of our weights, with axes `own` [a, b, ...]."""
+    axes: tuple[Axis, ...]
+    own: tuple[str, ...]
+    sizes: dict[str, int]
+
+    def _count(self, letters):
+        return math.prod(self.sizes[x] for x in letters)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the published array."""
+        return tuple(self._count(a.outer) * a.whole for a in self.axes)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """Of this weight, in the order in which the published array has them."""
+        return tuple(x for a in self.axes for x in a.letters)
+
+    @property
+    def order(self) -> list[int]:
+        """Where in `letters` each axis of this weight is. (H is K and g where they are apart.)"""
+        own = [y for x in self.own for y in (("K", "g") if x == "H" and "g" in self.letters else x)]
+        return [self.letters.index(x) for x in own]
+
+    def read(self, array: Any, ranges: Sequence[slice]) -> np.ndarray:
+        """Of a published array (anything with slices) the part of this weight at these ranges."""
+        wanted = dict(zip(self.own, ranges))
+        if "g" in self.letters and "H" in wanted:       # whole groups, and of these a part
+            g, heads = self.sizes["g"], wanted.pop("H")
+            wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
+        runs, shape = [], []
+        for a in self.axes:
+            if not a.letters:       # a length of 1 that this weight does not have
+                runs.append([slice(0, 1)])
+                continue
+            first, *others = a.letters
+            r = wanted.pop(first, slice(0, self.sizes[first]))
+            begin, stop = (n * self._count(a.letters[1:]) for n in (r.start, r.stop))
+            if a.block == a.whole or not a.outer:
+                runs.append([slice(a.begin + begin, a.begin + stop)])
+            else:       # its block alone, in each of those that the outer letters number
+                times = self._count(a.inner)
+                runs.append([slice(i * a.whole + a.begin, i * a.whole + a.begin + a.block)
+                             for i in range(begin // times, stop // times)])
+            shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
+        if not runs:                # (a single number)
+            return np.asarray(array[()])
+        at = max(range(len(runs)), key=lambda i: len(runs[i]))
+        cuts = [run[0] for run in runs]
+        parts = [np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])]) for cut in runs[at]]
+        part = (np.concatenate(parts, at) if len(parts) > 1 else parts[0]).reshape(shape)
+        part = part[tuple(wanted.get(x, slice(None)) for x in self.letters)]
+        part = part.transpose(self.order)
+        if "H" in self.own and "g" in self.letters:
+            at, g = self.own.index("H"), self.sizes["g"]
+            part = part.reshape(*part.shape[:at], -1, *part.shape[at + 2:])
+            first = ranges[at].start % g
+            part = np.take(part, range(first, first + ranges[at].stop - ranges[at].start), at)
+        return part
+
+    def write(self, array: np.ndarray, weight: np.ndarray) -> None:
+        """Put this weight, whole, into its place in a published array."""
+        shape = [self.sizes[x] for x in self.letters]
+        part = weight.reshape([shape[i] for i in self.order]).transpose(np.argsort(self.order))
+        # The array with outer letters, blocks apart; this weight with inner letters merged.
+        apart, own, at = [], [], []
+        for a in self.axes:
+            apart += [self._count(a.outer), a.whole]
+            own += [self._count(a.outer), a.block]
+            at += [slice(None), slice(a.begin, a.begin + a.block)]
+        array.reshape(apart)[tuple(at)] = part.reshape(own)
+
+
+def _sides(pattern):
+    left, right = re.split("->|=", pattern)
+    return left, right.split()
+
+
+def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
+            ) -> dict[str, Layout]:
+    """Of a pattern the layout of each of its weights, whose axes `own` has."""
+    left, names = _sides(pattern)
+    axes = {name: [] for name in names}
+    for word in re.findall(r"\([^)]*\)|\S+", left):
+        before, _, blocks = word.strip("()").partition("[")
+        if not blocks:
+            before, blocks = "", before
+        inners = [[x for x in block.split() if x != "1" or x in sizes]
+                  for block in blocks.strip("] ").split("|")]
+        inners = inners if len(inners) > 1 else inners * len(names)
+        lengths = [math.prod(sizes[x] for x in inner) for inner in inners]
+        whole = sum(lengths) if "|" in blocks else lengths[0]
+        for i, name in enumerate(names):
+            begin = sum(lengths[:i]) if "|" in blocks else 0
+            axes[name].append(Axis(tuple(before.split()), tuple(inners[i]), begin, lengths[i],
+                                   whole))
+    return {name: Layout(tuple(axes[name]), own[name], sizes) for name in names}
+
+
+# -------------------------------------------------------------------------------------------
+# The folder
+
+def _listed(names):
+    """The first ten of these names, which somebody else chose."""
+    first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(first) + more
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a folder."""
+    config = read_json(Path(path) / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
+                          f"config.json of a published model (a run is given as --run, or to "
+                          f"train.py as --init_from)")
+    return config
+
+
+class Folder:
+    """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = read_config(path)
+        self.arrays = {}
+        files = self._files()
+        package = optional_package("safetensors", "a published model")
+        for file, names in files.items():
+            try:
+                opened = package.safe_open(self.path / file, framework="numpy")
+                found = set(opened.keys())
+            except (OSError, package.SafetensorError) as e:
+                raise ConfigError(f"{self.path / file} cannot be read: {one_line(e)}") from None
+            if names is not None and names != found:
+                raise ConfigError(f"{self.path / file} is not as the index says: "
+                                  + (f"it lacks {_listed(names - found)}" if names - found else
+                                     f"it has {_listed(found - names)} too"))
+            self.arrays |= dict.fromkeys(found, opened)
+
+    def _files(self):
+        """The files to open, and which arrays the index says are in each (None: no index)."""
+        if (self.path / "model.safetensors").is_file():
+            return {"model.safetensors": None}
+        index = self.path / "model.safetensors.index.json"
+        if not index.exists():
+            raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
+                              f"(weights in other formats are not read)")
+        files, weight_map = {}, read_json(index)
+        weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: no weight_map in it")
+        for name, file in weight_map.items():
+            if (not isinstance(file, str) or not file or file != Path(file).name
+                    or file.startswith(".") or len(file.encode()) > 255 or not file.isprintable()):
+                raise ConfigError(f"{index}: {_listed([name])} is said to be in {file!r:.80}, "
+                                  f"which is not a file of this folder")
+            if not (self.path / file).is_file():
+                raise ConfigError(f"{self.path / file} is missing: {index.name} says that "
+                                  f"{_listed([name])} is in it")
+            files.setdefault(file, set()).add(name)
+        return files
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape of an array, and what numbers it has: F32, BF16, ..."""
+        array = self.arrays[name].get_slice(name)
+        return tuple(array.get_shape()), array.get_dtype()
+
+    def __getitem__(self, name: str) -> "_Array":
+        return _Array(self, name)
+
+
+class _Array:
+    """An array of a folder, read where it is indexed. Numbers must be finite."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+
+    def __getitem__(self, cuts):
+        try:
+            part = self.folder.arrays[self.name].get_slice(self.name)[cuts]
+        except Exception as e:      # (of a Rust library)
+            raise ConfigError(f"{self.folder.path}: {self.name} cannot be read: {one_line(e)}"
+                              ) from None
+        part = np.asarray(part, np.float32)
+        if not np.isfinite(part).all():
+            raise ConfigError(f"{self.folder.path}: {self.name} has numbers that are not finite")
+        return part
+
+
+# -------------------------------------------------------------------------------------------
+# A family's arrays, and weights
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of our weights in a published array: its path, its layout there, whose it is of the
+    layers and experts that the weight has stacked (None: it has none), and whether another array
+    has it too."""
+    path: str
+    layout: Layout
+    layer: int | None
+    expert: int | None
+    again: bool
+
+
+def stacks_of(c: Any) -> dict[str, list[tuple[str, range]]]:
+    """What a letter in a name numbers: stacks of layers, and the numbers of their layers there.
+
+    {l} any layer, {d} one of dense_layers, {m} one of the others, {s} one of the encoder (of the
+    source)."""
+    dense = ("dense_layers", range(c.dense_layers))
+    others = ("layers", range(c.dense_layers, c.layer_groups or c.layers))
+    return {"l": [dense, others], "d": [dense], "m": [others],
+            "s": [("encoder.layers", range(c.encoder_layers))]}
+
+
+def one_stack(c: Any) -> dict[str, list[tuple[str, range]]]:
+    """stacks_of a network whose layers are all alike."""
+    return {"l": [("layers", range(c.layers))]}
+
+
+def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
+    """Every array that a model of this configuration has, by name. In names {e} is the number of an
+    expert, and another letter that of a layer, as the family's `stacks` say."""
+    stacks, own, found = family.stacks(config), by_path(table), {}
+    for template, pattern in family.arrays(config).items():
+        letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
+        for stack, numbers in stacks[letter] if letter else [("", [None])]:
+            if len(numbers) == 0:
+                continue
+            experts = range(config.experts) if "{e}" in template else [None]
+            parts = _layouts_of(pattern, own, stack and f"{stack}.", config,
+                                {"L", "1", *("E" if experts[0] == 0 else "")})
+            for at, number in enumerate(numbers):
+                for e in experts:
+                    name = template.format(**{letter or "l": number, "e": e})
+                    found[name] = [Part(path, layout, at if stack else None, e, "=" in pattern)
+                                   for path, layout in parts.items()]
+    return found
+
+
+def _layouts_of(pattern, own, prefix, config, stacked):
+    """By path the layouts of a pattern's weights, which `own` has, without the axes that are
+    stacked."""
+    left, names = _sides(pattern)
+    weights = {n: own[prefix + n] for n in names}
+    sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
+    sizes = {"g": config.heads // config.kv_heads, "K": config.kv_heads, **sizes}
+    if "V" in sizes:
+        sizes["V"] = config.vocab_size
+    if "1" in left.split():
+        stacked = stacked - {"1"}
+    found = layouts(pattern, {n: tuple(a for a in w.axes if a not in stacked)
+                              for n, w in weights.items()}, sizes)
+    return {prefix + n: layout for n, layout in found.items()}
+
+
+def check_arrays(folder: Folder, family: Any, config: Any, table: Any
+                 ) -> dict[str, list[Part]]:
+    """What each array of this folder has. Refuses a folder in which one is missing, left over, of
+    another shape, or of no numbers that we read."""
+    ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
+    spare = {name for name in folder.arrays if any(re.fullmatch(p, name) for p in ignored)}
+    found = folder.arrays.keys() - spare
+    # (Before there is a list of them all.)
+    counts = layer_counts(table)
+    least = (sum(counts.values()) or config.layers) + counts.get("layers", 0) * config.experts
+    if least > len(found):
+        experts = f" with {config.experts} experts each" if config.experts else ""
+        raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
+                          f"{config.layers} layers{experts}")
+    expected = published_arrays(family, config, table)
+    # A folder of the bare model, without its head, has names without the prefix.
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
+    expected = {name.removeprefix(family.prefix) if bare else name: parts
+                for name, parts in expected.items()}
+    # Of arrays that are the same one may be there alone, under any of its names.
+    first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
+    for name, parts in list(expected.items()):
+        if parts[0].again and name in found and first[parts[0].path] not in found:
+            expected[name] = [dataclasses.replace(part, again=False) for part in parts]
+            del expected[first[parts[0].path]]
+            first[parts[0].path] = name
+    older = {name: _older(name, family.older) for name in expected}
+    expected = {older[name] if older[name] in found else name: parts
+                for name, parts in expected.items()}
+    found |= spare & expected.keys()        # (ignored only where it is no part of the model)
+    expected = {name: parts for name, parts in expected.items()
+                if name in found or not (parts[0].again or name in family.optional)}
+    for what, those in (("lacks", expected.keys() - found),
+                        ("has what is no part of its model:", found - expected.keys())):
+        if those:
+            raise ConfigError(f"{folder.path} {what} {_listed(those)}")
+    for name, parts in expected.items():
+        shape, dtype = folder.kind(name)
+        if shape != parts[0].layout.shape:
+            raise ConfigError(f"{folder.path}: {name} has the shape {list(shape)}; its config.json "
+                              f"says {list(parts[0].layout.shape)}")
+        if dtype not in ("F32", "F16", "BF16"):
+            raise ConfigError(f"{folder.path}: {name} has numbers of the kind {dtype}; expected "
+                              f"F32, F16 or BF16")
+    return expected
+
+
+def _older(name, parts):
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
+
+
+def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
+    """The weights of a folder, in these places (shapes with shardings; the layers stacked, or
+    `apart`): of each array a device's part alone is read. With None nothing is, beyond names and
+    shapes."""
+    expected = check_arrays(folder, family, config, table)
+    if places is None:
+        return None
+    pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
+    for name, parts in expected.items():
+        for part in parts:
+            one = {(part.layer, part.expert): (name, part.layout)}
+            if part.again:
+                again.setdefault(part.path, []).append(one)
+            else:
+                pieces.setdefault(part.path, {}).update(one)
+    axes, adjust = by_path(table), family.adjust(config)
+
+    def make(path, shape):
+        path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
+        own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
+        parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
+
+        def read(index):
+            key = tuple((r.start or 0, r.stop if r.stop is not None else n)
+                        for r, n in zip(index, shape.shape))
+            if key not in done:
+                ranges = [slice(*k) for k in key]
+                ranges = ranges if number is None else [slice(number, number + 1), *ranges]
+                done[key] = _read_part(folder, own, parts, ranges, change)
+                for same in again.get(path, ()):
+                    if (done[key] != _read_part(folder, own, same, ranges, change)).any():
+                        (name, _), (other, _) = (*parts.values(), *same.values())
+                        raise ConfigError(f"{folder.path}: {name} and {other} differ; its "
+                                          f"config.json says that they are tied")
+            return (done[key] if number is None else done[key][0]).astype(shape.dtype, copy=False)
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, read)
+
+    paths, shapes, structure = flatten(places)
+    return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
+
+
+def _of_stack(path, counts):
+    """The path of the stack that a weight of a layer by itself is in, and its number there."""
+    _, layer, name = path.split(".", 2)
+    at = int(layer) - counts.get("dense_layers", 0)
+    return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
+
+
+def _read_part(folder, own, parts, ranges, change):
+    """The part of one of our weights at these ranges."""
+    out = np.zeros([r.stop - r.start for r in ranges], np.float32)
+    by_letter = dict(zip(own, ranges))
+    for (layer, expert), (name, layout) in parts.items():
+        at, outside = [], False
+        for letter, r in zip(own, ranges):
+            number = layer if letter == "L" else expert if letter == "E" else None
+            if number is not None:
+                outside |= not r.start <= number < r.stop
+                at.append(number - r.start)
+            elif letter == "1" and "1" not in layout.own:
+                at.append(0)
+            else:       # padded rows of a vocabulary stay zeros
+                stop = min(r.stop, layout.sizes[letter]) if letter == "V" else r.stop
+                at.append(slice(0, max(0, stop - r.start)))
+        if outside:
+            continue
+        wanted = [by_letter[a] for a in layout.own]
+        wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
+                  if a == "V" else r for a, r in zip(layout.own, wanted)]
+        if any(r.start == r.stop for r in wanted):      # this device has padding alone
+            continue
+        if change is None:
+            out[tuple(at)] = layout.read(folder[name], wanted)
+        else:           # of the last axis, all: it may be in another order
+            whole = [*wanted[:-1], slice(0, layout.sizes[layout.own[-1]])]
+            part = change.read(layout.read(folder[name], whole))
+            out[tuple(at)] = part[..., wanted[-1]]
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """How one of our weights differs from what is published: the order of its last axis, and what
+    is added to it."""
+    order: np.ndarray | None = None
+    offset: float = 0.0
+
+    def read(self, w: np.ndarray) -> np.ndarray:
+        return (w if self.order is None else w[..., self.order]) + np.float32(self.offset)
+
+    def write(self, w: np.ndarray) -> np.ndarray:
+        w = w - np.float32(self.offset)
+        return w if self.order is None else w[..., np.argsort(self.order)]
+
+
+def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
+                 dtype: str = "float32") -> None:
+    """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
+    Every process must call this; process 0 writes."""
+    path, package = Path(path), optional_package("safetensors.numpy", "a published model")
+    is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if process_allgather(is_taken)[0]:      # (before process 0 writes there)
+        raise ConfigError(f"{path} is not empty; give a new folder")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{dtype!r} is no precision to save in; expected one of "
+                          f"{', '.join(DTYPES)}")
+    expected, weights = published_arrays(family, config, table), by_path(params)
+    placed = {part.path for parts in expected.values() for part in parts}
+    if lost := weights.keys() - placed:
+        raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
+                          f"has no array for the weights {_listed(lost)}")
+    expected = {name: parts for name, parts in expected.items() if not parts[0].again}
+    adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize
+    files, size = [[]], 0
+    for name, parts in expected.items():
+        more = math.prod(parts[0].layout.shape) * itemsize
+        if files[-1] and size + more > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += more
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        path.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for number, names in enumerate(files, 1):
+        file = ("model.safetensors" if len(files) == 1 else
+                f"model-{number:05}-of-{len(files):05}.safetensors")
+        arrays = {name: _published_array(name, expected[name], weights, adjust, dtype)
+                  for name in names}
+        weight_map |= dict.fromkeys(names, file)
+        if is_writer:
+            package.save_file(arrays, path / file, metadata={"format": "pt"})
+    if is_writer:
+        if len(files) > 1:
+            write_json(path / "model.safetensors.index.json",
+                       {"metadata": {}, "weight_map": weight_map})
+        write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
+                                          "torch_dtype": dtype})
+
+
+def _published_array(name, parts, weights, adjust, dtype):
+    """One published array, of all of our weights that are in it."""
+    array = np.zeros(parts[0].layout.shape, np.float32)
+    for part in parts:
+        w = weights[part.path]
+        if part.layer is not None:
+            w = w[part.layer]
+        if part.expert is not None:
+            w = w[part.expert]
+        w, change = whole(w), adjust.get(part.path.rsplit(".", 1)[-1])
+        layout = part.layout
+        w = w.reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        if "V" in layout.own:       # without the padding
+            at = layout.own.index("V")
+            w = np.take(w, range(layout.sizes["V"]), at)
+        layout.write(array, w if change is None else change.write(w))
+    with np.errstate(over="ignore"):
+        array = array.astype(jax.numpy.dtype(dtype))
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ConfigError(f"{name} has numbers that are not finite, or too large for {dtype}")
+    return array
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array of a mesh, in this process."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
+    return np.asarray(x, np.float32)

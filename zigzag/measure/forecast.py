@@ -1,0 +1,239 @@
+"""How fast a program will be, and whether it fits: before it runs, and measured.
+
+    cost_model     an estimate from formulas, for any mesh in microseconds
+    auto_mesh      --mesh auto: the best mesh by that estimate, of those that compile and fit
+    dry_run        --topology: what a program compiled for absent hardware says of itself
+    bench_report   --bench: what training steps took, beside what matrix products reach here
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import timeit
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zigzag.core.errors import ConfigError, human_bytes, one_line
+from zigzag.core.mesh import abstract_mesh, all_meshes, by_path, platform
+from zigzag.core.report import BenchReporter, Reporter
+from zigzag.measure.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
+from zigzag.measure.hlo import Collective, arithmetic, collectives
+from zigzag.parallel.attention import SCORES
+from zigzag.parallel.pipeline import ticks
+from zigzag.parallel.products import LOGITS
+from zigzag.weights import lora
+
+# -------------------------------------------------------------------------------------------
+# The estimate
+
+# What --remat costs, in arithmetic and sending, beside none: measured on compiled programs.
+REMAT_COST = {"none": 1.0, "selective": 1.05, "full": 1.3}
+# What a layer keeps of a token for the backward pass: so many numbers times d_model, and d_ff.
+REMAT_KEEPS = {"none": (10, 4), "selective": (6, 3), "full": (2, 0)}
+# Bytes of a parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
+STATE_BYTES = 18
+# How papers count an update's operations.
+USUAL_COUNT = "6 a weight and token and attention with every key"
+# A compiler needs some room that no formula knows.
+ROOM = 0.95
+# Of the best meshes so many are shown, and so many compiled until one fits.
+SHOWN, COMPILED = 5, 3
+
+
+class Cost(NamedTuple):
+    """Of an update on one device."""
+    arithmetic: float       # seconds
+    links: float            # seconds of sending
+    memory: float           # bytes
+
+
+def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, flops: float
+               ) -> Cost:
+    """A rough estimate for the transformer, by README's table: `flops` are an update's."""
+    c = config
+    d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
+    itemsize = jnp.dtype(c.dtype).itemsize
+    # Parameters that a device has but for fsdp, and those that it trains; its layers, its tokens,
+    # and the README's X and K.
+    own, trained = (
+        sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
+            for path, w in by_path(tree).items()) / t
+        for tree in (params, lora.split(params)[0] if c.lora_rank else params))
+    layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
+    X = tokens * c.d_model * itemsize
+    K = tokens * c.kv_heads * c.head_dim * itemsize / t
+    passes = 1      # how often a stage runs for each microbatch, idle ticks included
+    if p > 1:
+        count, chunks = ticks(p, c.microbatches, c.schedule, c.chunks)
+        passes = count / chunks / c.microbatches
+    work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * passes
+    sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
+            + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * passes
+            + layers * REMAT_COST[c.remat] * (
+                8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
+            + 4 * X * (p > 1))
+    of_model, of_ff = REMAT_KEEPS[c.remat]
+    kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
+    memory = ((STATE_BYTES * trained + itemsize * (own - trained)) / f + kept * itemsize
+              + 3 * 4 * min(LOGITS, tokens * c.vocab_size)  # logits, softmax, gradients
+              + 4 * own * itemsize / layers     # two layers' gathered weights and gradients
+              + 6 * 4 * SCORES / 4)                     # attention's scores, in blocks
+    return Cost(work / chip.flops, sent / chip.links, memory)
+
+
+def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callable,
+              compile_program: Callable, flops: float, say: Callable) -> tuple[str, Any]:
+    """The fastest mesh that fits, of all meshes of these devices over which the model divides, and
+    why: as the text of --mesh, with what compile_program gave for it. The first few are compiled.
+
+    config                    with --dtype and --vocab_size resolved
+    check(config, mesh)       raises ConfigError where the model or the batch does not divide
+    compile_program(config)   a program and its compiled step"""
+    known = chip_of(devices[0])
+    chip, costs = known or CHIPS["TPU v5 lite"], []
+    for sizes in all_meshes(len(devices)):
+        # (The cost model takes tensor to split all heads and the MLP.)
+        undivided = any(n % sizes["tensor"] for n in (config.heads, config.d_ff))
+        if undivided or config.shards not in (0, sizes["tensor"]):
+            continue
+        mesh = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
+        one = dataclasses.replace(config, mesh=mesh, shards=0)
+        with contextlib.suppress(ConfigError):
+            check(one, abstract_mesh(sizes))
+            costs.append((one, cost_model(one, params, sizes, chip, flops=flops)))
+    if not costs:
+        raise ConfigError(f"--mesh auto: no mesh of {len(devices)} devices divides this model and "
+                          f"--batch {config.batch}")
+    # What does not fit comes last; where nothing does, what needs least is first.
+    costs.sort(key=lambda x: (max(1.0, x[1].memory / (ROOM * chip.memory)),
+                              x[1].arithmetic + x[1].links))
+    say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
+        "" if known else " and the rates of a v5e, these devices' not being known"))
+    for one, cost in costs[:SHOWN]:
+        say(f"         {one.mesh:36} {1e3 * (cost.arithmetic + cost.links):8.1f} ms: arithmetic "
+            f"{1e3 * cost.arithmetic:.1f}, links {1e3 * cost.links:.1f}; about "
+            f"{cost.memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
+    for one, _ in costs[:COMPILED]:
+        try:
+            ready = compile_program(one)
+            peak = peak_memory(ready[1])
+        except jax.errors.JaxRuntimeError as e:
+            say(f"         {one.mesh} does not compile: {one_line(e)}")
+            continue
+        say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
+        if peak < chip.memory:
+            return one.mesh, ready
+    raise ConfigError(f"--mesh auto: of {len(costs)} meshes of {len(devices)} devices none of the "
+                      f"{COMPILED} best has room for this; --remat full, more --accumulate or more "
+                      f"devices would make some")
+
+
+# -------------------------------------------------------------------------------------------
+# A program for hardware that is not here
+
+def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporter, *, flops: float,
+            expected: Sequence[Collective], complete: bool = True) -> None:
+    """Report what a compiled program says of itself: memory, arithmetic, what it sends, and what
+    the chip's published rates make of that. `flops` are an update's, by the usual count."""
+    chip, memory, flops = chip_of(mesh.devices.flat[0]), step.memory_analysis(), flops / mesh.size
+    try:
+        with _without_stderr():
+            sends = collectives(step)
+        reporter.collectives(sends, expected, complete)
+        done = arithmetic(step, _share_in_groups(config, mesh))
+    except jax.errors.JaxRuntimeError as e:
+        sends, done = expected, flops
+        reporter.line(f"         the compiler cannot print this program ({one_line(e)}): its "
+                      f"arithmetic and what it sends are the expected ones")
+    peak, sent = peak_memory(step), sum(c.bytes for c in sends)
+    fits = "" if not chip else f", which has {_gib(chip.memory)}: " + (
+        "it fits" if peak < chip.memory else "IT DOES NOT FIT")
+    reporter.line(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
+                  f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
+                  + fits)
+    frozen = " (4 of a frozen weight)" if config.lora_rank else ""
+    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} of {USUAL_COUNT}"
+                  + frozen)
+    reporter.line(f"links    {_gib(sent)} sent by a device")
+    if not chip:
+        return
+    moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes
+             + 2 * memory.temp_size_in_bytes)
+    takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth,
+             "links": sent / chip.links}
+    worst = max(takes, key=takes.get)
+    least = takes[worst]
+    reporter.line(
+        "bound    " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in takes.items())
+        + f": a step takes at least {least * 1e3:.1f} ms ({worst}), "
+        f"{config.batch * config.seq_len / least:,.0f} tokens/s, mfu at most "
+        f"{flops / chip.flops / least:.1%}, if each runs at its published rate "
+        f"({chip.flops / 1e12:.0f} Tflop/s, {chip.bandwidth / 1e9:.0f} GB/s, "
+        f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
+
+
+def _gib(size):
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _share_in_groups(config, mesh):
+    """Of the rows for which an expert's device has room, how many are tokens on average."""
+    devices = mesh.shape["expert"] if config.step == "shard_map" else 1
+    room = min(config.experts_per_token, max(1, config.experts // devices))
+    return config.experts_per_token / devices / room
+
+
+@contextlib.contextmanager
+def _without_stderr():
+    """Without what a compiler prints of its own troubles."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+# -------------------------------------------------------------------------------------------
+# Measured
+
+# Steps that --bench makes before it looks, and while it does.
+WARM, TIMED = 5, 30
+
+
+def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int, flops: float,
+                 loader: float) -> None:
+    """What the steps that the reporter has seen took, of so many tokens and flops each; `loader`
+    is the seconds that a batch takes to make. The last line is JSON."""
+    took = reporter.took[WARM:]
+    step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
+    best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
+    reporter.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
+                  f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
+                  f"{reporter.first_step:.1f} s")
+    reporter.line(f"speed    {tokens / step:,.0f} tokens/s, {flops / step / 1e9:,.0f} Gflop/s "
+                  f"({USUAL_COUNT}), {flops / step / best:.0%} of the {best / 1e9:,.0f} that a "
+                  f"matrix product reaches here, mfu "
+                  + ("n/a" if share is None else f"{share:.1%}"))
+    reporter.line(f"memory   {human_bytes(peak)} at most; the loader makes a batch in "
+                  f"{loader * 1e3:.1f} ms, while devices work")
+    reporter.line(json.dumps({
+        "tokens_per_second": round(tokens / step, 1), "step_seconds": step,
+        "model_flops_per_second": flops / step, "matmul_flops_per_second": best,
+        "peak_bytes": peak, "first_step_seconds": round(reporter.first_step, 3)}))
+
+
+def matmul_rate(mesh: Any, dtype: str) -> float:
+    """Operations a second in products of large square matrices, on all devices together."""
+    # Large enough to reach the peak. (Simulated devices share the cores: one product is for all.)
+    size, count, devices = (2048, 1, 1) if platform(mesh) == "cpu" else (8192, 8, mesh.size)
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))
+    times = timeit.repeat(lambda: product(a).block_until_ready(), number=1, repeat=11)
+    return 2 * size**3 * count * devices / min(times)

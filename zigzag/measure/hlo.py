@@ -1,0 +1,297 @@
+"""What a compiled program sends and computes, read off its text.
+
+The text is HLO: computations, with one operation on each line. It runs from ENTRY, and a line may
+call other computations, a loop's body for example as often as the loop turns:
+
+    %body.2 (param.1: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
+      %psum.1 = f32[8,32]{1,0} all-reduce(%x.1), replica_groups={{0,1},{2,3}}, to_apply=%add.7
+    }
+    ENTRY %main.9_spmd (param.0: f32[8,32]) -> f32[8,32] {
+      %while.4 = (s32[], f32[8,32]) while(%tuple.3), condition=%less.3, body=%body.2,
+          backend_config={"known_trip_count":{"n":"5"}}
+    }
+
+Here a device sends 5 all-reduces. Each pattern below stands after an example of what it matches.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, Iterable, NamedTuple
+
+import numpy as np
+
+from zigzag.core.mesh import mesh_of
+
+
+class Collective(NamedTuple):
+    """One kind of collective over one mesh axis, in one run of a program."""
+    kind: str       # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
+    axis: str       # of the mesh; several are joined by +
+    count: int      # how often it runs, loops multiplied out
+    bytes: int      # that a device sends in all these runs, on the shortest ring
+
+
+def collectives(compiled: Any) -> list[Collective]:
+    """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
+    Branches count as if they were taken each time: a pipeline's idle ticks are in it."""
+    mesh = mesh_of(compiled.input_shardings)
+    if mesh is None:
+        return []
+    rows = []
+    for line, times, computation in _executed(compiled.as_text()):
+        found = _COLLECTIVE.search(line)
+        # On TPU a collective that overlaps with other work is in every computation of its chain:
+        # it is counted in the one that starts it.
+        if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation.text):
+            rows.append(_row(found, line, mesh, times))
+    return add_up(rows)
+
+
+def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
+    """What collectives send, those of one kind and axis together. Of each a row: its kind, its axis
+    and the n devices of it, how often it runs, and the bytes that a device has in it (at the end,
+    or of a reduce-scatter at the beginning). On the shortest ring a device sends (n-1)/n of these
+    bytes in an all-gather and in a reduce-scatter, twice as much in an all-reduce, which is both,
+    and all of them in a collective-permute."""
+    counts, sizes = collections.Counter(), collections.Counter()
+    for kind, axis, n, count, size in rows:
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+        counts[kind, axis] += count
+        sizes[kind, axis] += count * size * share
+    return [Collective(*key, round(counts[key]), round(sizes[key])) for key in sorted(counts)]
+
+
+def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
+    """Operations of a compiled program's matrix products and convolutions on one device, loops
+    multiplied out (the compiler's own count takes a loop's body once), 2 for each product of two
+    numbers. Branches count as if they were taken each time. Ragged products, by a TPU's kernel or
+    by our loop of blocks, skip the rows that are in no group: `ragged` is the share that is in
+    one."""
+    return sum(times * _operations(line, computation, ragged)
+               for line, times, computation in _executed(compiled.as_text(), ragged))
+
+
+# -------------------------------------------------------------------------------------------
+# The lines that run, and how often
+
+# ENTRY %main.9_spmd (param.0: f32[8,32]) -> f32[8,32] {
+_HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*{$", re.M)
+# condition=%less.3, body=%body.2    or    branch_computations={%idle.1, %work.2}
+_CALLS = re.compile(r"(?:body|condition|calls|branch_computations|true_computation|"
+                    r"false_computation|to_apply)=({[^}]*}|%[\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+)")
+# backend_config={"known_trip_count":{"n":"5"}}
+_TRIP_COUNT = re.compile(r"known_trip_count\D*(\d+)")
+# condition=%less.3
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+# %constant.6 = s32[]{:T(128)} constant(5)
+_CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
+#   %x.1 = f32[8,32]{1,0} multiply(...)    (a tuple has no single shape, and is not matched)
+_RESULT = re.compile(r"^ *(?:ROOT )?%([\w.\-]+) = \w+\[([\d,]*)\]", re.M)
+
+
+@dataclasses.dataclass
+class _Computation:
+    text: str
+
+    @functools.cached_property
+    def shapes(self):
+        """The shape of each value that is made here."""
+        return {name: _ints(dims) for name, dims in _RESULT.findall(self.text)}
+
+
+def _executed(text, ragged=1.0):
+    """Each line that runs, how often, and its computation."""
+    _, *parts = _HEADER.split(text)     # of each computation "ENTRY " or None, its name, its text
+    entries, names, texts = parts[::3], parts[1::3], parts[2::3]
+    computations = dict(zip(names, map(_Computation, texts)))
+
+    def visit(name, times):
+        computation = computations[name]
+        for line in computation.text.splitlines():
+            yield line, times, computation
+            inside = times * _repeats(line, computations, ragged)
+            for callees in _CALLS.findall(line):
+                for callee in _NAME.findall(callees):
+                    yield from visit(callee, inside)
+
+    return visit(names[entries.index("ENTRY ")], 1)
+
+
+def _repeats(line, computations, ragged):
+    """How often a line runs what it calls."""
+    if " while(" in line:
+        trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]].text
+        if not trips and "direction=LT" in condition:
+            # A loop that counts from 0, while it is less than a constant.
+            trips = _CONSTANT.search(condition)
+        return int(trips[1]) if trips else 1
+    # The loop of blocks of a ragged product skips blocks by a condition.
+    return ragged if " conditional(" in line and "/ragged/" in line else 1
+
+
+def _ints(text):
+    return [int(x) for x in text.split(",") if x]
+
+
+# -------------------------------------------------------------------------------------------
+# Bytes of a collective, and its axis
+
+# %all-gather-start = (bf16[8,128], bf16[8,512]) all-gather-start(%x.1), replica_groups=...
+_COLLECTIVE = re.compile(r" = (?P<result>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|"
+                         r"(?:ragged-)?all-to-all|collective-permute)(?P<start>-start)?"
+                         r"\((?P<operands>.*?)\)(?:, |$)")
+# f32[8,32]{1,0}
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+# replica_groups={{0,1},{2,3}}    or, of a collective-permute, source_target_pairs={{0,4},{4,0}}
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)={({\d.*?})}")
+_GROUP = re.compile(r"{([\d,]+)}")
+# replica_groups=[2,2]<=[2,2]T(1,0): 0 to 3, reshaped to [2,2], transposed, reshaped to [2,2]
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}
+_MESH = re.compile(r"replica_groups=mesh\[(?P<axes>.*?)\](?:, device_ids=\(\[(?P<shape>[\d,]+)\]"
+                   r"(?:T\((?P<order>[\d,]+)\))?\))? {(?P<over>.*?)}")
+
+
+def _row(found, line, mesh, times):
+    """The collective on this line, as a row for add_up."""
+    kind, groups = found["kind"], _groups(line, mesh)
+    sizes = [math.prod(_ints(dims)) * _bits(name) / 8
+             for name, dims in _SHAPE.findall(found["result"])]
+    if found["start"] and kind != "all-reduce":      # its result is (operands, results, ...)
+        k = found["operands"].count("%")
+        sizes = sizes[k:2 * k]
+    n = len(groups[0])
+    parts = n if kind == "reduce-scatter" else 1        # its result is one n-th of what is reduced
+    return kind, _axes_within(groups, mesh), n, times, sum(sizes) * parts
+
+
+def _bits(name):
+    """The width of a type: bf16, s32, f8e4m3fn, pred, or one that is not sent, as token."""
+    digits = re.search(r"\d+", name)
+    return int(digits[0]) if digits else {"pred": 8}.get(name, 0)
+
+
+def _groups(line, mesh):
+    """The devices that take part in a collective together, in any of the ways in which XLA writes
+    them. Where it writes none, all devices are one group."""
+    if found := _IOTA.search(line):
+        return _count(found[2], found[3]).reshape(_ints(found[1]))
+    if found := _MESH.search(line):
+        names = re.findall(r"'(\w+)'", found["axes"])
+        shape = ",".join(re.findall(r"=(\d+)", found["axes"]))
+        over = [names.index(name) for name in re.findall(r"'(\w+)'", found["over"])]
+        ids = _count(found["shape"] or shape, found["order"]).reshape(_ints(shape))
+        size = math.prod(ids.shape[d] for d in over)
+        return np.moveaxis(ids, over, range(-len(over), 0)).reshape(-1, size)
+    if found := _LISTED.search(line):
+        return [_ints(group) for group in _GROUP.findall(found[1])]
+    return [range(mesh.size)]
+
+
+def _count(shape, order):
+    """0, 1, 2, ... in this shape, transposed to this order."""
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(_ints(order)) if order else ids
+
+
+def _axes_within(groups, mesh):
+    """The axes along which the members of a group differ, as one name. (A program numbers the
+    mesh's devices in order.)"""
+    differ = {d for group in groups
+              for d, places in enumerate(np.unravel_index(group, mesh.axis_sizes))
+              if len(set(places)) > 1}
+    return "+".join(mesh.axis_names[d] for d in sorted(differ)) or "none"
+
+
+# -------------------------------------------------------------------------------------------
+# Operations of a product
+
+# %dot.1 = bf16[384,4096]{0,1} dot(%a.1, %b.2), lhs_contracting_dims={0}, rhs_contracting_dims={1}
+# %convolution.1 = f32[512,4]{1,0} convolution(%a.1, %b.2), window={size=4 pad=3_3}, dim_labels=...
+_PRODUCT = re.compile(r".* = \w+\[(?P<shape>[\d,]*)\]\S* (?P<kind>dot|convolution)"
+                      r"\((?P<operands>.*?)\)(?P<options>.*)")
+_CONTRACTED = re.compile(r"lhs_contracting_dims={([\d,]*)}")
+# dim_labels=b01f_01io->b01f: of the image, of the kernel, of the result
+_DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+# window={size=3x3 stride=2x2 pad=0_0x1_1 lhs_dilate=16x1}
+_WINDOW = re.compile(r"window={(.*?)}")
+_SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
+# %splash_mha_fwd_residuals.10 = (...) custom-call(...), custom_call_target="tpu_custom_call", ...
+_SPLASH = re.compile(r"%splash_mha_(fwd|dq|dkv)")
+# Products of a block of queries and keys in each of splash attention's kernels: two forward;
+# backward three and four, of which two are computed in both.
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# operand_layout_constraints={bf16[8,512,1,128]{3,2,1,0}, bf16[8,512,1,128]{3,2,1,0}}, metadata=...
+_INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
+
+
+def _operations(line, computation, ragged):
+    """Operations of a line, if it is a product or a kernel that has some."""
+    if 'custom_call_target="__cudnn$fmha' in line:
+        return _cudnn_operations(line)
+    if "tpu_custom_call" in line:
+        if "ragged_dot_tiling" in line:
+            return 2 * ragged * _ragged_products(line)
+        if found := _SPLASH.search(line):
+            return _splash_operations(found[1], line)
+    if not (found := _PRODUCT.match(line)):
+        return 0
+    left, right = (computation.shapes[name] for name in _NAME.findall(found["operands"]))
+    result = _ints(found["shape"])
+    if found["kind"] == "convolution":
+        return 2 * _convolution_products(result, left, right, found["options"])
+    contracted = _ints(_CONTRACTED.search(found["options"])[1])
+    return 2 * math.prod(result) * math.prod(left[d] for d in contracted)
+
+
+def _inputs(line):
+    """The type and the shape of each of a kernel's operands."""
+    return [(name, _ints(dims)) for name, dims in _SHAPE.findall(_INPUTS.search(line)[1])]
+
+
+def _ragged_products(line):
+    """A TPU's kernel for a ragged product. Of its two matrices and its result, one has a
+    dimension of groups: each dimension of the product is in two of the three."""
+    *_, (_, left), (_, right) = _inputs(line)
+    result = _ints(_SHAPE.search(line)[2])
+    return math.isqrt(math.prod(math.prod(shape[-2:]) for shape in (result, left, right)))
+
+
+def _cudnn_operations(line):
+    """cuDNN's attention, of queries [B, T, H, N] and keys [B, S, K, N]: two products forward,
+    five backward, half of each where it is causal."""
+    (_, (B, T, H, N)), (_, (_, S, *_)), *_ = _inputs(line)
+    products = 5 if "Backward" in line else 2
+    return products * B * T * S * H * N * (1 if '"CAUSAL"' in line else 2)
+
+
+def _splash_operations(kernel, line):
+    """A TPU's attention, of queries [B H, T, N]. Of n x n blocks, which its first operand
+    [1, n, n] counts, it computes those up to the diagonal."""
+    inputs = _inputs(line)
+    *_, n = inputs[0][1]
+    BH, T, N = next(shape for name, shape in inputs if name == "bf16")
+    return _SPLASH_PRODUCTS[kernel] * BH * T * T * N * (n + 1) / n
+
+
+def _convolution_products(result, image, kernel, options):
+    """How many products of two numbers a convolution has: one with padding, or between the
+    numbers of a dilated side, is none. (TPU programs write batched products as convolutions.)"""
+    image, kernel, result = (dict(zip(labels, shape)) for labels, shape in zip(
+        _DIM_LABELS.search(options).groups(), (image, kernel, result)))
+    window = {name: values.split("x") for name, values in _SETTING.findall(
+        "".join(_WINDOW.findall(options)))}
+    products = result["b"] * result["f"] * kernel["i"]
+    for k, label in enumerate(sorted(result.keys() - {"b", "f"})):
+        stride, spacing, step = (int(window[name][k]) if name in window else 1
+                                 for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        before = int(window["pad"][k].split("_")[0]) if "pad" in window else 0
+        at = (np.arange(result[label])[:, None] * stride + np.arange(kernel[label]) * spacing
+              - before)
+        inside = (at >= 0) & (at % step == 0) & (at // step < image[label])
+        products *= int(inside.sum())
+    return products

@@ -1,0 +1,12 @@
+"""What stands behind the sections of shard.py. Read it to learn how each parallelism is made fast.
+
+    collectives     collectives that a platform needs in another form than jax's
+    products        products of activations and weights, and the loss in chunks
+    remat           what to recompute in the backward pass
+    attention       attention in blocks, by a device's kernel, and around a ring
+    experts         sorting tokens by expert, and grouped products
+    pipeline        the schedules: gpipe, interleaved and 1f1b
+    storage         weights that are stored differently from how a loss uses them
+
+Imports: core. Imported by: weights, hub, generate, measure, run, and top-level files.
+"""

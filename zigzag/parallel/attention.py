@@ -1,0 +1,284 @@
+"""Attention on one device: in blocks of queries, by the device's own kernel, or around a ring.
+
+In blocks, causal: a block of queries meets only the keys up to its last query, so of the scores
+that no query sees most are never computed.
+
+    queries 0..3 |x . . .|      4 blocks: 10 of 16 squares are computed
+            4..7 |x x . .|
+           8..11 |x x x .|
+          12..15 |x x x x|
+
+`attend_to(queries, keys)` is attention of any kind. Queries are a pair: q [B, T, H, N], and what is
+known of each (a tree of [B, T]); keys are k and v [B, S, K, N], and what is known of each (a tree
+of [B, S]). It gives [B, T, H, N], and the logarithm of what the weights were divided by [B, H, T].
+
+B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
+"""
+
+import functools
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.mesh import ambient, is_single_cpu, mark_varying, untyped
+
+# As many scores may one device have in memory at once; a block of fewer queries saves too little.
+# (Each block is compiled: eight are worth that only where attention is much of the work.)
+SCORES, BLOCK = 2**25, 128
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys, normalised by itself."""
+    values: Array   # [B, T, H, N] float32
+    logsum: Array   # [B, H, T], the logarithm of what the weights were divided by
+
+
+# -------------------------------------------------------------------------------------------
+# What is computed. causal_kernel, below, computes the same for causal attention, and nothing else
+
+class Token(NamedTuple):
+    """What a mask or scores may ask of a query [B, T, 1] and of a key [B, 1, S]."""
+    slot: Array         # where it lies in its row
+    position: Array     # what the rotary embedding sees
+    document: Array     # several documents may share a row; -1 where there is no token
+
+
+def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callable | None = None
+                      ) -> tuple[Array, Array]:
+    """q [B, T, H, N], k and v [B, S, K, N], seen [B, 1, T, S] -> [B, T, H, N], and the logarithm of
+    what the weights were divided by [B, H, T]. `change` maps scores [B, H, T, S] to other ones."""
+    if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
+                        preferred_element_type=jnp.float32)
+    scores = change(scores) if change else scores
+    scores = jnp.where(seen, scores, -1e30)     # finite: a ring joins parts where nothing is seen
+    probs = jax.nn.softmax(scores, -1).astype(v.dtype)
+    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (written as bthn, v would be the left operand)
+    return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
+
+
+def self_attention(mask: Callable | None, scores: Callable | None, causal: bool, heads: int
+                   ) -> Callable:
+    """Softmax attention as shard.attend and the cache take it. A query sees the keys of its own
+    document, no later ones if `causal`, and of these the ones that mask(query, key) allows.
+    scores(s, query, key, heads) computes other scores [B, H, T, S] from s; the last argument has
+    the numbers [H] of this device's query heads, out of `heads` in all."""
+    def attention(q, k, v, tokens):
+        query, key = tokens
+        seen = key.document == query.document
+        seen = seen & (key.slot <= query.slot) if causal else seen
+        seen = seen & mask(query, key) if mask else seen
+
+        def change(s):
+            first = lax.axis_index("tensor") * s.shape[1] if s.shape[1] < heads else 0
+            return scores(s, query, key, first + jnp.arange(s.shape[1]))
+
+        return softmax_attention(q, k, v, seen[:, None], change if scores else None)
+
+    return attention
+
+
+def both(query: Token, key: Token) -> tuple[Token, Token]:
+    """What self_attention takes for a mask: arrays [B, T] and [B, S] that meet as [B, T, S]."""
+    return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
+
+
+# -------------------------------------------------------------------------------------------
+# In blocks
+
+def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
+               ) -> tuple[list[int], int]:
+    """Where the blocks of queries end for so many scores on a device, and into how many parts, for
+    memory, each block is cut. The last of four blocks is halved: it has most keys. Where layers
+    may be no loop (`loops` False) there are at least two parts: a compiler that finds a
+    computation twice removes the second, but not that of a loop."""
+    count = max(n for n in (1, 2, 4, 8) if n == 1 or causal and time % n == 0
+                and time // n >= BLOCK * (4 if n == 8 else 1))
+    size = last = time // count
+    if count == 4 and size >= 2 * BLOCK and size % 2 == 0:
+        last = size // 2
+    ends = sorted({*range(size, time + 1, size), time - last} - {0})
+    least = 1 if loops or scores <= SCORES else 2
+    parts = (n for n in range(least, last + 1) if last % n == 0)
+    return ends, next((n for n in parts if scores <= n * count * SCORES), last)
+
+
+def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) -> Array:
+    """Attention [B, T, H, N] in blocks of queries."""
+    (B, T, H, _), S = queries[0].shape, keys[0].shape[1]
+    sizes, manual = ambient()
+    compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)     # it divides the heads
+    causal, scores = causal and S == T, B * H * T * S // compilers
+    ends, parts = block_ends(scores, T, causal, not is_single_cpu())
+
+    def one(queries, keys):
+        return attend_to(queries, keys)[0]
+
+    if scores > SCORES:
+        one = jax.checkpoint(one, prevent_cse=False)
+    results = []
+    for begin, end in zip([0, *ends], ends):
+        block = _time(queries, begin, end)
+        seen = _time(keys, 0, end if causal else None)
+        if parts == 1:
+            results.append(one(block, seen))
+            continue
+        split = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), block)
+        result = lax.map(functools.partial(one, keys=seen), split)
+        results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, H, -1))
+    return jnp.concatenate(results, 1)
+
+
+def _time(tree, begin, end):
+    return jax.tree.map(lambda x: x[:, begin:end], tree)
+
+
+# -------------------------------------------------------------------------------------------
+# By a kernel
+
+def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
+    """The device's kernel for causal attention in this precision, over so many tokens, with heads
+    so wide; '' if it has none."""
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    kind, dtype = getattr(device, "device_kind", ""), jnp.dtype(dtype)
+    if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
+        fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
+        return "splash" if fits else ""
+    if not kind.startswith("NVIDIA"):
+        return ""
+    capability = float(getattr(jax.local_devices()[0], "compute_capability", 8))
+    fits = time % 2 == 0 and width % 8 == 0 and width <= 128 and capability >= 8
+    return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
+
+
+def kernel_fits(q: Array, k: Array, v: Array) -> bool:
+    """Whether the device has a kernel for queries, keys and values like these, and no compiler has
+    to split it."""
+    sizes, manual = ambient()
+    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
+    is_alike = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
+    return is_own and is_alike and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+
+
+def causal_kernel(q: Array, k: Array, v: Array) -> Array:
+    """q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
+    B, T, H, N = q.shape
+    if kernel_name(q.dtype, T, N) != "splash":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    block = math.gcd(T, 512)
+    sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
+        "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
+    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * B * H)      # rows count as heads
+    # Selective remat keeps what it finds, and what it divided by.
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes,
+                                                  residual_checkpoint_name="product")
+    rows = (x.swapaxes(1, 2).reshape(-1, T, N) for x in (q * N ** -0.5, k, v))
+    return kernel(*rows).reshape(B, H, T, N).swapaxes(1, 2)
+
+
+def by_kernel(q: Array, k: Array, v: Array) -> Array:
+    """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
+    backward are each traced without them, and the results marked as varying where q, k, v are."""
+    structure = None        # of what the forward pass leaves for the backward pass
+
+    def track(fn):
+        def call(*args):
+            if not ambient()[1]:
+                return fn(*args)
+            out = jax.shard_map(untyped(fn, outside=False), in_specs=P(), out_specs=P(),
+                                axis_names=set(), check_vma=False)(*args)
+            return mark_varying(out, args)
+
+        return call
+
+    def forward(*args):
+        def run(*args):
+            nonlocal structure
+            out, vjp = jax.vjp(causal_kernel, *args)
+            saved, structure = jax.tree.flatten(vjp)
+            return out, saved
+
+        return track(run)(*args)
+
+    def backward(saved, cotangent):
+        return track(lambda saved, g: jax.tree.unflatten(structure, saved)(g))(saved, cotangent)
+
+    attention = jax.custom_vjp(track(causal_kernel))
+    attention.defvjp(forward, backward)
+    return attention(*mark_varying((q, k, v), q, k, v))
+
+
+# -------------------------------------------------------------------------------------------
+# Around a ring: each device has its queries, and sees everybody's keys in turn
+
+def _look(attend_to, queries, keys):
+    values, logsum = attend_to(queries, keys)
+    return Partial(values.astype(jnp.float32), logsum)
+
+
+def _join(a, b):
+    """Attention to the keys of both."""
+    logsum = jnp.logaddexp(a.logsum, b.logsum)
+
+    def share(part):
+        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
+
+    return Partial(a.values * share(a) + b.values * share(b), logsum)
+
+
+def full_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int) -> Array:
+    """Attention in which a query may see any key. pass_on gives the keys of the device before."""
+    look = jax.checkpoint(functools.partial(_look, attend_to, queries))
+
+    def turn(state, _):
+        keys, result = state
+        keys = pass_on(keys)
+        return (keys, _join(result, look(keys))), None
+
+    (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=n - 1)
+    return result.values.astype(queries[0].dtype)
+
+
+def causal_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int
+                ) -> Array:
+    """Causal attention over a sequence in zigzag order (shard.py's `shard_time`): device i has an
+    early part of the time and a late one, and all devices have equally much to do.
+
+    Keys of each device j come by in turn. The late queries see all early keys. If j is before i,
+    both halves of the queries see j's early keys; else the late queries see both halves of j's
+    keys. So of four quarters every device computes two in every turn."""
+    me, (q, _) = lax.axis_index("seq"), queries
+    half = q.shape[1] // 2
+    look = functools.partial(_look, attend_to)
+
+    def halves(tree):
+        return _time(tree, 0, half), _time(tree, half, None)
+
+    def select(condition, a, b):
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+    @jax.checkpoint         # of each turn only the keys and the results before it are kept
+    def look_at(keys, before, first, second):
+        early_keys, late_keys = halves(keys)
+        second = _join(second, look(late, early_keys))
+        part = look(select(before, early, late), select(before, early_keys, late_keys))
+        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
+                _join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
+
+    def turn(state, _):
+        keys, whose, *results = state
+        keys, whose = pass_on(keys), (whose - 1) % n
+        return (keys, whose, *look_at(keys, whose < me, *results)), None
+
+    early, late = halves(queries)
+    state = keys, me, look(early, halves(keys)[0]), look(late, keys)
+    (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
+    return jnp.concatenate([first.values, second.values], 1).astype(q.dtype)

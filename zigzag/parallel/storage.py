@@ -1,0 +1,103 @@
+"""Weights that are stored otherwise than the loss uses them, and the way from one to the other.
+
+    --override    stored split as the user says; before the loss sees it, a weight is gathered over
+                  the axes that the loss knows nothing of, and of layers and experts each device
+                  keeps its own
+    interleaved   on disk layers lie in their own order, in training in the order of the stages:
+                  with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.mesh import ambient, beside_auto_tensor, full_spec
+from zigzag.parallel.collectives import with_reduce_scatter
+
+
+def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int, sum_dtype: str) -> Any:
+    """Inside a shard_map: weights that are split as `stored` says, split as `used` says. The
+    transposes, a reduce-scatter and a padding with zeros, bring gradients back."""
+    sizes, manual = ambient()
+    if not manual:          # --step jit: the compiler moves what it needs
+        return weights
+
+    def convert(w, stored, used):
+        stored, used = full_spec(stored, w.ndim), full_spec(used, w.ndim)
+        for dim, axis in enumerate(stored):
+            if axis in manual and axis != used[dim]:
+                gather = functools.partial(_all_gather, axis=axis, dim=dim, sum_dtype=sum_dtype)
+                w = beside_auto_tensor(gather, P(*stored))(w)
+                if axis == "pipe" and dim == 0:
+                    order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
+                    w = w if order is None else w[order]
+        for dim, axis in enumerate(used):
+            if axis in ("pipe", "expert") and axis != stored[dim]:
+                w = _own(w, dim, axis, sizes[axis], chunks if axis == "pipe" else 1)
+        return w
+
+    return jax.tree.map(convert, weights, stored, used)
+
+
+def _all_gather(w, axis, dim, sum_dtype):
+    if axis == "tensor":        # autodiff makes its gradient equal everywhere: each keeps its part
+        return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
+    gather = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
+    return with_reduce_scatter(gather, axis, dim, sum_dtype if axis != "expert" else "")(w)
+
+
+def _own(w, dim, axis, size, chunks):
+    """This device's experts, or the layers of this stage: a run of them in each chunk."""
+    w = jnp.moveaxis(w, dim, 0)
+    parts = w.reshape(chunks, size, -1, *w.shape[1:])
+    own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
+    return jnp.moveaxis(own.reshape(-1, *w.shape[1:]), 0, dim)
+
+
+# -------------------------------------------------------------------------------------------
+# The order of layers
+
+def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray | None:
+    """The order in which `stages` with several chunks hold the layers, or (`back`) the order that
+    undoes it; None where it is their own."""
+    if chunks == 1 or layers % (stages * chunks):
+        return None
+    order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
+    return (np.argsort(order) if back else order).astype(np.int32)
+
+
+def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
+    """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
+    stages, or (`back`) in its own. It is one program: of one for each array, more would wait for
+    each other than a CPU client has room for, and devices would wait for ever."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(places)
+    moved = [i for i, (x, place) in enumerate(zip(leaves, places))
+             if "pipe" in place.spec[:1] and _order(x, place, chunks, back) is not None]
+    if moved:
+        program = _compiled(chunks, back, tuple(places[i] for i in moved))
+        for i, x in zip(moved, program([leaves[i] for i in moved])):
+            leaves[i] = x
+    return structure.unflatten(leaves)
+
+
+def _order(x, place, chunks, back):
+    return layer_order(x.shape[0], place.mesh.shape["pipe"], chunks, back)
+
+
+@functools.cache
+def _compiled(chunks, back, places):
+    def permute(arrays):
+        done = []
+        for x, place in zip(arrays, places):
+            if done:    # one after the other: else all would be gathered, and whole, at once
+                x, done[-1] = lax.optimization_barrier((x, done[-1]))
+            done.append(x[_order(x, place, chunks, back)])
+        return done
+
+    return jax.jit(permute, out_shardings=list(places))

@@ -1,0 +1,172 @@
+"""Reading a jaxpr: the list of operations that jax makes of a function by tracing it.
+
+Small questions about somebody's function are answered here without running it: which of our
+functions it calls (`names_in`), in what precision it computes (`computes_in_16_bits`), and what
+in it no compiler may split (`why_not_split`). Each takes the function with its arguments, or what
+jax.make_jaxpr has made of them, so that a caller with several questions traces only once.
+The large question, how its weights should be split, is asked in trace.py and answered in rule.py.
+"""
+
+import functools
+from typing import Any, Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+
+from zigzag.core.mesh import ambient
+
+DIFFERENTIATED = "differentiated"
+OURS = "shard."         # (a checkpoint_name of somebody else's may be "row", too)
+REDUCTIONS = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or
+reduce_xor argmax argmin""".split())
+
+
+def _traced(fn, *args):
+    """The jaxpr of fn(*args), or `fn` itself where it is one already."""
+    return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, and of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
+              operation: Callable) -> list[Any]:
+    """The results of a jaxpr, in whatever stands for its values: constant(v) is a constant's or a
+    literal's, and operation(eqn, operands) gives the results of one operation."""
+    values = {v: constant(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, operands))
+
+    def read(variables):
+        return [constant(v) if isinstance(v, Literal) else values[v] for v in variables]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, operation(eqn, read(eqn.invars))))
+    return read(jaxpr.outvars)
+
+
+def inner_call(eqn: Any, operands: list[Any]) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an operation calls, and those of its operands that it calls it with, the last
+    ones: jit, remat, custom_vjp, shard_map, and what future versions of jax add. (A reduction
+    carries the jaxpr of two scalars, which it does not call so.)"""
+    if eqn.primitive.name in REDUCTIONS:
+        return None
+    for param in eqn.params.values():
+        jaxpr = getattr(param, "jaxpr", param)
+        if hasattr(jaxpr, "eqns") and _ranks(jaxpr.outvars) == _ranks(eqn.outvars):
+            skipped = len(eqn.invars) - len(jaxpr.invars)
+            if _ranks(jaxpr.invars) == _ranks(eqn.invars[skipped:]):
+                return jaxpr, operands[skipped:]
+    return None
+
+
+def _ranks(variables):
+    return [len(v.aval.shape) for v in variables]
+
+
+def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """A scan's operands: the constants, the carried and the scanned-over ones. Told by their ranks:
+    what is scanned over, and what is stacked up, has one dimension more outside. (Every version of
+    jax has other names for their numbers.)"""
+    body = eqn.params["jaxpr"].jaxpr
+    scanned = sum(_ranks(eqn.invars)) - sum(_ranks(body.invars))
+    stacked = sum(_ranks(eqn.outvars)) - sum(_ranks(body.outvars))
+    end = len(operands) - scanned
+    start = end - len(eqn.outvars) + stacked
+    return operands[:start], operands[start:end], operands[end:]
+
+
+# -------------------------------------------------------------------------------------------
+# Names: by these a training step sees which of our functions a loss calls.
+
+def named(x: jax.Array, name: str, always: bool = False) -> jax.Array:
+    """x with a name that `names_in` sees, and with the name DIFFERENTIATED where a gradient is
+    taken through it. Inside a shard_map nothing, as a loss is looked at before it is put into one;
+    but for what is `always` looked at."""
+    if ambient()[1]:
+        return checkpoint_name(x, OURS + name) if always else x
+    return _name(x, name)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _name(x, name):
+    return checkpoint_name(x, OURS + name)
+
+
+@_name.defjvp
+def _name_jvp(name, primals, tangents):
+    return checkpoint_name(_name(primals[0], name), OURS + DIFFERENTIATED), tangents[0]
+
+
+def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
+    """The names that `named` has given to values of a function. DIFFERENTIATED is among them if it
+    takes a gradient, within itself, through a named value."""
+    names = {eqn.params["name"] for eqn in equations(_traced(fn, *args))
+             if eqn.primitive.name == "name"}
+    return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
+
+
+def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
+    """Whether a function makes floats of fewer than 32 bits anywhere, whatever it is given."""
+    dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
+              if hasattr(v.aval, "dtype")}
+    return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
+
+
+# -------------------------------------------------------------------------------------------
+# What no compiler may split
+
+def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
+    """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or ''. Devices
+    with other rows take other branches, and other numbers of turns of a loop: a collective in them
+    waits for ever for the devices that do not come. Calls into Python are the other reason."""
+    jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
+    given = len(jax.tree.leaves(params))
+    flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
+    return flow.why
+
+
+class _BatchFlow:
+    """Follows through a jaxpr which values depend on the batch: lists of bools, one for each
+    value."""
+
+    def __init__(self):
+        self.why = ""
+
+    def run(self, jaxpr, given):
+        return interpret(jaxpr, given, lambda constant: False, self.equation)
+
+    def equation(self, eqn, ins):
+        name, params = eqn.primitive.name, eqn.params
+        if name == "cond":
+            if ins[0]:
+                self.why = "branches on its data"
+            branches = [self.run(b.jaxpr, ins[1:]) for b in params["branches"]]
+            return [ins[0] or any(results) for results in zip(*branches)]
+        if name == "while":
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+            if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
+                self.why = "has a loop whose length depends on its data"
+            return outs
+        if name == "scan":
+            return self.loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
+        if call := inner_call(eqn, ins):
+            return self.run(*call)
+        if "callback" in name or name == "debug_print":
+            self.why = "calls Python"
+        return [any(ins)] * len(eqn.outvars)
+
+    def loop(self, body, fixed, carry, scanned=()):
+        """The body again and again, until no turn makes more of what is carried depend on it."""
+        while True:
+            outs = self.run(body, [*fixed, *carry, *scanned])
+            new = [a or b for a, b in zip(carry, outs)]
+            if new == carry:
+                return carry + outs[len(carry):]
+            carry = new

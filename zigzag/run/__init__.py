@@ -1,0 +1,13 @@
+"""Training, from a plan to the last checkpoint. Read it when you change the loop.
+
+    plan            how a loss runs on a mesh, and the compiled step
+    checks          errors we can detect before anything is compiled
+    custom_loss     compares a custom loss on the mesh with the same loss on one device
+    loop            the training loop
+    evaluation      held-out loss, predictions, metrics, sampled texts
+    metrics         exact match, ROUGE and other metrics
+    commands        what train.py does besides training: --topology, --mesh auto, --bench
+    init_from       starting from the weights of a published model or of another run
+
+Imports: every other wing. Imported by: top-level files except networks/.
+"""

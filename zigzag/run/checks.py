@@ -1,0 +1,138 @@
+"""What is refused before anything is compiled, with the numbers, and the nearest that would do.
+
+    check_config      values of the configuration, each by itself and beside others
+    check_batch       a batch that does not divide over the mesh
+    check_overrides   --override, of any weights
+    check_corpus      data that is too short, or has other ids
+"""
+
+import re
+from typing import Any, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import (
+    ConfigError,
+    check_at_least,
+    did_you_mean,
+    nearest_divisor,
+    nearest_multiple,
+)
+from zigzag.core.flags import change
+from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
+from zigzag.rule.rule import apply_overrides, parse_overrides
+from zigzag.run import metrics
+
+ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon"),
+          "metric": ("", *metrics.TEXT_METRICS)}
+
+
+def check_config(c: Any) -> None:
+    """Refuse what a train.Config cannot be, beyond what the network's configuration refuses."""
+    check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, beams=0, lr=0,
+                   eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
+                   profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
+    for name, known in ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"
+                              + did_you_mean(value, known))
+    if len(c.fields) == 1 and c.fields[0].count(",") == 1:
+        object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
+    if len(c.fields) != 2:
+        raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
+                          f"of the target")
+    if c.batch % c.accumulate:
+        raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
+                          f"parts")
+    if c.sum_dtype and c.step == "jit":
+        raise ConfigError(f"--sum_dtype {c.sum_dtype}: with --step jit the compiler chooses; give "
+                          f"--step shard_map")
+    if "://" in c.out:
+        folder = c.out.split("://")[1].split("/")[-1] or "out"
+        raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
+                          f"every process sees, {folder} for example")
+    if c.chunks > 1 and c.schedule != "interleaved":
+        raise ConfigError(f"--chunks {c.chunks}: only --schedule interleaved has more than one")
+    if c.schedule == "interleaved" and c.chunks == 1:
+        raise ConfigError("--schedule interleaved: give --chunks, of at least 2")
+    if c.zero not in (0, 1):
+        raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
+                          f"for weights and gradients too, --mesh fsdp=N")
+    if c.best and not re.fullmatch(r"(smallest|largest):\S+", c.best):
+        raise ConfigError(f"--best {c.best}: expected smallest:NAME or largest:NAME, of a number "
+                          f"that an evaluation gives, smallest:eval_loss for example")
+    parse_overrides(c.override)
+    if c.mesh != "auto":
+        mesh_sizes(c.mesh, c.shards)
+    _check_hosts(c)
+
+
+def _check_hosts(c):
+    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
+    if any(given) and not all(given):
+        raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
+                          "and --process_id I (from 0), or --distributed alone where SLURM, Open "
+                          "MPI or a TPU pod knows them")
+    if all(given) and c.distributed:
+        raise ConfigError("--distributed finds out by itself what --coordinator says: give one of "
+                          "them")
+    if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
+                              and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
+        raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
+                          f"listens")
+    if all(given) and c.process_id >= c.processes:
+        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes} they are 0 "
+                          f"to {c.processes - 1}")
+
+
+def check_batch(c: Any, mesh: Any) -> None:
+    """Refuse a batch that does not divide over the mesh, of any loss."""
+    sizes, groups = mesh.shape, row_groups(mesh)
+    parts = groups * c.accumulate
+    if c.batch % parts:
+        axes = " x ".join(a for a in BATCH_AXES if sizes[a] > 1) or "data"
+        raise ConfigError(f"--batch {c.batch} does not divide among {groups} groups of devices "
+                          f"({axes}) x {c.accumulate} accumulated parts = {parts}; the nearest "
+                          f"that does is --batch {nearest_multiple(parts, c.batch)}")
+    idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
+    if c.step == "jit" and idle:
+        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit a compiler splits no "
+                          f"work over it, and every device would do all of it; give its devices "
+                          f"to data, fsdp, expert or tensor")
+    rows = c.batch // parts
+    if rows % c.microbatches:
+        raise ConfigError(f"--microbatches {c.microbatches} does not divide the {rows} rows that a "
+                          f"device has at a time; the nearest that does is --microbatches "
+                          f"{nearest_divisor(rows, c.microbatches)}")
+
+
+def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
+                    others: Sequence[tuple[str, P]] = ()) -> list[tuple[str, P]]:
+    """--override, and `others` that code gave, as the rule takes them."""
+    overrides = [*parse_overrides(texts), *others]
+    for pattern, spec in overrides:
+        for entry in spec:
+            if len(entry_axes(entry)) > 1:
+                raise ConfigError(f"override {pattern!r}: {'+'.join(entry)} on one dimension; give "
+                                  f"one axis a dimension")
+    shapes = {path: leaf.shape for path, leaf in by_path(params).items()}
+    apply_overrides(shapes, overrides, dict(mesh.shape))
+    return overrides
+
+
+def check_vocabulary(config: Any, ids: int) -> Any:
+    """The configuration with a vocabulary of the data's, which must not have more ids."""
+    if config.vocab_size and config.vocab_size < ids:
+        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
+    return change(config, vocab_size=config.vocab_size or ids)
+
+
+def check_corpus(config: Any, corpus: Any) -> Any:
+    """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
+    corpus' vocabulary."""
+    config = check_vocabulary(config, corpus.tokenizer.vocab_size)
+    if len(corpus.train) <= config.seq_len:
+        raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
+                          f"tokens to learn from; give more data or a --seq_len below "
+                          f"{len(corpus.train)}")
+    return config

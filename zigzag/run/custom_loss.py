@@ -1,0 +1,315 @@
+"""Somebody else's loss, compared by value on the mesh and on one device, before a run begins.
+
+    the mesh's sums and gradient   beside one device's, of the same rows
+    one device's, in parts         beside its own of all rows together, where those differ
+
+Both at new weights that are moved at random, for behind a head of zeros nothing shows. How far
+apart they may be is measured: by moving one device's weights by their rounding. The transformer's
+own loss is not checked at each start; the tests hold it to one device on every mesh.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.hosts import process_allgather
+from zigzag.core.mesh import BATCH_AXES, by_path, cast, row_groups, shardings, untyped
+from zigzag.parallel.storage import permute_layers
+from zigzag.rule.jaxprs import computes_in_16_bits
+from zigzag.run.plan import ANY_LOSS, BY_HAND, JIT, Plan, Program, sums_and_gradient
+
+# To see what rounding does to a loss, weights are moved by so much of their own size: where it is
+# computed in float32, and where there are 16 bits in it.
+ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
+# What may differ of sums and of gradients, as a share of them, in these two cases.
+SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
+# All rows of a batch are compared if they hold no more numbers than these.
+SMALL = 2**14
+
+
+class Comparison(NamedTuple):
+    """Two results for the same rows. Norms are one for each weight."""
+    sums: Any               # (sum, count, other sums) as the mesh, or a batch in parts, has them
+    wanted: Any             # the same as one device has them
+    sums_noise: Any         # how far those move where weights are rounded otherwise
+    gaps: Any               # norms of the difference of the gradients
+    norms: Any              # norms of one device's gradient
+    gaps_noise: Any         # norms of how far that moves where weights are rounded otherwise
+    held: Any = ()          # the sums of a held-out batch, on the mesh
+    held_wanted: Any = ()   # and on one device
+    differ: Any = ()        # in words, what differs by more than rounding explains
+
+
+# -------------------------------------------------------------------------------------------
+# The check
+
+def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
+               make_batch: Callable, evaluates: bool, say: Callable) -> bool:
+    """Refuse a loss that is another function on this mesh, or in --accumulate parts, than it is on
+    one device. False where it is enough to compute it on each device as on one.
+
+    make_gradients(plan), make_evaluate(plan)   what is compared, as functions to be compiled
+    make_batch(update, rows)                    the first rows of an update's batch
+    evaluates                                   whether there are held-out examples"""
+    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate))
+    rows = _rows_to_compare(small)
+    given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
+    batch = given[0][0]
+    if evaluates:               # (what a held-out batch does not have is missed here)
+        jax.eval_shape(plan.loss, plan.params, _held_out(batch))
+    if plan.parts == 1 and not plan.typed:
+        return True             # nothing is split but by the compiler
+    dtype, is_narrow = _widest_dtype(plan, batch)
+    small = dataclasses.replace(small, dtype=dtype)
+    find = functools.partial(_find_difference, small, given, is_narrow, say)
+    try:
+        found = find(functools.partial(_on_mesh, small, make_gradients(small),
+                                       make_evaluate(small) if evaluates else None))
+    except ConfigError:
+        raise
+    except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e):
+            say("this loss is not checked on this mesh: there is no room for it")
+            return True
+        what, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
+    else:
+        if found is None:
+            return True
+        if plan.parts > 1 and (in_parts := find(functools.partial(_in_parts, small))):
+            raise _not_a_sum(plan, in_parts, rows, rows // small.parts)
+        what, refusal = f"these would differ: {found.differ}", _not_this_mesh(plan, found, rows)
+    if plan.typed and not plan.needs:
+        say(f"this loss is computed as on one device, with all weights gathered at once: on this "
+            f"mesh {what}")
+        return False
+    raise refusal
+
+
+def _held_out(batch):
+    """A batch without what only batches to learn from have."""
+    return {k: v for k, v in batch.items() if k != "seeds"}
+
+
+def _rows_to_compare(plan):
+    """All rows of a batch, where they are small: then they are coupled as in an update. Else a few
+    for each device."""
+    config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
+    numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(plan.batch))
+    each = config.batch // cut
+    few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
+    return cut * (each if config.batch * numbers <= SMALL else few)
+
+
+def _widest_dtype(plan, batch):
+    """float32, if the loss can be traced in it (a loop of its own may be bound to another), and
+    whether anything is computed in 16 bits."""
+    params = jax.eval_shape(lambda p: cast(p, "float32"), plan.params)
+    try:
+        return "float32", computes_in_16_bits(plan.loss, params, batch)
+    except (TypeError, ValueError):
+        if plan.dtype == "float32":
+            raise
+        return plan.dtype, True
+
+
+def _find_difference(plan, given, is_narrow, say, compute):
+    """What is computed beside what one device finds, where that differs: once by three times what
+    rounding may do, or in two of three batches. At weights that are moved at random; where nothing
+    is finite there, at the weights as they are."""
+    compiled = jax.jit(
+        functools.partial(_beside_one_device, plan, compute, is_narrow),
+        out_shardings=jax.NamedSharding(plan.mesh, P()),
+        compiler_options=plan.compiler_options).lower(*given[0], jnp.float32(0)).compile()
+    process_allgather("compiled")               # before devices first wait for each other
+    is_checked, apart = False, 0
+    for size in (0.1, 0.0):
+        for args in given:
+            found = jax.device_get(compiled(*args, jnp.float32(size)))
+            norms = jax.tree.leaves(found.norms)
+            if not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
+                continue
+            times = process_allgather(_times_allowed(found, is_narrow))
+            times = {name: max(t[name] for t in times) for name in times[0]}
+            what = [name for name, t in times.items() if t > 1]
+            is_checked, apart = True, apart + bool(what)
+            if what and (max(times.values()) > 3 or apart == 2):
+                return found._replace(differ=", ".join(what[:3]) + (
+                    f" and {len(what) - 3} more" if len(what) > 3 else ""))
+        if is_checked:
+            return None
+    say("this loss is not checked on this mesh: its gradient is zero, or not finite, of the first "
+        "three batches")
+    return None
+
+
+@np.errstate(all="ignore")
+def _times_allowed(found, is_narrow):
+    """How many times what rounding may do each thing differs by: a share of it, and four times what
+    moving the weights by their rounding does."""
+    of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
+    names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2])),
+             "the held-out sum", "the held-out count"]
+    held_noise = ()
+    if found.held:
+        names += [f"its other sum {k!r}, of held-out rows" for k in sorted(found.held[2])]
+        held_noise = (*found.sums_noise[:2],
+                      {k: found.sums_noise[2].get(k, 0.0) for k in found.held[2]})
+    sums, wanted, noise = map(jax.tree.leaves, (
+        (found.sums, found.held), (found.wanted, found.held_wanted),
+        (found.sums_noise, held_noise)))
+    times = {}
+    for name, a, b, slack in zip(names, sums, wanted, noise):
+        gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
+        times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
+    gaps, norms, noise = map(by_path, (found.gaps, found.norms, found.gaps_noise))
+    # (The smallest of gradients are rounding whatever is done: that of a bias that shifts all
+    # scores alike.)
+    least = 1e-9 * float(np.linalg.norm(list(norms.values())))
+    for path, gap in gaps.items():
+        times[f"the gradient of {path}"] = _ratio(
+            np.maximum(gap - least, 0), of_gradients * norms[path] + 4 * noise[path])
+    return times
+
+
+def _ratio(gap, allowed):
+    """The largest gap / allowed; infinite where that is no number."""
+    ratio = np.where(gap == 0, 0, gap / allowed)
+    return float(np.nan_to_num(np.max(ratio, initial=0), nan=np.inf, posinf=np.inf))
+
+
+# -------------------------------------------------------------------------------------------
+# What is compared: sums, gradient, and the sums of the batch as of held-out examples
+
+def _on_mesh(plan, gradients, evaluate, params, batch):
+    places = shardings(plan.stored, plan.mesh)
+    chunks = 1 if plan.mode == JIT else plan.config.chunks
+    staged = permute_layers(params, places, chunks)
+    grad, sums = gradients(staged, batch)
+    return (sums, permute_layers(grad, plan.split(places)[0], chunks, back=True),
+            evaluate(staged, _held_out(batch)) if evaluate else ())
+
+
+def _in_parts(plan, params, batch):
+    """On one device, with the rows in parts."""
+    def added(params, batch):
+        parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
+            functools.partial(sums_and_gradient, plan.loss, *plan.split(params)), parts))
+
+    return *untyped(added)(_whole(params), _whole(batch)), ()
+
+
+def _beside_one_device(plan, compute, is_narrow, batch, key, size):
+    """What is computed beside what one device finds, at new weights moved by `size` of their own
+    size; and how far off that is where weights are moved by their rounding, twice."""
+    params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
+    params = cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
+    rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
+
+    def three(params, batch, key):
+        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, *plan.split(_moved(
+            params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))), batch),
+            jnp.arange(3))
+
+    with jax.default_matmul_precision("highest"):
+        sums, grad, held_sums = compute(params, batch)
+        one_device = untyped(three)(_whole(params), _whole(batch), key)
+        wanted, wanted_grad = jax.tree.map(lambda x: x[0], one_device)
+        held_wanted = untyped(plan.loss)(
+            _whole(params), _whole(_held_out(batch))) if held_sums else ()
+    return Comparison(
+        sums, wanted,
+        jax.tree.map(lambda x: jnp.max(jnp.abs(x[1:] - x[0]), initial=0), one_device[0]),
+        jax.tree.map(lambda a, b: _norm(a - b), grad, wanted_grad),
+        jax.tree.map(_norm, wanted_grad),
+        jax.tree.map(lambda x: jnp.maximum(_norm(x[1] - x[0]), _norm(x[2] - x[0])), one_device[1]),
+        held_sums, held_wanted)
+
+
+def _norm(x):
+    return jnp.linalg.norm(x.astype(jnp.float32))
+
+
+def _moved(params, key, size):
+    def move(w, key):
+        rms = jnp.sqrt(jnp.mean(w * w))
+        scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
+        return w + scale * jax.random.normal(key, w.shape, w.dtype)
+
+    return jax.tree.map(move, params, optax.tree.split_key_like(key, params))
+
+
+def _whole(tree):
+    """Whole on each device where that is little: no compiler splits what is compared with."""
+    is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
+    return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
+
+
+# -------------------------------------------------------------------------------------------
+# What is said
+
+def check_traceable(program: Program) -> None:
+    """Trace the step (jax keeps that for when it is compiled), and refuse a loss that one device
+    can compute, and that ends inside jax on the mesh."""
+    try:
+        jax.eval_shape(program.step, program.state, program.batch)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        if isinstance(e, ConfigError) or program.plan.mode == JIT:
+            raise
+        raise _not_traceable(program.plan, e) from None
+
+
+def _not_traceable(plan, e):
+    if plan.needs:
+        return ConfigError(f"mesh axis {' and '.join(plan.needs)}: this loss cannot be computed "
+                           f"over it ({one_line(e)}){_by_hand(plan)}; {ANY_LOSS}")
+    return ConfigError(f"this loss cannot be computed inside a shard_map ({one_line(e)}); what it "
+                       f"closes over must not lie on a mesh (jax.device_get takes it off), nor may "
+                       f"it say where arrays lie; or use --step jit")
+
+
+def _mean(sums):
+    total, count, _ = sums
+    return f"{float(total):.6g} / {float(count):.6g}"
+
+
+def _not_a_sum(plan, found, rows, rows_of_part):
+    sizes, config = plan.sizes, plan.config
+    splits, instead = [], "--accumulate 1"
+    if plan.parts > config.accumulate:
+        axes = ",".join(f"{a}={sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
+        splits, instead = [f"--mesh {axes}"], "--step jit --accumulate 1"
+        if sizes["pipe"] * sizes["seq"] > 1:
+            instead += " and no pipe or seq in --mesh"
+    if config.accumulate > 1:
+        splits.append(f"--accumulate {config.accumulate}")
+    return ConfigError(
+        f"this loss is not a sum over the rows of a batch: {rows} rows together give "
+        f"{_mean(found.wanted)} (sum / count), {rows_of_part} rows at a time give "
+        f"{_mean(found.sums)} in total; these differ: {found.differ}; {' and '.join(splits)} "
+        f"{'splits' if len(splits) == 1 else 'split'} the batch: return sums over rows, or use "
+        f"{instead}")
+
+
+def _not_this_mesh(plan, found, rows):
+    axes = plan.needs or [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
+    chunks = ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else ""
+    return ConfigError(
+        f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} rows is "
+        f"{_mean(found.sums)} (sum / count), on one device {_mean(found.wanted)}; these differ: "
+        f"{found.differ}; code that picks or pools positions of the time, or adds up layers' "
+        f"weights outside shard.pipelined_loss, sees only a part of them there{chunks}"
+        f"{_by_hand(plan)}: {ANY_LOSS}")
+
+
+def _by_hand(plan):
+    return ("; where shard.columns or shard.row is called, every product with a weight that tensor "
+            "splits must go through them") if plan.mode == BY_HAND else ""

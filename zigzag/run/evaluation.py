@@ -1,0 +1,282 @@
+"""Evaluation on held-out examples.
+
+    check_task      refuse, before training begins, flags that this task cannot serve
+    evaluate        their loss, predictions, metric, and sampled texts
+    predict_all     predictions for a whole data set, in its order, on any mesh
+    answers         --sample_prompts for an encoder-decoder: its answers
+    continuations   --sample_prompts for a decoder: how it continues the prompts
+
+Results are the same on every mesh, except for rounding: each example counts once, and the padding
+of the last batch is dropped.
+"""
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError, RunError, did_you_mean, one_line
+from zigzag.core.hosts import process_allgather, watchdog
+from zigzag.core.mesh import row_groups
+from zigzag.core.report import mean_loss
+from zigzag.disk.batches import batch_arrays, place_batch
+from zigzag.disk.checkpoint import best_of
+from zigzag.generate.prompts import file_prompts
+from zigzag.generate.rows import cut_at_end
+from zigzag.run import metrics
+from zigzag.run.loop import Loop, Samples, Task, flush_metrics
+from zigzag.run.plan import Program
+
+
+def check_task(config: Any, program: Program, task: Task) -> None:
+    """Refuse flags that this task cannot serve, and a --best that names no number of it."""
+    if not len(task.held_out):
+        for flag in ("best", "eval_first", "metric"):
+            if value := getattr(config, flag):
+                raise ConfigError(f"--{flag} {value}: there are no held-out examples to evaluate")
+        if task.metric:
+            raise ConfigError("fit was given a metric, and no held-out examples to predict")
+    if task.metric and not task.predict:
+        raise ConfigError("metric compares what predict gives: give fit a predict too")
+    if config.metric and not task.metric:
+        raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
+                          f"texts alone (a model with an encoder); give fit a metric of your own")
+    if config.sample_prompts and not task.samples:
+        raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
+                          f"from prompts; give fit samples")
+    # (The names of fit's own metric are known only when it has run.)
+    if config.best and (config.metric or not task.metric):
+        plan = program.plan
+        batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
+        _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
+        _check_best(config.best, [
+            "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
+            *(f"eval_{name}" for name, x in others.items() if not x.shape),
+            *(metrics.names(config.metric) if config.metric else [])])
+
+
+def _check_best(best, known):
+    name = best.partition(":")[2]
+    if name and name not in known:
+        raise ConfigError(f"--best {best}: an evaluation of this task has the numbers "
+                          f"{', '.join(known)}" + did_you_mean(name, known))
+
+
+# -------------------------------------------------------------------------------------------
+# An evaluation
+
+def evaluate(loop: Loop, is_new: bool = True) -> bool:
+    """Evaluate, and report it. Returns whether this is the best evaluation so far, by config.best.
+    If it is not new (an earlier run ended with this step), it is not written to disk, and is never
+    the best."""
+    task, program, at = loop.task, loop.program, loop.at
+    if not len(task.held_out):
+        return False
+    flush_metrics(loop)
+    watchdog.arm("an evaluation")
+    loss, others = _held_out_sums(program, task, loop.state["params"])
+    row = {"step": at, "eval_loss": loss, "train_loss": mean_loss(loop.losses),
+           "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
+           **others}
+    lines, written = [], []
+    if task.predict or task.samples:
+        params = program.permute(loop.state["params"], back=True)
+    if task.predict:
+        count = min(len(task.held_out), task.predicted or len(task.held_out))
+        loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
+                                   count)
+        row |= _apply_metric(task, loop.outputs, count, row)
+        lines += [task.show(loop.outputs)] if task.show else []
+    if task.samples:
+        written = [{"step": at, "prompt": prompt, "text": text}
+                   for prompt, text in _write_samples(program, task.samples, params)]
+        lines += [f"{sample['prompt']} ==> {sample['text']}" for sample in written]
+    loop.reporter.evaluation(row, "\n".join(lines))
+    loop.evaluation = row
+    _check_best(program.config.best, [name for name, x in row.items()
+                                      if isinstance(x, float) and name != "train_loss"])
+    is_best = is_new and _is_best(loop, row)
+    if is_new:
+        if loop.folder:
+            loop.folder.write(row)
+            loop.folder.write_samples(written)
+        loop.losses = []
+    loop.clock = time.perf_counter()
+    watchdog.arm("a step")
+    return is_best
+
+
+def _is_best(loop, row):
+    best, at = loop.program.config.best, loop.at
+    if not best:
+        return False
+    found = {**loop.best, at: row}
+    step = best_of(best, found)
+    loop.best = {} if step is None else {step: found[step]}
+    if step == at:
+        loop.reporter.line(f"step {at} is the best so far (--best {best})")
+    return step == at
+
+
+def _held_out_sums(program, task, params):
+    """The mean loss, and the loss's other sums, divided by the same count."""
+    config, groups = program.config, row_groups(program.mesh)
+    first, total = 0, None
+    while first < len(task.held_out):
+        rows = min(config.batch // config.accumulate, len(task.held_out) - first)
+        if config.step == "shard_map":      # (with jit, rows may be coupled: they stay together)
+            rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
+        batch = _batch(program, task.collate, task.held_out, first, rows)
+        # (Un-awaited collectives deadlock the CPU backend.)
+        sums = jax.tree.map(lambda x: np.asarray(x, float),
+                            jax.device_get(program.evaluate(params, batch)))
+        total = sums if total is None else jax.tree.map(_add, total, sums)
+        first += rows
+    loss, count, others = total
+    return float(loss / (count or 1)), {
+        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
+        else float(x / (count or 1)) for name, x in others.items()}
+
+
+def _add(a, b):
+    if a.shape != b.shape:
+        raise ConfigError(f"one of the loss's other sums has the shape {list(a.shape)} for some "
+                          f"batches and {list(b.shape)} for others: return what adds up over rows")
+    return a + b
+
+
+def _batch(program, collate, examples, first, rows):
+    """A batch of `rows` examples from number `first` on. Past the end, the last one is repeated."""
+    last = len(examples) - 1
+
+    def make(begin, end):
+        return batch_arrays(collate, [examples[min(i, last)]
+                                      for i in range(first + begin, first + end)])
+
+    return place_batch(program.mesh, make, rows)
+
+
+# -------------------------------------------------------------------------------------------
+# Predictions
+
+def predict_all(program: Program, predict: Callable, collate: Callable, examples: Sequence,
+                params: Any, count: int) -> Any:
+    """The outputs of predict(params, batch) for the first `count` examples, in their order: a tree
+    of numpy arrays [count, ...], in every process. All batches have the same number of rows, so one
+    program is compiled; the padding of the last batch is dropped."""
+    config, groups = program.config, row_groups(program.mesh)
+    rows = min(config.batch // config.accumulate, -(-count // groups) * groups)
+    compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
+    parts = []
+    for first in range(0, count, rows):
+        outputs = jax.device_get(compiled(params, _batch(program, collate, examples, first, rows)))
+        _check_outputs(outputs, rows, parts[0] if parts else outputs)
+        parts.append(jax.tree.map(lambda x: x[:count - first], outputs))
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _check_outputs(outputs, rows, first):
+    for x, before in zip(jax.tree.leaves(outputs), jax.tree.leaves(first), strict=True):
+        if np.shape(x)[:1] != (rows,):
+            raise ConfigError(f"predict gave an array of shape {list(np.shape(x))} for {rows} "
+                              f"examples: the first dimension must count them")
+        if np.shape(x)[1:] != np.shape(before)[1:]:
+            raise ConfigError(f"predict gave rows of shape {list(np.shape(x)[1:])} for some "
+                              f"examples, and {list(np.shape(before)[1:])} for the first ones: pad "
+                              f"every batch to the same shape")
+
+
+def _apply_metric(task, outputs, count, row):
+    """The metric's numbers by name, as process 0 computes them."""
+    if not task.metric:
+        return {}
+    examples = task.held_out
+    if count < len(examples):
+        examples = [examples[i] for i in range(count)]
+    try:
+        found = task.metric(outputs, examples)
+    except (ConfigError, RunError):
+        raise
+    except Exception as e:
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        raise RunError(f"step {row['step']}: the metric ended in {type(e).__name__}: {one_line(e)} "
+                       f"({Path(frame.filename).name} line {frame.lineno}); it was given outputs "
+                       f"of {_shapes(outputs)} and {count} examples") from e
+    found = found if isinstance(found, dict) else {"metric": found}
+    numbers = {}
+    for name, x in found.items():
+        if not isinstance(name, str) or name in row:
+            raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
+                              f"than {', '.join(row)}, which an evaluation has already")
+        try:
+            is_number = not isinstance(x, (str, bytes)) and np.asarray(x).dtype.kind in "biufO"
+            numbers[name] = float(x if is_number and not np.ndim(x) else None)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"the metric gave {repr(x)[:60]} as {name!r}: expected a number, or "
+                              f"a dict of numbers") from None
+    return process_allgather(numbers)[0]
+
+
+def _shapes(outputs):
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)) or "nothing"
+
+
+def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
+    """Pairs (prompt, the text that the model writes)."""
+    outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
+                          len(samples.prompts))
+    return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))
+            for i, prompt in enumerate(samples.prompts)]
+
+
+# -------------------------------------------------------------------------------------------
+# Sampled texts (--sample_prompts)
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a file, which only process 0 reads."""
+    return process_allgather(_read_file(path) if jax.process_index() == 0 else None)[0]
+
+
+def _read_file(path):
+    prompts = file_prompts(path, "--sample_prompts")
+    if "" in prompts:
+        raise ConfigError(f"--sample_prompts {path}: a prompt is empty; expected a text")
+    return prompts
+
+
+def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:
+    """Samples of an encoder-decoder: its answers to the prompts of a file. collate(sources) and
+    predict are the task's; text(outputs) is the text for one source. None without a file."""
+    if not path:
+        return None
+    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs))
+
+
+def continuations(path: str, tokenizer: Any, max_positions: int, write: Callable) -> Samples | None:
+    """Samples of a decoder, which continues the prompts of a file. write(params, batch) returns new
+    ids for `tokens` [B, P], padded on the left, whose rows begin at `start` [B]. None without a
+    file."""
+    if not path:
+        return None
+    prompts = read_prompts(path)
+    ids = {prompt: list(tokenizer.prompt(prompt)) for prompt in prompts}
+    longest = max(map(len, ids.values()))
+    if longest >= max_positions:
+        raise ConfigError(f"--sample_prompts {path}: a prompt has {longest} tokens; expected fewer "
+                          f"than the {max_positions} for which this model has positions")
+
+    def collate(some):
+        start = np.array([longest - len(ids[prompt]) for prompt in some], np.int32)
+        tokens = [[0] * begin + ids[prompt] for begin, prompt in zip(start, some)]
+        return {"tokens": np.array(tokens, np.int32), "start": start}
+
+    def text(prompt, new):
+        before, new = ids[prompt], cut_at_end(tokenizer.ends, new.tolist())
+        return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)):]
+
+    return Samples(prompts, collate, write, text)

@@ -1,0 +1,256 @@
+"""What the training loop carries, and what it does beside its steps.
+
+    prepare         restore or make the state, and compile the step
+    flush_metrics   write down the numbers of the step before, while the devices work on the next
+    save            begin to save the state
+    profile         begin or end a trace
+"""
+
+import collections
+import dataclasses
+import math
+import socket
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import numpy as np
+
+from zigzag.core.errors import RunError, human_bytes
+from zigzag.core.hosts import process_allgather, watchdog
+from zigzag.core.mesh import is_single_cpu, row_groups
+from zigzag.core.report import Reporter
+from zigzag.disk.checkpoint import RunFolder
+from zigzag.measure import chips
+from zigzag.parallel.attention import block_ends, kernel_name
+from zigzag.parallel.pipeline import timeline
+from zigzag.rule.rule import explain
+from zigzag.run.plan import Program, compiled
+from zigzag.weights import lora
+
+
+class Fit(NamedTuple):
+    """What fit gives back."""
+    params: Any
+    step: int               # updates made
+    held_out: float | None  # the last evaluation's loss
+    outputs: Any            # and predictions, arrays [examples, ...]
+    evaluation: dict[str, Any]      # and all of its numbers, as in metrics.jsonl
+    best: int | None        # of which step the best evaluation was, by config.best
+
+
+class Samples(NamedTuple):
+    """Texts that a model writes at each evaluation."""
+    prompts: Sequence[str]
+    collate: Callable       # some prompts -> arrays, rows of the same shape whichever they are
+    predict: Callable       # params, arrays -> outputs
+    text: Callable          # a prompt, its outputs -> what the model has written
+
+
+class Task(NamedTuple):
+    """What is learned, and shown: fit's arguments of these names."""
+    collate: Callable
+    predict: Callable | None
+    examples: Sequence
+    held_out: Sequence
+    show: Callable | None
+    flops: float | None
+    bits_per_nat: float | None
+    metric: Callable | None = None
+    predicted: int | None = None
+    samples: Samples | None = None
+
+
+@dataclasses.dataclass
+class Loop:
+    """What goes around the loop."""
+    program: Program
+    task: Task
+    folder: RunFolder | None        # None: nothing is kept on disk
+    reporter: Reporter
+    numbers: Callable               # update -> the numbers of its examples
+    state: Any = None               # params, opt, step; first what the run begins with, if made
+    began: int = 0                  # updates made by earlier runs
+    at: int = 0                     # updates made
+    pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
+    clock: float = 0.0              # when the last step's numbers came
+    saving: float = 0.0             # seconds that saves took since then
+    skipped: int = 0                # updates in a row whose gradient was not finite
+    losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
+    recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
+    evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's line
+    outputs: Any = None             # and predictions
+    best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
+
+
+def first_state(program: Program, weights: Callable | None = None) -> Any:
+    """The state that a run begins with. weights(places), of shapes with shardings, gives weights in
+    place of init's."""
+    config, params, given = program.config, program.state["params"], None
+    if weights:
+        frozen = program.plan.split(params)[1] if config.lora_rank else params
+        given = weights(jax.tree.map(lambda x: x.update(dtype="float32"), frozen))
+    with jax.set_mesh(program.mesh):
+        return program.start(jax.random.key(config.seed), given)
+
+
+def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
+    """Of a run with frozen weights, which no checkpoint has: the state that it begins with, and by
+    what they are known."""
+    if not (program.config.lora_rank and program.config.out):
+        return None, {}
+    state = first_state(program, weights)
+    with jax.set_mesh(program.mesh):
+        return state, {"base_weights": lora.fingerprint(program.plan.split(state["params"])[1])}
+
+
+def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
+    """Restore or make the state, and compile the step; None where the run has all of its steps."""
+    program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
+    begin = time.perf_counter()
+    watchdog.arm("reading the checkpoint")
+    state = folder.restore(say.line) if folder else None
+    if state is None:
+        watchdog.arm("the first weights")
+        state = loop.state or first_state(program, weights)
+    else:
+        state = program.restored(state, loop.state)
+        loop.skipped, loop.losses = folder.skipped, folder.losses
+    if folder:
+        loop.best = folder.read_best(config.best)
+    loop.state = program.permute(state)
+    loop.at = loop.began = int(state["step"])
+    if loop.at:
+        say.line(f"continuing {config.out} at step {loop.at}")
+    if loop.at >= config.steps:
+        say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
+        return None
+    watchdog.arm("compiling")
+    step = compiled(program)
+    process_allgather("compiled")     # before the devices first wait for each other
+    if folder:
+        folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
+    memory = step.memory_analysis()
+    say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
+             f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
+             f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
+    return step
+
+
+def flush_metrics(loop: Loop) -> None:
+    """Write down the step whose numbers are still on the devices."""
+    if loop.pending is None:
+        return
+    (at, metrics), loop.pending = loop.pending, None
+    watchdog.arm("a step")
+    values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
+                          else float(v), jax.device_get(metrics))
+    took = time.perf_counter() - loop.clock
+    loop.clock += took
+    loop.skipped = loop.skipped + 1 if values["skipped"] else 0
+    tokens, values["skipped"] = values.pop("tokens"), loop.skipped
+    row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
+           "tokens": int(np.nan_to_num(tokens)), "tokens_per_second": round(tokens / took, 1),
+           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
+           "save_seconds": round(loop.saving, 4), **values}
+    loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
+    if loop.folder:
+        loop.folder.write(row)
+    loop.reporter.step(row, took, chips.memory_in_use())
+    if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
+        loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
+                           f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
+    if math.isfinite(loss):
+        recent.append(loss)
+        loop.losses.append(loss)
+    if loop.skipped:
+        chosen = loop.numbers(at - 1)
+        batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
+                 + (", ..." if len(chosen) > 8 else ""))
+        loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; "
+                           f"{batch}")
+        if loop.skipped >= loop.program.config.max_skipped:
+            if loop.folder:
+                loop.folder.drain()         # every process is here
+            raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
+                           f"(--max_skipped); {batch}; what is saved is finite")
+
+
+def save(loop: Loop) -> None:
+    """Begin to save the state."""
+    flush_metrics(loop)
+    watchdog.arm("a save")
+    begin = time.perf_counter()
+    program, state = loop.program, loop.program.saved(loop.state)
+    evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
+    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
+                     next(iter(loop.best), None))
+    loop.saving += time.perf_counter() - begin
+    watchdog.arm("a step")
+
+
+def profile(loop: Loop) -> None:
+    """Begin or end the trace of --profile, after the step at which it is time: the first two of a
+    run are slow."""
+    config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
+    first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
+    if loop.at == first < last:
+        jax.profiler.start_trace(folder, create_perfetto_trace=True)
+    elif loop.at == last > first:
+        flush_metrics(loop)
+        jax.profiler.stop_trace()
+        loop.reporter.line(f"a trace of {last - first} steps is in {folder}: open its "
+                           f"perfetto_trace.json.gz in ui.perfetto.dev")
+
+
+def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str],
+                  network: str = "") -> None:
+    """How a run begins, for a person: `counts` are of all parameters and of those that a token
+    visits; fields `hidden` are not shown; `network` says which one it is."""
+    plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
+    (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
+    weights = f"{total:,} parameters"
+    if visited < total:
+        weights += f", of which a token visits {visited:,}"
+    if config.lora_rank:
+        trained = sum(w.size for w in jax.tree.leaves(plan.split(plan.params)[0]))
+        weights += f", of which {trained:,} are trained ({trained / total:.2%})"
+    if held > total:
+        weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
+                    f"has)")
+    table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min)
+    schedule = ""
+    if stages > 1 and config.step == "shard_map":
+        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks)
+    say.header(config, program.mesh, weights, table, schedule,
+               process_allgather(socket.gethostname()), hidden,
+               [network and f"network  {network}", describe_attention(plan)])
+
+
+def describe_attention(plan: Any) -> str:
+    """How attention is computed, for a person: what the loss asked of shard.attend, on this mesh.
+    Nothing for a custom loss."""
+    config, sizes, names = plan.config, plan.sizes, plan.names
+    if plan.network is None or "attend" not in names:
+        return ""
+    T, by_hand = config.seq_len, config.step == "shard_map"
+    if by_hand and sizes["seq"] > 1:
+        return "attend   each device's queries with keys that go around a ring"
+    kernel = kernel_name(config.dtype, T, config.head_dim, plan.mesh)
+    if kernel and "attend_by_kernel" in names and (by_hand or plan.mesh.size == 1):
+        return f"attend   by the {kernel} kernel"
+    rows = config.batch // config.accumulate
+    if by_hand:
+        rows //= row_groups(plan.mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
+    scores = rows * config.heads * T * T
+    if config.heads % sizes["tensor"] == 0:
+        scores //= sizes["tensor"]
+    causal = bool(names & {"attend_by_kernel", "attend_causal"})
+    ends, parts = block_ends(scores, T, causal, loops=not is_single_cpu(plan.mesh))
+    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
+    keys = "the keys up to the last of them" if causal else "all keys"
+    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
+    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
+            f"{keys}{again}")

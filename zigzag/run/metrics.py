@@ -1,0 +1,116 @@
+"""Metrics: numbers that compare predictions with references.
+
+Each function takes a list of predictions and one of references, of the same length. They are texts
+or lists of ids. It returns a dict of numbers, each a mean over examples (accuracy: over places).
+`fit(metric=...)` takes any function of outputs and examples, for example
+
+    lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
+"""
+
+import collections
+import re
+from typing import Any, Callable, Iterable, Sequence
+
+from zigzag.core.errors import ConfigError
+
+
+def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """The share of predictions that are equal to their references."""
+    return {"exact": _mean(_items(p) == _items(r) for p, r in _pairs(predictions, references))}
+
+
+def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """The share of the references' places where the prediction has the same id. A reference may be
+    a single id, such as a class."""
+    return {"accuracy": _mean(
+        at < len(p) and p[at] == r[at] for p, r in map(_as_lists, _pairs(predictions, references))
+        for at in range(len(r)))}
+
+
+def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """F1 of the words (or ids), in any order, as in SQuAD's script: it ignores case, punctuation
+    and the articles a, an, the."""
+    def score(p, r):
+        p, r = _squad_words(p), _squad_words(r)
+        if not p or not r:
+            return float(p == r)
+        return _f_measure(_common(collections.Counter(p), collections.Counter(r)), len(p), len(r))
+
+    return {"f1": _mean(score(p, r) for p, r in _pairs(predictions, references))}
+
+
+def rouge(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
+    subsequence), as F1. Words are runs of letters and digits in lower case, without stemming."""
+    pairs = [(_words(p), _words(r)) for p, r in _pairs(predictions, references)]
+
+    def ngram_f1(p, r, n):
+        p, r = (collections.Counter(zip(*(words[i:] for i in range(n)))) for words in (p, r))
+        return _f_measure(_common(p, r), p.total(), r.total())
+
+    return {"rouge1": _mean(ngram_f1(p, r, 1) for p, r in pairs),
+            "rouge2": _mean(ngram_f1(p, r, 2) for p, r in pairs),
+            "rougeL": _mean(_f_measure(_longest_common(p, r), len(p), len(r)) for p, r in pairs)}
+
+
+# The choices of --metric.
+TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge, "f1": f1}
+
+
+def names(metric: str) -> tuple[str, ...]:
+    """The names of the numbers that this choice of --metric returns."""
+    return tuple(TEXT_METRICS[metric]([], []))
+
+
+# -------------------------------------------------------------------------------------------
+# Helpers
+
+def _pairs(predictions, references):
+    if len(predictions) != len(references):
+        raise ConfigError(f"a metric was given {len(predictions)} predictions and "
+                          f"{len(references)} references; expected one for each")
+    return list(zip(predictions, references))
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _items(x: Any) -> Any:
+    """An array as a list, which == compares as a whole; anything else as it is."""
+    return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
+
+
+def _as_lists(pair):
+    return [items if isinstance(items, (str, list)) else [items] for items in map(_items, pair)]
+
+
+def _words(x):
+    return re.findall(r"[^\W_]+", x.lower()) if isinstance(x, str) else list(x)
+
+
+def _squad_words(x):
+    if not isinstance(x, str):
+        return list(x)
+    without_punctuation = re.sub(r"[^\w\s]|_", "", x.lower())
+    return re.sub(r"\b(a|an|the)\b", " ", without_punctuation).split()
+
+
+def _common(a, b):
+    return (a & b).total()
+
+
+def _f_measure(common, predicted, wanted):
+    """The harmonic mean of common / predicted and common / wanted."""
+    return 2 * common / (predicted + wanted) if common else 0.0
+
+
+def _longest_common(a, b):
+    """The length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)        # row[j]: for the items of a so far and the first j of b
+    for x in a:
+        diagonal = 0
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]

@@ -1,0 +1,440 @@
+"""How a loss runs on a mesh: all that a training step must know, found out before it is compiled.
+
+    init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss is run
+                                  checks   --> errors that stop the run, with the numbers
+                                           --> Plan, from which train.py makes its step
+    Plan, step, evaluate          -->          Program: what is compiled, and the shapes it takes
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
+from zigzag.core.mesh import (
+    AXES,
+    WITHOUT_TENSOR,
+    abstract_mesh,
+    batch_spec,
+    by_path,
+    cast,
+    compiler_options,
+    full_spec,
+    keep_on_first,
+    mark_varying,
+    pmean_over,
+    row_groups,
+    shardings,
+    spec_axes,
+    untyped,
+    varying,
+    without_axis,
+)
+from zigzag.parallel.storage import permute_layers
+from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
+from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
+from zigzag.run.checks import check_batch, check_overrides
+from zigzag.weights import lora
+
+# What a step's line in metrics.jsonl has.
+LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
+          "save_seconds"}
+# What to give the devices to, of an axis that a loss cannot have.
+ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
+# What splits a loss over an axis: the function of shard.py that it must call, and of what.
+SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
+          "expert": ("experts", "experts")}
+
+BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
+    "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """All that a step must know. Trees are like the weights, if nothing else is said."""
+    config: Any             # with its dtype resolved
+    mesh: Any
+    init: Callable          # key -> weights, as they are stored
+    loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
+    network: Any            # whose own loss this is, which tests hold to one device; None: a
+    #                         custom loss
+    mode: str               # how it runs: see run_mode
+    takes_specs: bool       # whether its layers gather their own weights
+    params: Any             # shapes
+    batch: Any              # shapes of a whole batch
+    sums: Any               # shapes of what the loss gives
+    decisions: Any          # where each weight lives, and why
+    dtype: str              # what the loss is computed in
+    accumulate: int         # into how many micro-batches a batch is cut
+    names: set[str]         # of the functions of shard.py that the loss calls
+
+    @property
+    def sizes(self) -> Any:
+        return self.mesh.shape
+
+    @property
+    def trusted(self) -> bool:
+        return self.network is not None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the loss picks or pools positions, by shard.whole_time."""
+        return "whole_time" in self.names
+
+    @property
+    def typed(self) -> bool:
+        """Whether jax tracks over which axes values vary."""
+        return self.mode in (BY_HAND, TYPED)
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """The axes whose collectives are ours; those of the others are the compiler's."""
+        return {JIT: (), TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR}.get(self.mode, AXES)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
+
+    def axes(self, *names: str) -> set[str]:
+        """Of these axes those that are manual and have more than one device."""
+        return {a for a in names if a in self.manual and self.sizes[a] > 1}
+
+    @property
+    def shared_row_axes(self) -> set[str]:
+        """Over these axes devices have the same rows, each a part of the layers or the time."""
+        return self.axes("pipe", "seq")
+
+    @property
+    def sum_axes(self) -> set[str]:
+        """Over these axes devices find different parts of a sum over the batch."""
+        return self.axes(*WITHOUT_TENSOR)
+
+    @property
+    def needs(self) -> list[str]:
+        """The axes, as axis=size, over which the loss splits itself."""
+        decisions = jax.tree.leaves(self.decisions)
+        in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
+        needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
+        return [f"{a}={n}" for a, n in self.sizes.items() if a in needed]
+
+    @property
+    def stored(self) -> Any:
+        """Specs of the weights as they are stored."""
+        return jax.tree.map(lambda d: d.spec, self.decisions)
+
+    @property
+    def used(self) -> Any:
+        """Specs of the weights as the loss gets them, before they are gathered over fsdp."""
+        return jax.tree.map(lambda d: d.used, self.decisions)
+
+    @property
+    def moments(self) -> Any:
+        """Specs of the optimizer's state, of what is trained: with --zero 1 split over data too."""
+        (params, _), (stored, _) = self.split(self.params), self.split(self.stored)
+        if not self.config.zero:
+            return stored
+        return zero1_specs(params, stored, self.mesh, self.config.fsdp_min)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """A tree like the weights in two: of those that are trained, and of the others."""
+        return lora.split(tree) if self.config.lora_rank else (tree, {})
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the loss of a batch is computed, but for what a compiler does."""
+        return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
+
+    def mark(self, tree: Any) -> Any:
+        """The tree with the type of what differs between devices that have other rows, layers or
+        time. Never over tensor: there the type of a weight says that it is split."""
+        return mark_varying(tree, also=self.sum_axes) if self.typed else tree
+
+    def local_sums(self, weights: Any, batch: Any) -> tuple:
+        """What the loss gives on this device: its part of the sum, the count, and other sums."""
+        total, count, aux = self.loss(weights, batch, self.used)
+        if self.pools and "seq" not in varying(count):      # each device has pooled all of the time
+            total, aux = pmean_over((total, aux), "seq")
+        if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
+            raise ConfigError(
+                f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
+                f"by its rows, as a pooled one does, and each device has a part of the time; let "
+                f"it pool what shard.whole_time gives, or count the sum of the batch's weights, "
+                f"and multiply each row's loss by the sum of the row's; {ANY_LOSS}")
+        sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
+                            (total, count, aux))
+        return keep_on_first(sums, self.shared_row_axes)
+
+    def on_mesh(self, fn: Callable, out_specs: Any, shard_time: Callable, splits_rows: bool = True
+                ) -> Callable:
+        """fn(params, batch), run by each group of devices on its rows, and on its part of their
+        time, as shard_time splits it."""
+        if self.mode == JIT:
+            return fn
+
+        def call(params, batch):
+            batch, specs = shard_time(batch, self.mesh)
+            rows = full_spec(batch_spec(self.mesh) if splits_rows else P(), 1)
+            specs = self.stored, {k: P(*rows, *s[1:]) for k, s in specs.items()}, out_specs
+            *in_specs, out = specs if "tensor" in self.manual else without_axis(
+                specs, "tensor")
+            return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out,
+                                 axis_names=set(self.manual), check_vma=self.typed)(params, batch)
+
+        return call
+
+    def on_device(self, fn: Callable) -> Callable:
+        """fn as each device computes it: of a loss that is not typed, as one device does."""
+        return untyped(fn) if self.mode in (UNTYPED, TENSOR_WHOLE) else fn
+
+
+def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
+    """How a loss runs, from the functions of shard.py that it calls (`names`):
+
+    by hand       it calls columns or row: one shard_map over all six axes, with types
+    typed         it calls others, or takes specs: the same, but the compiler splits over tensor
+    untyped       it calls none, or differentiates within itself: each device computes its rows as
+                  one device would, without types, and the compiler splits that over tensor
+    tensor whole  as untyped, but no compiler may split it (`why`), or there is nothing to split:
+                  weights may be stored split over tensor, and are used whole
+
+    And with --step jit there is no shard_map: the compiler does everything."""
+    if step == "jit":
+        return JIT
+    if DIFFERENTIATED not in names and not (why and splits_tensor):
+        if names & {"columns", "row"}:
+            return BY_HAND
+        if names or takes_specs:
+            return TYPED
+    return TENSOR_WHOLE if why or not splits_tensor else UNTYPED
+
+
+def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
+              overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
+              network: Any = None) -> Plan:
+    """The plan to train init's weights with `loss` on batches shaped like `batch` (a dict of
+    shapes, with as many rows as an update has). `typed` False runs the loss on each device as on
+    one, whatever it calls. `network` is the network whose own loss this is, if it is one's."""
+    config = resolve_dtype(config, mesh)
+    check_batch(config, mesh)
+    if config.lora_rank:
+        init = _with_frozen(init, config.dtype)
+    params = jax.eval_shape(init, jax.random.key(0))
+    _check_floats(params)
+    loss, takes_specs = with_checked_sums(loss)
+    overrides = check_overrides(config.override, params, mesh, overrides)
+    # The rule looks at one micro-batch of one group of devices: what each of them computes.
+    rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
+    tensor_dims = network.tensor_dims(config.network) if network else None
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
+    jaxpr, sums = jax.make_jaxpr(loss, return_shape=True)(weights, few)
+    decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
+                              overrides=overrides, fsdp_min=config.fsdp_min,
+                              tensor_dims=tensor_dims)
+    if config.lora_rank:
+        decisions = lora.mark_frozen(decisions)
+    splits_tensor = mesh.shape["tensor"] > 1
+    if splits_tensor or not trusted and rows < config.batch:
+        decisions = _see_matrices(decisions, loss, weights, batch)
+
+    names = names_in(jaxpr) if typed else set()
+    why = "" if trusted else why_not_split(jaxpr, weights)
+    mode = run_mode(config.step, names, typed and takes_specs, splits_tensor, why)
+    if mode == TENSOR_WHOLE and splits_tensor:
+        decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
+    plan = Plan(config, mesh, init, loss, network, mode,
+                takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
+                config.dtype, config.accumulate, names)
+    if plan.parts > 1 and not trusted:
+        _check_sums_of_parts(plan, weights, rows)
+    _check_axes(plan, names, why)
+    return plan
+
+
+def _with_frozen(init, dtype):
+    return lambda key: lora.as_stored(init(key), dtype)
+
+
+def _whole_over_tensor(decision, why):
+    """A weight that is stored as decided, and used whole over tensor."""
+    reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
+    return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
+                               reductions=(), reason=decision.reason + reason)
+
+
+def _see_matrices(decisions, loss, weights, batch):
+    """What is a matrix must not follow from the mesh: not from how many rows a device has, nor from
+    key heads that are repeated for tensor. It is seen in a whole batch, without a mesh."""
+    seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
+    return jax.tree.map(lambda d, s: dataclasses.replace(
+        d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
+
+
+# -------------------------------------------------------------------------------------------
+# What a loss gives
+
+def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
+    """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
+    takes_specs = "specs" in inspect.signature(loss).parameters
+
+    def checked(weights, batch, specs=None):
+        return loss_sums(loss(weights, batch, specs=specs) if takes_specs
+                         else loss(weights, batch))
+
+    return checked, takes_specs
+
+
+def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
+    """What a loss gives, complete and in float32."""
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    s, c, aux, *_ = (*result, None) if is_tuple else (None,) * 3
+    aux = {} if aux is None else aux
+    is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
+    if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
+        shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
+        raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
+                          f"and the count to divide by, and perhaps a dict of other sums to be "
+                          f"logged (arrays); it returned {shapes}: instead of a mean, return the "
+                          f"sum and the count")
+    if taken := LOGGED & aux.keys():
+        raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
+                          f"the step's own are {', '.join(sorted(LOGGED))}")
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
+
+
+def sums_and_gradient(loss: Callable, weights: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
+    """What a loss of weights and frozen ones gives, and the gradient of its sum in the former."""
+    def with_sums(weights):
+        sums = loss(lora.join(weights, frozen), batch)
+        return sums[0], sums
+
+    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(weights)
+    return sums, gradient
+
+
+def _check_sums_of_parts(plan, weights, rows):
+    _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
+    for name, x in plan.sums[2].items():
+        if x.shape != whole[name].shape:
+            raise ConfigError(f"the loss's other sum {name!r} has the shape {list(x.shape)} for "
+                              f"{rows} rows and {list(whole[name].shape)} for "
+                              f"{plan.config.batch}: return what adds up over rows")
+
+
+# -------------------------------------------------------------------------------------------
+# What is refused
+
+def resolve_dtype(config: Any, mesh: Any) -> Any:
+    """The configuration with the compute precision that the mesh's devices are best at."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return change(config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
+
+
+def _check_floats(params):
+    for path, leaf in by_path(params).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
+                              f"trained; keep others out of what init returns")
+
+
+def _check_axes(plan, names, why):
+    """Refuse axes over which the loss must split itself, and does not."""
+    for axis, (function, what) in SPLITS.items():
+        need = f"{axis}={plan.sizes[axis]}"
+        if need not in plan.needs:
+            continue
+        if function not in names:
+            raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
+                              f"which is what splits {what} over it; {ANY_LOSS}")
+        # A gradient inside the loss would be of each device's part: no collective may add to it.
+        if DIFFERENTIATED in names:
+            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself, "
+                              f"and over {axis} that would be the gradient of a part of it; "
+                              f"{ANY_LOSS}")
+    if why and plan.needs and plan.sizes["tensor"] > 1:
+        raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
+                          f"compiler may split it beside {plan.needs[0]}; give a mesh without "
+                          f"tensor")
+
+
+# -------------------------------------------------------------------------------------------
+# What is compiled
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    plan: Plan
+    state: Any              # shapes with their places: params, opt, step
+    batch: Any              # the same for a batch
+    start: Any              # key, and weights in place of init's if there are any -> state
+    step: Any               # state, batch -> state, metrics
+    evaluate: Any           # params, batch -> (sum, count, other sums)
+
+    @property
+    def config(self) -> Any:
+        return self.plan.config
+
+    @property
+    def mesh(self) -> Any:
+        return self.plan.mesh
+
+    def permute(self, state: Any, back: bool = False) -> Any:
+        """A state, what is saved of it, or the params of either, with layers in the order of the
+        pipeline's stages, or (`back`) in their own, in which they are saved."""
+        chunks = 1 if self.plan.mode == JIT else self.config.chunks
+        states = self.state, self.saved(self.state)
+        like = next(x for s in states for x in (s, s["params"])
+                    if jax.tree.structure(x) == jax.tree.structure(state))
+        return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
+
+    def saved(self, state: Any) -> Any:
+        """What a checkpoint has of a state: frozen weights come again from where they came from."""
+        return {**state, "params": self.plan.split(state["params"])[0]}
+
+    def restored(self, saved: Any, first: Any) -> Any:
+        """The state of which this was saved; `first` is a state that the run began with."""
+        return {**saved, "params": lora.join(saved["params"],
+                                             first and self.plan.split(first["params"])[1])}
+
+
+def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
+    """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
+    mesh, c = plan.mesh, plan.config
+
+    def start(key, weights=None):
+        """The state of a run that begins, with these weights (adapters aside) or with init's."""
+        params = plan.init(key)
+        if weights is not None:
+            adapters, _ = plan.split(params)
+            params = lora.join(adapters, cast(weights, c.dtype)) if c.lora_rank else weights
+        return {"params": params, "opt": optimizer.init(plan.split(params)[0]),
+                "step": jnp.zeros((), jnp.int32)}
+
+    opt = state_specs(optimizer, plan.split(plan.params)[0], plan.moments)
+    places = shardings({"params": plan.stored, "step": P(), "opt": opt}, mesh)
+    whole, rows = shardings((P(), batch_spec(mesh)), mesh)
+    jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
+                         plan.batch)
+    start = jit(start, donate_argnums=1, out_shardings=places)
+    return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
+                   jit(step, donate_argnums=0, out_shardings=(places, whole)),
+                   jit(evaluate, out_shardings=whole))
+
+
+def compiled(program: Program) -> jax.stages.Compiled:
+    with jax.set_mesh(program.mesh):
+        return program.step.lower(program.state, program.batch).compile()
+
+
+def shapes_hash(params: Any) -> str:
+    """By which a run that continues knows its weights."""
+    text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

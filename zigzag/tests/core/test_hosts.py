@@ -1,0 +1,356 @@
+"""Several processes, with gloo between them: real processes, real signals.
+
+What is not marked slow needs one process.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import data
+import networks
+from zigzag.core import hosts as hosts_lib
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import flatten
+from zigzag.tests.common import SMALL, command, ends, hosts, started, survives_kills, until_step
+
+TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
+
+
+# -------------------------------------------------------------------------------------------
+# In this process
+
+def test_a_port_in_use_is_refused_before_jax_crashes():
+    """jax ends with a segmentation fault and no line."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "192.0.2.1"):    # (the last is never this machine's)
+            with pytest.raises(ConfigError, match=f"{host}:{port}: port {port} is in use"):
+                hosts_lib._bind_address(f"{host}:{port}")
+    assert hosts_lib._bind_address(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    assert hosts_lib._bind_address(f"localhost:{port}") == f"localhost:{port}"
+
+
+def test_process_0_listens_where_others_reach_it(monkeypatch):
+    """On a host whose own name means 127.0.1.1 the others wait for ever; an address that another
+    machine forwards here is none of this one's."""
+    assert hosts_lib._bind_address("192.0.2.1:0") is None
+    assert hosts_lib._bind_address("no.such.host.invalid:0") is None
+    real = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: real(
+        ("127.0.0.1", 0) if address[0] == "node-a" else address))
+    assert hosts_lib._bind_address("node-a:0") is None
+
+
+def test_one_process_agrees_with_itself():
+    """A wait for processes that there are not."""
+    assert hosts_lib.process_allgather({"a": 1}) == [{"a": 1}]
+    hosts_lib.assert_same_everywhere({"a": 1})
+
+
+def test_facts_that_differ_are_named(monkeypatch):
+    """Shards of different runs, trained together without a word."""
+    monkeypatch.setattr(hosts_lib, "process_allgather",
+                        lambda facts: [facts, facts, {"lr": 0.5, "seed": 1}])
+    with pytest.raises(ConfigError, match="process 2 has seed 1 and process 0 has None"):
+        hosts_lib.assert_same_everywhere({"lr": 0.5})
+
+
+def test_the_watchdogs_limit_follows_from_what_was_measured(monkeypatch):
+    """A limit that ends a slow run, or one that a stalled run never reaches."""
+    dog, now = hosts_lib.Watchdog(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hosts_lib.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    dog.arm("a step")
+    assert dog.limit == math.inf, "with one process it is never started"
+    dog.patience = 7
+    for what, limit, took in (
+            ("a step", 3607, 2), ("a step", 27, 3), ("a save", 3607, 1), ("a step", 37, 1),
+            ("a save", 3607, 1), ("", math.inf, 1)):
+        dog.arm(what)
+        assert dog.limit == limit, what
+        now[0] += took
+    dog.arm("waiting", 5)
+    assert dog.limit == 5
+
+
+def test_a_second_signal_acts_as_usual():
+    """A run that cannot be ended while its step hangs."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)    # (ignored in background)
+    before, stop = signal.getsignal(signal.SIGTERM), []
+    with hosts_lib.stop_on_signals(stop):
+        signal.raise_signal(signal.SIGTERM)     # (os.kill may reach another thread, and later)
+        assert stop == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == before
+    with hosts_lib.stop_on_signals(stop):
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_alone_a_failing_command_ends_as_any_does():
+    """An exit that hides the exception from whoever called main."""
+    with pytest.raises(KeyError), hosts_lib.exit_together():
+        raise KeyError("ours")
+
+
+# -------------------------------------------------------------------------------------------
+# In several processes
+
+# train.py, in which process 1 does something when it is to make a batch: its 12th if not another.
+# (The first is not of a step: its shape is looked at, before a checkpoint is.)
+AWRY = """
+import os, signal, sys, time
+sys.path.insert(0, os.getcwd())
+import train, data, jax
+from zigzag.core import errors, flags
+collate, made = data.collate, []
+def other(examples, length):
+    made.append(1)
+    if len(made) == {} and jax.process_index() == 1:
+        {}
+    return collate(examples, length)
+data.collate = other
+flags.run_main(train.main)
+"""
+
+
+def awry(folder, what, batch=12):
+    file = folder / "awry.py"
+    file.write_text(AWRY.format(batch, what))
+    return file
+
+
+# After its restore: every array as it is on the devices of all processes, to a file.
+STATE = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import numpy as np
+import train, jax
+from jax.experimental import multihost_utils
+from zigzag.core import flags, mesh
+from zigzag.disk import checkpoint
+restore = checkpoint.RunFolder.restore
+def other(self, say):
+    state = restore(self, say)
+    paths, leaves, _ = mesh.flatten(state)
+    leaves = multihost_utils.process_allgather(leaves, tiled=True)
+    if jax.process_index() == 0:
+        np.savez(self.folder / "state.npz", **dict(zip(paths, leaves)))
+    return state
+checkpoint.RunFolder.restore = other
+flags.run_main(train.main)
+"""
+
+# Process 1 alone finds a checkpoint damaged.
+ONE_CANNOT_READ = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train, jax
+from zigzag.core import errors, flags
+from zigzag.disk import checkpoint
+read = checkpoint._read_items
+def other(folder, *rest):
+    if folder.name == "6" and jax.process_index() == 1:
+        raise errors.CorruptCheckpoint("for one")
+    return read(folder, *rest)
+checkpoint._read_items = other
+flags.run_main(train.main)
+"""
+
+
+def metrics(folder):
+    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_one_run_on_any_number_of_processes(tmp_path, text):
+    """Two processes with two devices each; SIGTERM to one ends both after the same step. Four
+    processes go on with one device each, and one with four: from the same bits, with the same
+    losses."""
+    words = (*TWO, "--steps", 40, "--save_every", 15, "--dropout", 0.1, "--data", text)
+    results = ends(hosts(2, *words, "--out", tmp_path / "whole"))
+    assert all(status == 0 for status, *_ in results)
+    assert len(re.findall(r"^devices  process \d on \S+: 2 x cpu", results[0][1], re.M)) == 2
+    whole = metrics(tmp_path / "whole")
+    alone = command(*words, "--out", tmp_path / "alone")
+    assert alone.returncode == 0 and " in 2 processes" not in alone.stdout
+    for a, b in zip(whole, metrics(tmp_path / "alone"), strict=True):
+        assert a.get("loss", a.get("eval_loss")) == pytest.approx(
+            b.get("loss", b.get("eval_loss")), rel=1e-5)
+
+    sigterm = "os.kill(os.getpid(), signal.SIGTERM)"
+    (a, said, _), (b, nothing, _) = ends(hosts(2, *words, "--out", tmp_path / "run",
+                                               file=awry(tmp_path, sigterm)))
+    assert a == b == 0 and "stopped at step" in said and " in 2 processes" in said
+    # (Gloo itself prints.)
+    assert not re.search("step|loss|mesh|weights|data |devices", nothing), nothing
+    step = metrics(tmp_path / "run")[-1]["step"]
+    assert 11 <= step < 40 and (tmp_path / f"run/checkpoints/{step}").is_dir()
+
+    # A signal before the first step of a run that goes on is not lost.
+    shutil.copytree(tmp_path / "run", tmp_path / "early")
+    early = ends(hosts(2, *words, "--out", tmp_path / "early", file=awry(tmp_path, sigterm, 1)))
+    assert [status for status, *_ in early] == [0, 0]
+    assert int(re.search(r"stopped at step (\d+) ", early[0][1])[1]) - step in (0, 1, 2, 3)
+    file, states = tmp_path / "state.py", []
+    file.write_text(STATE)
+    for count in 4, 1:
+        out = tmp_path / f"by-{count}"
+        shutil.copytree(tmp_path / "run", out)
+        go = (*words, "--out", out)
+        for status, _, error in ends(hosts(count, *go, file=file) if count > 1
+                                     else [started(*go, file=file)]):
+            assert status == 0, error
+        states.append(dict(np.load(out / "state.npz")))
+        for got, want in zip(metrics(out), whole, strict=True):
+            assert got["step"] == want["step"]
+            assert got.get("loss", 0) == pytest.approx(want.get("loss", 0), rel=1e-5)
+    for path, leaf in states[0].items():
+        np.testing.assert_array_equal(leaf, states[1][path], path)
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
+    for path, leaf in zip(*flatten(params)[:2]):
+        np.testing.assert_array_equal(leaf, states[0]["params." + path])
+
+
+@pytest.mark.full
+def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
+    """One process goes on from one step, the other from another; or waits for it for ever."""
+    words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3,
+             "--data", text, "--out", tmp_path / "run")
+    assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--steps", 6)))
+    file = tmp_path / "one.py"
+    file.write_text(ONE_CANNOT_READ)
+    (first, said, error), (second, _, other) = ends(
+        hosts(2, *words, "--steps", 8, "--patience", 5, file=file), 60)
+    assert first == second == 0, (error, other)
+    assert "checkpoint 6 is damaged (for one)" in said and "at step 3" in said
+    assert (tmp_path / "run/checkpoints/damaged-6").is_dir()
+
+
+@pytest.mark.full
+def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
+    """A moment at which one process is killed that leaves what two cannot continue."""
+    words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
+             "--eval_every", 15, "--dropout", 0.1, "--data", text)
+    survives_kills(1, int(os.environ.get("KILLS", 2)), tmp_path,
+                   lambda out: hosts(2, *words, "--out", out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what, says", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "another process has ended"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "another process has ended, or cannot be reached"),
+    ("raise KeyError('broken')", "another process has ended"),
+    ("raise errors.ConfigError('a bad row')", "another process has ended"),
+    ("time.sleep(600)", "a step took more than")])
+def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
+    """A process that waits for ever for one that is gone. They end in 15 seconds, and where one is
+    stalled 15 after the limit, which follows from the steps before."""
+    file = awry(tmp_path, what)
+    words = (*TWO, "--save_every", 5, "--data", text, "--out", tmp_path / "run")
+    runs = hosts(2, *words, "--steps", 500, "--patience", 10, file=file)
+    until_step(9, tmp_path / "run", *runs)
+    begin = time.monotonic()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        runs[0].wait(timeout=60)
+    took, stalled = time.monotonic() - begin, "sleep" in what
+    if "SIGSTOP" in what:
+        runs[1].kill()
+    (first, _, error), (second, _, broken) = ends(runs, 15)
+    assert first == 1 and second != 0 and took < (60 if stalled else 15), (took, first, error)
+    if stalled and "a step took" in broken:         # the one that sleeps may be the first to notice
+        error = broken
+    assert says in error
+    assert "the same command in each continues from the last checkpoint" in error
+    assert (" in fit\n" in error) == stalled        # a stack only where it is known where
+    assert "KeyError" not in what or "KeyError: 'broken'" in broken
+    assert "ConfigError" not in what or (
+        second == 2 and broken.splitlines()[-1] == "error: a bad row")
+    if stalled:
+        assert ends(hosts(2, *words, "--steps", 14))[0][0] == 0
+
+
+@pytest.mark.slow
+def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
+    """On a slow disk, where the save is still under way and would be lost."""
+    file = awry(tmp_path, "batch = collate(examples, length); "
+                          "batch['weights'] *= float('nan'); return batch")
+    slow = ("rename = os.rename\n"
+            "os.rename = lambda *a, **k: (time.sleep(3), rename(*a, **k))\n")
+    file.write_text(file.read_text().replace("flags.run_main(", slow + "flags.run_main("))
+    words = (*TWO, "--steps", 40, "--save_every", 10, "--max_skipped", 1, "--data", text,
+             "--out", tmp_path / "run")
+    results = ends(hosts(2, *words, file=file))
+    at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row",
+                       results[0][2])[1])
+    assert [status for status, *_ in results] == [1, 1] and 10 < at < 13
+    assert networks.load_run(tmp_path / "run", step=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, says", [
+    ("port", "is in use"), ("missing", "waiting for 2 processes at"),
+    ("lr", "process 1 has lr 0.25 and process 0 has 0.5"), ("data", "process 1 has fingerprint"),
+    ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
+def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
+    """Different runs trained as one, or a wait without a word of what is missing."""
+    made, more = tmp_path / "made", {}
+    words = [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
+    with socket.socket() as taken:
+        if case == "port":
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            more["port"] = taken.getsockname()[1]
+        elif case == "lr":
+            more["own"] = lambda i: ("--lr", 0.5 / (i + 1))
+        elif case == "out":
+            more["own"] = lambda i: ("--out", tmp_path / f"run{i}")
+        elif case == "run":         # of the same name, on another machine
+            data.prepare([str(text)], made)
+            text = made
+            for i in range(2):
+                (tmp_path / str(i)).mkdir()
+            more = dict(own=lambda i: ("--out", "run"), cwd=lambda i: tmp_path / str(i))
+        elif case == "data":
+            for i in range(2):
+                data.prepare([str(text / f"{j}.txt") for j in range(3 + i)], tmp_path / f"{i}/made")
+            more = dict(own=lambda i: ("--data", "made"), cwd=lambda i: tmp_path / str(i))
+        runs = hosts(2, *words, *(() if case == "data" else ("--data", text)), **more)
+        if case == "missing":
+            runs.pop().kill()
+        results = ends(runs, 60)
+    # (One that waits for another that has ended may be aborted by jax before it has begun: -6.)
+    statuses = {status for status, *_ in results}
+    assert statuses <= {1, 2, -6} and statuses & {1, 2}, results
+    assert any(line.startswith("error: ") and says in line
+               for _, _, error in results for line in error.splitlines()), results
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkeypatch):
+    """By jax, from SLURM's variables, if --distributed asks for it: a laptop's run never looks."""
+    def one(i):
+        for name, value in {
+                "SLURM_JOB_ID": str(20000 + os.getpid() % 20000), "SLURM_PROCID": str(i),
+                "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_LOCALID": str(i),
+                "SLURM_STEP_NUM_NODES": "1"}.items():
+            monkeypatch.setenv(name, value)
+        return started(*SMALL, "--mesh", "data=2", "--steps", 4, "--data", text,
+                       "--out", tmp_path / "run", "--distributed")
+
+    results = ends([one(0), one(1)])
+    assert [status for status, *_ in results] == [0, 0], results
+    assert " in 2 processes" in results[0][1]

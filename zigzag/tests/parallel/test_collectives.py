@@ -1,0 +1,25 @@
+"""What stands for a reduce-scatter on a TPU, on devices that are none."""
+
+import pytest
+
+from zigzag.measure.hlo import collectives as collectives_of
+from zigzag.parallel import collectives
+from zigzag.run.plan import compiled
+from zigzag.tests.common import assert_same_on, make, program_of, slow
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("fsdp=8", {}), ("fsdp=2", dict(remat="full")), ("data=4,tensor=2", dict(zero=1)),
+    slow("fsdp=6", {}), slow("data=2,fsdp=2,tensor=2", dict(zero=1, accumulate=2)),
+    slow("fsdp=4,tensor=2", dict(remat="full")),
+    slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b")), slow("pipe=2,fsdp=2", dict(
+        remat="full", microbatches=2))])
+def test_exchanges_add_up_what_a_reduce_scatter_does(mesh, changes, monkeypatch):
+    """Parts that are sent to the wrong device in one of the stages, or a reduce-scatter that a TPU
+    would make an all-reduce."""
+    monkeypatch.setattr(collectives, "platform", lambda mesh=None: "tpu")
+    changes = dict(d_model=48, d_ff=192, heads=4, batch=24, fsdp_min=64, **changes)
+    assert_same_on(mesh, **changes)
+    sent = {(c.kind, c.axis) for c in collectives_of(compiled(program_of(make(**changes), mesh)))}
+    axis = "data" if "zero" in changes and "fsdp" not in mesh else "fsdp"
+    assert ("all-to-all", axis) in sent and ("reduce-scatter", axis) not in sent

@@ -1,0 +1,166 @@
+"""Pipelines: the timetable, what each schedule keeps in memory, and where layers are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shard
+from zigzag.core.errors import ConfigError
+from zigzag.parallel.pipeline import ticks, timeline
+from zigzag.parallel.storage import permute_layers
+from zigzag.run.plan import compiled
+from zigzag.tests.common import assert_same_on, learn, make, mesh_of, program_of, slow
+
+INTERLEAVED = dict(schedule="interleaved", chunks=2)
+
+# -------------------------------------------------------------------------------------------
+# The timetable
+
+def test_the_timeline_is_what_the_stages_do():
+    """A table that shows another order, or another idle share, than the schedule has."""
+    assert timeline(2, 4, "interleaved", 2) == (
+        "stage 0  |0|1|0|1|2|3|2|3|.|\nstage 1  |.|0|1|0|1|2|3|2|3|\n"
+        "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage, 11% of them idle")
+    for S, M in ((2, 3), (4, 8)):
+        assert f"{M + S - 1} ticks" in timeline(S, M)
+    assert "stage 1  |. . |0 . |1 0'|2 1'" in timeline(2, 3, "1f1b")
+
+
+@pytest.mark.parametrize("S, M, V", [(2, 4, 2), (4, 8, 3), (3, 4, 2), (2, 1, 4)])
+def test_each_stage_takes_every_microbatch_through_every_chunk_in_order(S, M, V):
+    """A microbatch that comes to a chunk before it has left the one before it, or never."""
+    from zigzag.parallel.pipeline import work_at
+    count, _ = ticks(S, M, "interleaved", V)
+    at = {}
+    for t in range(count):
+        for stage in range(S):
+            m, chunk = work_at(t, stage, S, V)
+            if 0 <= m < M:
+                assert (m, chunk, stage) not in at
+                at[m, chunk, stage] = t
+    assert len(at) == M * V * S
+    for (m, chunk, stage), t in at.items():
+        before = (m, chunk, stage - 1) if stage else (m, chunk - 1, S - 1)
+        assert before[1] < 0 or at[before] == t - 1
+
+
+# -------------------------------------------------------------------------------------------
+# The same function
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("pipe=2", dict(microbatches=2)),
+    slow("pipe=4", dict(microbatches=4, schedule="1f1b", tied=True)),
+    slow("pipe=2,data=2", dict(microbatches=2, accumulate=2, **INTERLEAVED)),
+    slow("pipe=2,fsdp=2", dict(microbatches=4, schedule="1f1b", remat="selective")),
+    slow("pipe=2,seq=2", dict(microbatches=1, remat="full", **INTERLEAVED))])
+def test_a_pipelines_gradients_are_the_formulas(mesh, changes):
+    """A microbatch added twice, or a stage's share of the head left out."""
+    assert_same_on(mesh, layers=4, **changes)
+
+
+# -------------------------------------------------------------------------------------------
+# Memory
+
+def temporaries(config, mesh="pipe=4"):
+    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
+
+
+def of_microbatches(count, **changes):
+    return make(batch=2 * count, microbatches=count, seq_len=32, d_model=64, **changes)
+
+
+@pytest.mark.slow
+def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
+    """Read off the compiled programs: GPipe keeps every microbatch until the last has gone
+    forward. A schedule that is only called 1F1B would too."""
+    few, many = (temporaries(of_microbatches(n, layers=4, schedule="1f1b")) for n in (8, 32))
+    assert many < 1.02 * few            # the ids of 48 rows more
+    assert temporaries(of_microbatches(32, layers=4, schedule="gpipe")) > 2 * many
+
+
+@pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
+def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
+    """What is decided inside is overruled outside, and a branch keeps all that it is given: this
+    kept the stage's weights of every tick, whatever was asked for."""
+    def kept(count, remat):
+        return temporaries(of_microbatches(count, layers=8, remat=remat, **schedule))
+
+    layers = 2 * 2 * 32 * 64 * 4        # what comes into a stage's layers, of one microbatch
+    full = kept(8, "full")
+    more = (kept(32, "full") - full) / 24
+    assert more < 4 * layers * schedule.get("chunks", 1)
+    assert full < kept(8, "selective") / 1.5 < kept(8, "none") / 3
+
+
+# -------------------------------------------------------------------------------------------
+# Layers on disk
+
+@pytest.mark.slow
+def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
+    """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
+    eight = jax.device_put(jnp.arange(8), NamedSharding(mesh_of("pipe=4"), P("pipe")))
+    held = permute_layers(eight, eight.sharding, 2)
+    assert held.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert permute_layers(held, eight.sharding, 2, back=True).tolist() == list(range(8))
+    ends = []
+    for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
+        learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
+        ends.append(learn(make(layers=4, steps=6, out=str(tmp_path / name)), "data=2")[0])
+    for a, b in zip(*ends, strict=True):
+        assert a["step"] == b["step"] >= 4 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+
+
+# -------------------------------------------------------------------------------------------
+# Somebody else's loss
+
+def own_pipelined(params, batch, specs=None, **how):
+    """A loss that calls shard.pipelined_loss and nothing else of this project's."""
+    def embed(params, batch):
+        return params["embed"][batch["tokens"]]
+
+    def block(w, x, i, batch):
+        return x + jnp.tanh(x @ w["wq"][:, 0] @ w["wo"][0]), None
+
+    def head(params, x, batch):
+        logp = jax.nn.log_softmax(x @ params["head"])
+        picked = jnp.take_along_axis(logp, batch["targets"][..., None], -1)
+        return -picked.sum(), batch["targets"].size
+
+    return shard.pipelined_loss(embed, block, head, {k: params[k] for k in ("embed", "head")},
+                                params["layers"], batch, specs and specs["layers"], **how)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
+    """A count taken from one stage, which is of its part of the time: a loss that is larger by the
+    number of stages."""
+    def loss(params, batch, specs=None):
+        return own_pipelined(params, batch, specs, microbatches=2, schedule=schedule)
+
+    rows = [learn(make(layers=4, steps=2), mesh, loss=loss)[0] for mesh in ("", "pipe=2")]
+    for a, b in zip(*rows, strict=True):
+        assert a["tokens"] == b["tokens"] == 128 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+
+
+def test_layers_without_their_specs_are_refused():
+    """Layers of which every stage takes all."""
+    with pytest.raises(ConfigError, match="specs"):
+        learn(make(steps=1), "pipe=2", loss=lambda p, b: own_pipelined(p, b))
+
+
+def test_layers_that_do_not_divide_into_stages_are_refused():
+    """Two stages of two chunks for six layers."""
+    with pytest.raises(ConfigError, match="6 layers do not divide into 4"):
+        program = program_of(make(layers=6, **INTERLEAVED), "pipe=2")
+        with jax.set_mesh(program.mesh):
+            program.step.trace(program.state, program.batch)
+
+
+def test_zigzag_order_gives_each_device_an_early_and_a_late_part():
+    """A device with late queries alone would compute for all the others."""
+    assert shard.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    order = shard.zigzag_order(32, 4).reshape(4, 8)
+    assert np.ptp(order.sum(1)) == 0

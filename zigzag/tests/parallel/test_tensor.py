@@ -1,0 +1,192 @@
+"""Tensor parallelism by hand, shard.py's sections `tensor` and `vocabulary`: every case in which a
+device's part is not simply the n-th part. The step on the mesh equals the plain formula without
+one, to twelve digits (common.assert_same_on)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import model
+import shard
+from zigzag.core.mesh import by_path, shardings, spec_axes, varying
+from zigzag.parallel import products
+from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, net, slow
+
+# -------------------------------------------------------------------------------------------
+# The whole step
+
+@pytest.mark.parametrize("name", ["w_up", "wq", "wo", "w_down", "embed", "head", "wk", "w[qkv]"])
+def test_a_whole_weight_beside_split_ones(name):
+    """A whole weight used in full beside parts of the others, or a device's part of it used without
+    its gradient being summed: shapes fit in both cases. A whole head must not be taken for a split
+    one, whose logits are to be joined."""
+    assert_same_on("tensor=2", override=(f"{name}=-",))
+
+
+@pytest.mark.parametrize("override", [(), ("w_up_bias=-",), ("w_up=-",), ("w_up.*=-",)])
+def test_a_bias_beside_its_weight(override):
+    """A bias as wide as all columns beside a device's part of them, or the other way round."""
+    assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")
+
+
+def test_the_weights_of_a_block_whole_and_the_rest_split():
+    """`columns` would make each device's part of a product that nobody joins."""
+    assert_same_on("fsdp=2,tensor=2", override=("w_(up|gate|down)=-", "wo=-", "embed=-"),
+                   accumulate=2, tied=True)
+
+
+@pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
+    ("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}),
+    slow("tensor=4", 6, 3, dict(parallel_block=True)),
+    slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", seq_len=18))])
+def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
+    """Attention that every device computes whole, summed over devices as if it were parts; or a
+    head cut in two."""
+    assert_same_on(mesh, heads=heads, kv_heads=kv_heads, head_dim=4, **changes)
+
+
+@pytest.mark.parametrize("heads, kv_heads, changes", [
+    (24, 6, {}), slow(12, 3, dict(parallel_block=True))])
+def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, changes):
+    """Queries that meet another group's keys: 6 key heads of 24 heads make 12 on 4 devices, each
+    with half of a head's queries beside all of another's."""
+    assert_same_on("tensor=4", heads=heads, kv_heads=kv_heads, head_dim=4, **changes)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("tensor=2", dict(seq_len=33)), slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2)),
+    slow("pipe=2,tensor=4", dict(seq_len=36, microbatches=2, schedule="1f1b")),
+    slow("seq=2,tensor=4", dict(seq_len=20)),
+    slow("pipe=2,tensor=4", dict(seq_len=18, microbatches=2)),
+    slow("tensor=2", dict(seq_len=15, override=("w_up=-", "head=-"), parallel_block=True))])
+def test_time_that_tensor_does_not_divide(mesh, changes):
+    """The stream is whole between blocks then, and `row` an all-reduce: gradients of it would count
+    each device's copy, or (36 tokens: tensor divides them, not the stages) be of another's time."""
+    assert_same_on(mesh, **changes)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("tensor=2", {}), ("tensor=2", dict(override=("head=-",))),
+    slow("tensor=2", dict(override=("embed=-",), tied=True)),
+    slow("pipe=2,tensor=2", dict(microbatches=2)), slow("seq=2,tensor=2", {}),
+    slow("tensor=2", dict(seq_len=15, override=("head=-",)))])
+def test_the_loss_in_chunks(mesh, changes, monkeypatch):
+    """Targets of another device's time beside the logits of a chunk; or a head that is marked as
+    varying for the loop over chunks, and then taken for a split one."""
+    monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
+    assert_same_on(mesh, **changes)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("tensor=2", {}), slow("seq=2,tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2)),
+    slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b"))])
+def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
+    """A device that drops at the places of the sequence's beginning instead of its own."""
+    assert_same_on(mesh, dropout=0.3, **changes)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    slow("tensor=2", dict(seq_len=17)), slow("expert=2,tensor=2", dict(shared_experts=1)),
+    slow("tensor=2", dict(seq_len=15, parallel_block=True, shared_experts=1)),
+    slow("pipe=2,tensor=2", dict(microbatches=2, seq_len=18, schedule="1f1b")),
+    slow("seq=2,tensor=2", dict(shared_experts=1, override=("e_.*=-",)))])
+def test_experts_beside_tensor(mesh, changes):
+    """The router's losses counted once for each device, or for a part of the time; tokens that
+    differ between devices which share an expert."""
+    assert_same_on(mesh, experts=4, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", [("e_up=-",), ("w_down=-",)])
+def test_a_whole_weight_of_an_expert_beside_split_ones(override):
+    """A product of which one operand is split and the other is not."""
+    assert_same_on("tensor=2", experts=4, shared_experts=1, override=override)
+
+
+@pytest.mark.parametrize("changes", [{}, slow(dict(parallel_block=True, tied=True, seq_len=17))])
+def test_an_mlp_that_tensor_does_not_divide(changes):
+    """Whole columns and rows, added up as if they were parts."""
+    assert_same_on("tensor=2", d_ff=63, **changes)
+
+
+# -------------------------------------------------------------------------------------------
+# Picking positions of a stream
+
+ORDERED = np.arange(2 * 16 * 3).reshape(2, 16, 3).astype(np.float32)
+
+
+def split_time(mesh, stream):
+    """A stream [B, T, D] as the devices of a mesh have it, and its spec."""
+    axes = tuple(a for a in ("seq", "tensor") if dict(mesh.shape)[a] > 1)
+    n = dict(mesh.shape)["seq"]
+    return stream[:, shard.zigzag_order(16, n)] if n > 1 else stream, P(None, axes)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "seq=2", "seq=4", "seq=2,tensor=2", "tensor=8"])
+def test_whole_time_is_in_order_and_its_gradient_is_each_devices_own(mesh):
+    """Positions in zigzag order, of which the last is not the last token; or a gradient that is
+    summed over devices which all have the same."""
+    mesh = mesh_of(mesh)
+    stream, spec = split_time(mesh, ORDERED)
+    factor = np.random.default_rng(0).normal(size=ORDERED.shape).astype(np.float32)
+    seen = []
+
+    def local(x):
+        whole = shard.whole_time(x)
+        seen.append((varying(x), varying(whole)))
+        loss, gradient = jax.value_and_grad(
+            lambda x: jnp.sum(jnp.sin(shard.whole_time(x)) * factor))(x)
+        return whole, loss, gradient
+
+    with jax.set_mesh(mesh):
+        whole, loss, gradient = jax.jit(jax.shard_map(
+            local, in_specs=spec, out_specs=(P(), P(), spec)))(stream)
+    np.testing.assert_array_equal(whole, ORDERED)
+    assert float(loss) == pytest.approx(float((np.sin(ORDERED) * factor).sum()), rel=1e-4)
+    np.testing.assert_allclose(gradient, split_time(mesh, np.cos(ORDERED) * factor)[0], rtol=1e-5,
+                               atol=1e-6)
+    assert seen[0] == (spec_axes(spec), set())
+
+
+def test_whole_time_of_a_stream_that_is_whole_is_itself():
+    """A gather of what each device has whole: every position once for each device."""
+    assert np.array_equal(shard.whole_time(ORDERED), ORDERED)
+
+    def local(x):
+        whole = shard.whole_time(x)     # (the same, with a name)
+        assert varying(whole) == varying(x) and whole.shape == x.shape
+        return whole
+
+    with jax.set_mesh(mesh_of("data=2,tensor=2,seq=2")):
+        jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(ORDERED)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2,tensor=2")])
+def test_a_loss_of_the_last_position_alone(mesh):
+    """What pools or picks positions of the transformer's own stream: a classifier, a value head."""
+    config, params = make(), net.init(make(), jax.random.key(0))
+
+    def last(params, batch):
+        x, _ = shard.layers(lambda w, x, i: model.layer(w, x, i, batch, config.network),
+                            params["layers"], model.embed(params, batch["tokens"], config),
+                            jnp.arange(config.layers))
+        return jnp.sum(shard.whole_time(x)[:, -1] ** 3)
+
+    batch = {k: v for k, v in batch_of(config).items() if k in ("tokens", "targets")}
+    want = jax.jit(jax.value_and_grad(last))(params, batch)
+    mesh = mesh_of(mesh)
+    specs = net.weight_specs(config, mesh)
+
+    def local(params, batch):
+        # (Each device's gradient for all rows: those of weights that do not vary are summed.)
+        loss, gradient = jax.value_and_grad(last)(params, batch)
+        return loss, gradient
+
+    with jax.set_mesh(mesh):
+        batch, times = shard.shard_time(batch, mesh)
+        got = jax.jit(jax.shard_map(local, in_specs=(specs, times), out_specs=(P(), specs)))(
+            jax.device_put(params, shardings(specs, mesh)), batch)
+    for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5, err_msg=path)

@@ -1,0 +1,89 @@
+"""Commands as a person gives them, each in a process of its own, and what README says of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+
+import model
+import train
+from networks import transformer
+from zigzag.core import mesh
+from zigzag.core.flags import flag_rows
+from zigzag.tests.common import ROOT, SMALL, command, mesh_of
+from zigzag.tests.readme import FLAGS
+
+
+def test_importing_takes_no_device():
+    """A top-level jnp array or jax.devices() would fix the platform before flags are read."""
+    library = [f"zigzag.{path.parent.name}.{path.stem}"
+               for path in (ROOT / "zigzag").glob("*/*.py") if path.parent.name != "tests"]
+    code = (f"import model, shard, train, data, sample, {', '.join(library)}\n"
+            f"from jax._src import xla_bridge\nassert not xla_bridge._backends")
+    done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
+    """A compiler flag of ours that a person cannot override with theirs."""
+    one, level = mesh_of(""), "xla_backend_optimization_level"
+    assert level not in mesh.compiler_options(one)      # tests ask for the least
+    monkeypatch.setattr(jax.config, "read", lambda name: False)
+    assert mesh.compiler_options(one)[level] == 1
+    monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
+    assert level not in mesh.compiler_options(one)
+
+
+def test_the_table_of_a_big_model_needs_no_memory():
+    """Weights, or a mesh, that are made to print where they would be."""
+    done = command("--model", "llama-70b", "--shards", 8, file="shard.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"layers.w_down +\[80,28672,8192\] +\[-,tensor,-\] .* row", done.stdout)
+
+
+def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
+    """The commands of the README, on a small model and a tokenizer of its own: a folder that one
+    command leaves and the next cannot read; weights that only our code can open."""
+    folder, out = tmp_path / "tokens", tmp_path / "out"
+    done = command(text, "--out", folder, "--vocab_size", 400, file="data.py")
+    assert done.returncode == 0, done.stderr
+    done = command(*SMALL, "--shards", 2, "--steps", 4, "--data", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
+    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu",
+                            "skipped", "save_seconds"}
+    assert set(rows[-1]) == {"step", "eval_loss", "train_loss", "bits_per_byte"}
+    assert rows[0]["tokens"] == 4 * 32
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["2", "3", "4"], "keeps three"
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 400 and config["tokenizer"] == "sentencepiece"
+    texts = {command("--run", out, "--prompt", "3 and", "--shards", n, "--tokens", 20,
+                     file="sample.py").stdout for n in (1, 4)}
+    assert len(texts) == 1 and texts.pop().startswith("3 and")
+    code = (f"import orbax.checkpoint as ocp, numpy as np\n"
+            f"p = ocp.StandardCheckpointer().restore({str(out / 'checkpoints/4/params')!r})\n"
+            f"assert np.asarray(p['layers']['wq']).shape == (2, 32, 4, 8), p\nprint('read')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert "read" in done.stdout, done.stderr
+    other = command(*SMALL, "--data", folder, "--out", out, "--layers", 3)
+    assert other.returncode == 2 and other.stderr.count("\n") == 1
+    assert "layers 2" in other.stderr
+
+
+def test_readme_has_every_flag_and_its_default():
+    """A table that tells of flags that are gone, and nothing of new ones. It is written anew by
+    python -m zigzag.tests.readme flags."""
+    table = FLAGS.search((ROOT / "README.md").read_text())
+    assert table, "README.md has no <!-- flags --> ... <!-- end of flags -->"
+    rows = re.findall(r"^\| `--(\w+)` \| `?([^|`]*?)`? *\|", table[0], re.M)
+    own = [row[:2] for row in flag_rows((model.Config, train.Config))]
+    assert rows[:len(own)] == own
+    assert set(rows[len(own):]) == {row[:2] for row in flag_rows(transformer.Config)
+                                    if row[0] not in dict(own)}

@@ -1,0 +1,10 @@
+"""What follows from a table of weights. Seldom read: a network's own table is in its own file.
+
+    table       one row of such a table; first values, parameter and FLOP counts
+    positions   rotary positions and their scalings, windows, sinusoids
+    network     what the machinery may ask of a network
+    presets     named sizes (--model NAME)
+    lora        low-rank adapters
+
+Imports: core, parallel, rule, disk. Imported by: hub, generate, measure, run, and top-level files.
+"""

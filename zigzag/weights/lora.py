@@ -1,0 +1,172 @@
+"""Low-rank adapters: --lora_rank r trains, beside each matrix of a layer, two small ones.
+
+    x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   as it was, never trained
+          |                                 |                     a   [D, r], random
+          +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
+
+The model is that of the weights w + a b, and begins as that of w. Adapters are leaves of the
+weights, beside those that they belong to (wq, wq_a, wq_b), so the rule splits them as any other.
+The rest is frozen: it is kept in the precision of the computation, has no gradient, no optimizer
+state and no place in checkpoints, which hold adapters alone. Whoever reads those gets the frozen
+weights from where they came from, and compares a fingerprint.
+
+There is no alpha, which elsewhere multiplies a b: the first values of a, of deviation 1 / sqrt(D),
+are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and 1 / sqrt(D)).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast, compiler_options, mesh_of
+from zigzag.disk import checkpoint
+from zigzag.parallel.products import Adapted
+from zigzag.weights.table import Weight
+
+
+def with_adapters(table: Any, rank: int) -> Any:
+    """The table of a network's weights, with adapters of this rank (0: none) beside each matrix of
+    its layers that leads into a block or out of it: whatever tensor may split in a product.
+
+    The dimension after the layers (and experts) of a matrix is contracted, or, where that is the
+    one which tensor may split, all dimensions but the last."""
+    if not rank:
+        return table
+    made = {}
+    for name, w in table.items():
+        if isinstance(w, dict):
+            made[name] = with_adapters(w, rank)
+        elif "L" in w.axes and w.tensor >= 0 and not w.lookup and "1" not in w.axes:
+            made |= _adapters(name, w, rank)
+    return table | made
+
+
+def _adapters(name, w, rank):
+    first = sum(letter in "LE" for letter in w.axes)
+    is_row = w.tensor == first
+    last = len(w.axes) - 1 if is_row else first + 1
+    a = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
+               math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1, w.visits)
+    b = Weight((*w.axes[:first], "r", *w.axes[last:]), (*w.shape[:first], rank, *w.shape[last:]),
+               0.0, -1 if is_row else w.tensor - last + first + 1, w.visits)
+    return {f"{name}_a": a, f"{name}_b": b}
+
+
+def adapted(w: dict[str, Any]) -> dict[str, Any]:
+    """A layer's weights, those that have adapters as one Adapted with them."""
+    pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
+             for name in w if f"{name}_a" in w and f"{name}_b" in w}
+    return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
+
+
+def merged(params: dict[str, Any]) -> dict[str, Any]:
+    """Weights w + a b in place of all weights and their adapters, in float32."""
+    def merge(w, a, b):
+        if a.ndim + b.ndim - w.ndim > 2:        # layers, and experts, each by itself
+            return jax.vmap(merge)(w, a, b)
+        return w.astype(jnp.float32) + jnp.tensordot(a, b, 1, precision="highest")
+
+    new = {}
+    for name, w in params.items():
+        if isinstance(w, dict):
+            new[name] = merged(w)
+        elif f"{name}_a" in params:
+            new[name] = merge(w, params[f"{name}_a"], params[f"{name}_b"])
+        elif not _is_adapter(name, params):
+            new[name] = cast(w, "float32")
+    return new
+
+
+# -------------------------------------------------------------------------------------------
+# What is trained, and what is frozen
+
+def _is_adapter(name, beside):
+    return name[-2:] in ("_a", "_b") and name[:-2] in beside
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """A tree like the weights, in two: the adapters', and the others'."""
+    adapters, others = {}, {}
+    for name, x in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(x, dict):
+            parts = split(x)
+        else:
+            parts = (x, {}) if _is_adapter(name, tree) else ({}, x)
+        for side, part in zip((adapters, others), parts):
+            if not isinstance(part, dict) or part:
+                side[name] = part
+    return adapters, others
+
+
+def join(adapters: Any, others: Any) -> Any:
+    """The tree that `split` has split."""
+    if not isinstance(others, dict) or not others:
+        return adapters
+    return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
+
+
+def as_stored(params: Any, dtype: str) -> Any:
+    """Weights with those that are frozen in this precision."""
+    adapters, frozen = split(params)
+    if not adapters:
+        raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
+                          "adapters; leave it out to train all of them")
+    return join(adapters, cast(frozen, dtype))
+
+
+def mark_frozen(decisions: Any) -> Any:
+    """The rule's decisions, with what is not trained."""
+    adapters, frozen = split(decisions)
+    return join(adapters, jax.tree.map(
+        lambda d: dataclasses.replace(d, is_trained=False), frozen))
+
+
+def fingerprint(frozen: Any) -> str:
+    """By which adapters know the weights that they were trained beside."""
+    sums = sorted(checkpoint.checksums(frozen).items())
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+# -------------------------------------------------------------------------------------------
+# What leaves a run
+
+def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag: str,
+                     places_of: Callable, init: Callable, read_hf: Callable) -> Any:
+    """The weights of a run in the places `wanted` (shapes with shardings). Adapters are merged into
+    the weights that their run began with. The functions are the network's, and `cls` its
+    configuration; read_hf reads a published folder."""
+    record, config = (read(folder, cls, flag)
+                      for read in (checkpoint.read_run, checkpoint.run_config))
+    if not config.lora_rank:
+        return checkpoint.read_newest(folder, wanted, step, flag)
+    adapters, _ = split(places_of(config, mesh_of(wanted)))
+    adapters = checkpoint.read_newest(folder, adapters, step, flag)
+    without, source = dataclasses.replace(config, lora_rank=0), record["init_from"]
+    compiled = functools.partial(jax.jit, compiler_options=compiler_options(mesh_of(wanted)),
+                                 out_shardings=jax.tree.map(lambda w: w.sharding, wanted))
+    if not source:
+        where, read = f"--seed {record['seed']}", lambda: compiled(
+            functools.partial(init, without))(jax.random.key(record["seed"]))
+    elif source == record["model"]:
+        where, read = source, lambda: read_hf(source, without, wanted)
+    else:
+        where, read = f"the run {source}", lambda: read_run_weights(
+            source, cls, wanted, record.get("base_step"), flag, places_of, init, read_hf)
+    about = (f"{flag} {folder} has adapters alone (--lora_rank {config.lora_rank}), of weights "
+             f"that came from {where}")
+    try:
+        frozen = read()
+    except ConfigError as e:
+        raise ConfigError(f"{about}, which are not there: {e}") from None
+    found = fingerprint(cast(frozen, record["dtype"]))
+    if found != record["base_weights"]:
+        raise ConfigError(f"{about}, and there are others now (their fingerprint is {found}, and "
+                          f"was {record['base_weights']})")
+    return compiled(lambda adapters, frozen: merged(join(adapters, frozen)),
+                    donate_argnums=1)(adapters, frozen)

@@ -1,0 +1,241 @@
+"""A network, as the machinery sees it: its configuration, its table of weights, its functions, and
+what may be asked of it. model.py has the plain decoder, networks/ has the others.
+
+From the table and the loss follow first values, counts, and where the weights lie on a mesh.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any, Callable, Mapping, NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from zigzag.core.errors import (
+    ConfigError,
+    check_at_least,
+    check_length,
+    did_you_mean,
+    nearest_divisor,
+)
+from zigzag.core.mesh import make_mesh, shardings
+from zigzag.rule.rule import plan_sharding
+from zigzag.weights import lora
+from zigzag.weights import table as weights
+from zigzag.weights.positions import check_rotary, scaling_type
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """How a network is computed: no number follows from it, but for rounding and for what is
+    trained. The base of every network's configuration."""
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
+    remat: str = "none"           # what to recompute in the backward pass: none, selective or full
+    kernel: bool = True           # attention by the device's own kernel, where it has one
+    microbatches: int = 1         # parts in which a device's rows go through the pipeline
+    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
+    chunks: int = 1               # pieces of consecutive layers on each stage of the pipeline
+    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
+    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
+    published: str = ""           # config.json of the published model that this came from
+
+
+ONE_OF = {"dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
+          "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32")}
+
+
+def check_computed(c: Any) -> None:
+    """Refuse what no network can be computed as."""
+    check_at_least(c, microbatches=1, chunks=1, lora_rank=0)
+    for name, known in ONE_OF.items():
+        if (value := getattr(c, name)) not in known:
+            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
+                              + did_you_mean(value, known))
+
+
+def check_published(c: Any) -> None:
+    """Refuse a config.json that is none, in a run that somebody else wrote."""
+    try:
+        known = json.loads(c.published or '{"model_type": ""}')
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
+        raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
+                          f"model, with its model_type")
+
+
+# What may change when a run continues: the rest of a network's configuration may not.
+COMPUTED = ("remat", "kernel", "microbatches", "schedule", "chunks", "sum_dtype")
+
+
+def check_decoder(c: Any) -> None:
+    """Refuse what no plain decoder can be."""
+    check_computed(c)
+    check_published(c)
+    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
+                   seq_len=1, norm_eps=0, embed_scale=0, dropout=0, experts=0, experts_per_token=1,
+                   balance=0, router_z=0)
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+    head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
+    for is_wrong, why in (
+            (c.heads % (c.kv_heads or c.heads),
+             f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}"),
+            (head_dim % 2 or head_dim > 2**16,
+             f"--head_dim {head_dim}: rotary positions need an even one, of at most {2**16}"),
+            (not c.rope_theta > 1, f"--rope_theta {c.rope_theta}: must be above 1"),
+            (c.dropout >= 1, f"--dropout {c.dropout}: at least 0 and below 1"),
+            (0 < c.experts < c.experts_per_token, f"--experts_per_token {c.experts_per_token}: "
+                                                  f"there are only --experts {c.experts}"),
+            (kind not in ("default", "linear", "llama3"),
+             f"--rope_scaling of type {kind!r:.80}: the plain decoder has linear and llama3; "
+             f"--model transformer has the others")):
+        if is_wrong:
+            raise ConfigError(why)
+    check_rotary(c, head_dim)
+
+
+def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
+                ) -> None:
+    """Refuse a stack of layers that the mesh cannot split. (What tensor does not divide is whole.)
+    `time_of_stages`: the head shares out the time over the stages; `time_is_padded`: any length
+    divides."""
+    sizes = mesh.shape
+    if c.experts % sizes["expert"]:
+        raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
+                          f"{c.experts}; the nearest that does is "
+                          f"expert={nearest_divisor(c.experts, sizes['expert'])}")
+    stages, ring = sizes["pipe"], sizes["seq"]
+    with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
+    check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * c.chunks)
+    if time_is_padded:
+        return
+    if stages > 1 and time_of_stages:
+        check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
+                     " (what follows the layers is shared out by time)")
+    if ring > 1:
+        check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
+                     " (each device has an early and a late part)")
+
+
+class Layer(NamedTuple):
+    """What the cache of a layer holds."""
+    widths: dict[str, int]  # the arrays, and how wide one head is in each
+    heads: int              # how many heads they have
+    window: int = 0         # how many keys a query sees at most; 0: all before it
+    source: bool = False    # beside them the keys and values of an encoder's output
+    weights: tuple[str, ...] = ("wq", "wk", "wv")   # that make the heads
+
+
+class Traffic(NamedTuple):
+    """What a decoder's blocks send over tensor, for zigzag/measure/traffic.py."""
+    pairs: int = 2          # of a gather into a block and a reduction out of it, in a layer
+    beside: bool = False    # whether something stands beside the experts in the same block
+
+
+def _none(config):
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A kind of model. Functions that end in (config) answer what the machinery asks."""
+    name: str                           # which a run's config.json records
+    config: type                        # of its configurations: a dataclass, based on Computed
+    weights: Callable                   # config -> a tree of weights.Weight
+    loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
+    batch_shapes: Callable              # config, rows -> shapes of a batch
+    apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
+    families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #                                     by model_type, how published ones are written
+    check: Callable = check_stack       # (config, mesh) refuses what a mesh cannot split
+
+    # Generation: None where it writes no text.
+    extend: Callable | None = None      # model.extend explains it
+    head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
+    cache_layer: Callable | None = None     # config, i -> Layer
+    encode_source: Callable | None = None   # params, source, config, specs -> for the caches
+    gives: Callable = lambda config: "text"     # what it gives; anything but "text" cannot generate
+    max_positions: Callable = lambda config: sys.maxsize    # how many there are
+    decoding_length: Callable = lambda config, tokens, slots: 0     # which positions may depend on
+    source_shape: Callable = _none      # of one row that its encoder reads; (T,) is a text
+
+    # Training
+    limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
+    #                                     of ids in a batch of arrays
+    trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
+    #                                     options that may change when its weights are fine-tuned
+    block_traffic: Callable = _none     # config -> Traffic, where there are formulas for it
+    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: those
+    #                                     of a decoder
+    as_published: Callable | None = None    # params, config -> the same as a published model
+    couples_rows: bool = False          # whether its loss compares the rows of a batch
+
+    def table(self, config: Any) -> Params:
+        """Every weight, with the adapters of config.lora_rank."""
+        return lora.with_adapters(self.weights(config), config.lora_rank)
+
+    def init(self, config: Any, key: Array) -> Params:
+        """New float32 weights, which follow from the key and each weight's path, not from the
+        mesh."""
+        table = self.table(config)
+        if any(0 in w.shape for w in jax.tree.leaves(table)):
+            raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
+        return weights.first_values(table, key)
+
+    def weight_shapes(self, config: Any) -> Params:
+        return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
+
+    def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
+        """Logits of tokens [B, T]. What else the network reads (source, mask, positions ...) may be
+        None."""
+        more = {name: x for name, x in more.items() if x is not None}
+        if "source" in more and self.source_shape(config) is None:
+            raise ConfigError("this model has no encoder to give a source to")
+        return self.apply(params, tokens, config, **more)
+
+    def tensor_dims(self, config: Any) -> Params:
+        """The dimension of each weight that tensor may split, or -1."""
+        return jax.tree.map(lambda w: w.tensor, self.table(config))
+
+    def parameters(self, config: Any) -> tuple[int, int]:
+        """How many parameters a model has, and how many of them one token visits."""
+        return weights.parameters(self.table(config),
+                                  weights.padded(config.vocab_size) - config.vocab_size)
+
+    def training_flops(self, config: Any, tokens: int) -> float:
+        """FLOPs of training on that many tokens."""
+        c, table = config, self.table(config)
+        if self.flops:
+            return self.flops(c, tokens, table)
+        return tokens * (weights.product_flops(table) + weights.attention_flops(
+            c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
+
+    def cache_layers(self, config: Any) -> list[Layer]:
+        return [self.cache_layer(config, i) for i in range(config.layers)]
+
+    # Where weights lie
+
+    def plan_weights(self, config: Any, mesh: Any, **options: Any) -> Params:
+        """Where each weight lies on a mesh, and why."""
+        return plan_sharding(
+            lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
+            self.batch_shapes(config, 1), mesh=mesh, tensor_dims=self.tensor_dims(config),
+            **options)
+
+    def weight_specs(self, config: Any, mesh: Any) -> Params:
+        return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))
+
+    def places(self, config: Any, mesh: Any = None) -> Params:
+        """Shapes of the weights, with their places on the mesh; without a mesh, on one device."""
+        mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
+        specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
+                 jax.tree.map(lambda _: PartitionSpec(), shapes))
+        return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
+                            shardings(specs, mesh))
