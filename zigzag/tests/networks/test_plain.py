@@ -1,0 +1,227 @@
+"""The plain decoder (model.py) beside the general network, and edits of it as a fork makes them."""
+
+import ast
+import dataclasses
+import functools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import model
+import networks
+import sample
+from networks import transformer
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import by_path
+from zigzag.parallel import attention
+from zigzag.tests.common import (
+    ROOT,
+    batch_of,
+    full,
+    gradients_of,
+    in_float64,
+    make,
+    run_of,
+    slow,
+    sums_and_gradients,
+)
+from zigzag.tests.parallel.test_attention import give_kernel, one_kernel
+
+# -------------------------------------------------------------------------------------------
+# Two networks, one function
+
+LLAMA = dict(kv_heads=2, layers=4, dropout=0.1)
+MIXTRAL = dict(kv_heads=2, layers=2, experts=4, dropout=0.1, tied=True)
+MESHES = ["data=2,fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2,fsdp=2", "expert=2,tensor=2",
+          "pipe=2,seq=2,tensor=2"]
+
+
+def in_general(config):
+    """The same model as a configuration of the general network."""
+    fields = dataclasses.asdict(config.network)
+    return dataclasses.replace(config, network=transformer.Config(**fields))
+
+
+@functools.cache
+def on_one_device(changes):
+    """The weights, a batch, and what the general network makes of them without a mesh."""
+    config = make(**dict(changes))
+    params = jax.device_get(jax.jit(functools.partial(
+        transformer.NETWORK.init, in_general(config).network))(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    if config.lora_rank:        # (an adapter that is zero hides the other's gradient)
+        params = jax.tree.map_with_path(
+            lambda path, w: w + 0.1 * rng.normal(size=w.shape).astype(w.dtype)
+            if path[-1].key.endswith("_b") else w, params)
+    batch = batch_of(config, weights=rng.random((config.batch, config.seq_len)) < 0.8)
+    return params, batch, sums_and_gradients(in_general(config), "", params, batch)
+
+
+def assert_agree(got, want, rtol):
+    for (path, b), a in zip(by_path(want).items(), jax.tree.leaves(got), strict=True):
+        size = np.linalg.norm(b) + 1e-3 * float(optax.tree.norm(want))
+        assert np.linalg.norm(np.asarray(a) - b) <= rtol * size, path
+
+
+@pytest.mark.parametrize("changes", [
+    LLAMA, {**LLAMA, "tied": True}, MIXTRAL, {**LLAMA, "lora_rank": 4}, {**MIXTRAL, "lora_rank": 4},
+    dict(rope_scaling='{"rope_type": "linear", "factor": 2}')], ids=str)
+def test_both_networks_have_the_same_values_and_gradients(changes):
+    """A change of one of the two blocks that the other does not follow: a LLaMA that is another
+    model once an option is added to it."""
+    config = make(**changes)
+    values = jax.jit(functools.partial(model.NETWORK.init, config.network))(jax.random.key(0))
+    params, batch, want = on_one_device(tuple(changes.items()))
+    fresh = jax.jit(functools.partial(transformer.NETWORK.init, in_general(config).network))(
+        jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, values, fresh)
+    assert_agree(sums_and_gradients(config, "", params, batch), want, 1e-6)
+    tokens = jnp.asarray(batch["tokens"][:2])
+    a, b = (np.asarray(jax.jit(functools.partial(
+        networks.network_of(c).forward, config=c.network))(params, tokens))
+        for c in (config, in_general(config)))
+    assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    *((mesh, LLAMA) for mesh in MESHES if "expert" not in mesh), *((mesh, MIXTRAL) for mesh in (
+        "expert=2,tensor=2",)),
+    slow("data=2,fsdp=2,tensor=2", {**LLAMA, "lora_rank": 4}),
+    *(full(mesh, MIXTRAL) for mesh in MESHES if "expert" not in mesh)])
+def test_both_networks_agree_on_a_mesh(mesh, changes):
+    """A collective of one block that the other has not."""
+    more = dict(schedule="1f1b", microbatches=2) if "pipe=2,seq=2" in mesh else {}
+    params, batch, want = on_one_device(tuple(changes.items()))
+    assert_agree(sums_and_gradients(make(**changes, **more), mesh, params, batch), want, 2e-6)
+
+
+# -------------------------------------------------------------------------------------------
+# Edits of model.py
+
+ATTEND, NORMED = "shard.row((attend(q, k, v), ", 'h = norm(x, w["attn_norm"], c)\n'
+TURNED = '    q, k = (rotary(a, batch["positions"], c) for a in (q, k))\n'
+WEIGHT = 'layers = {"attn_norm": make("L D"),'
+
+
+def with_attend(more):
+    return ATTEND, f"shard.row((attend(q, k, v, {more}), "
+
+
+EDITS = {
+    "a window": [with_attend("lambda query, key: query.slot - key.slot < 5")],
+    "a mask by document": [with_attend(
+        "lambda query, key: query.position // 6 == key.position // 6")],
+    "a soft cap": [with_attend("scores=lambda s, *_: jnp.tanh(s / 0.5) * 0.5")],
+    "ALiBi": [(TURNED, ""), with_attend("scores=alibi"), (
+        "def swiglu(", """def alibi(s, query, key, heads):
+    slopes = 2.0 ** -(1.0 + heads)
+    return s - slopes[:, None, None] * (query.position - key.position)[:, None]
+
+
+def swiglu(""")],
+    "q-k norm": [(WEIGHT, WEIGHT + ' "q_norm": make("L N"), "k_norm": make("L N"),'), (
+        TURNED, '    q, k = norm(q, w["q_norm"], c), norm(k, w["k_norm"], c)\n' + TURNED)],
+    "a second norm scale": [(WEIGHT, WEIGHT + ' "attn_scale": make("L D"),'), (
+        NORMED, NORMED + '    h = h * w["attn_scale"]\n')]}
+LEAVES_THE_KERNEL = {"a window", "a mask by document", "a soft cap", "ALiBi"}
+
+
+@functools.cache
+def edited(name):
+    """model.py with an edit, as a module of its own."""
+    text = (ROOT / "model.py").read_text()
+    for old, new in EDITS[name]:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    module = types.ModuleType("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "model", module)
+        exec(compile(text, "model.py", "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def edit(monkeypatch):
+    def make_edit(name):
+        module = edited(name)
+        monkeypatch.setitem(networks.NETWORKS, "edited", module.NETWORK)
+        config = module.Config(**dataclasses.asdict(make(kv_heads=2).network))
+        return module, run_of(config, batch=8, out="", steps=20, warmup=3, microbatches=2)
+
+    return make_edit
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,seq=2", *(
+    full(axis + "=2") for axis in ("tensor", "seq", "pipe", "fsdp"))])
+@pytest.mark.parametrize("name", EDITS)
+@in_float64()
+def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh):
+    """A mask or scores that a CPU obeys and a device with a kernel ignores: nothing that this file
+    could list tells a kernel of an edit."""
+    _, config = edit(name)
+    batch, calls = batch_of(config), []
+    want = gradients_of(config, "", batch)
+
+    def kernel(q, k, v):
+        calls.append(name)
+        return one_kernel(q, k, v)
+
+    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    give_kernel(monkeypatch, "splash")
+    got = gradients_of(config, mesh, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
+    assert bool(calls) == (name not in LEAVES_THE_KERNEL and "seq" not in mesh)
+    usual = gradients_of(make(kv_heads=2, microbatches=2), "", batch)[1]
+    assert name == "a second norm scale" or abs(want[1] - usual) > 1e-6     # (it is an edit)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_decoding_obeys_an_edit(edit, name):
+    """A cache that attends as the model did before the edit: generation is worse than the loss
+    promises."""
+    module, config = edit(name)
+    params = jax.tree.map(lambda w: 2 * w, module.init(config.network, jax.random.key(0)))
+    forward = jax.jit(lambda row: module.forward(params, row, config.network)[0])
+    prompts = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 29))]
+    got = sample.generate(params, prompts, config.network, tokens=6, temperature=0)
+    for prompt, new in zip(prompts, got, strict=True):
+        row = list(prompt)
+        for _ in range(6):
+            logits = forward(jnp.asarray([row + [0] * (16 - len(row))]))
+            row.append(int(jnp.argmax(logits[len(row) - 1])))
+        assert new == row[len(prompt):], prompt
+
+
+def test_decoding_refuses_what_a_cache_cannot_do(edit, monkeypatch):
+    """Attention to later tokens, or documents that the cache does not know, silently left out."""
+    for change in ("causal=False", "documents=batch['positions'] // 4"):
+        monkeypatch.setitem(EDITS, change, [with_attend(change)])
+        module, config = edit(change)
+        params = module.init(config.network, jax.random.key(0))
+        with pytest.raises(ConfigError, match="cannot generate"):
+            sample.generate(params, [[1, 2]], config.network, tokens=2)
+
+
+# -------------------------------------------------------------------------------------------
+# What the machinery may know
+
+def test_the_machinery_reads_no_option_that_the_plain_decoder_lacks():
+    """A field of the general network that a wing reads by itself, and a fork's Config has not: what
+    a wing needs is a question that it asks the network."""
+    own = {f.name for f in dataclasses.fields(model.Config)}
+    run = {f.name for f in dataclasses.fields(run_of())}
+    foreign = {f.name for f in dataclasses.fields(transformer.Config)} - own - run
+    found = []
+    for path in sorted((ROOT / "zigzag").rglob("*.py")):
+        if "tests" in path.parts or "hub" in path.parts:        # (hub translates these options)
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in foreign and (
+                    ast.unparse(node.value).split(".")[-1] in ("c", "config", "network")):
+                found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
