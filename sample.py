@@ -388,6 +388,9 @@ def _check_writes(c, what):
 def main(argv: Sequence[str] | None = None) -> None:
     with terminal.ends_quietly():
         given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"})
+        if given.get("shards") == 0:
+            raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
+                              "--mesh says, or 1")
         config = Config(**given)
         keep_compiled(least=0)
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score

@@ -676,7 +676,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
         if "whole_time" in names_in(head, params, x, batch):
             raise ConfigError(f"mesh axis pipe={_size('pipe')}: the head of this loss calls "
                               f"shard.whole_time, and each stage has a part of the time; give "
-                              f"pipelined_loss all_time=True")
+                              f"pipelined_loss all_time=True; any loss that is a sum over rows "
+                              f"trains on data, fsdp and tensor")
         return head(params, x, batch)
 
     stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)

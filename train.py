@@ -127,6 +127,8 @@ class Config:
     verify: str = "on"              # checksums of a checkpoint that is read: on or off
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
     topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
+    check: bool = False             # before the first step, compare the loss and its gradients on
+                                    # the mesh with one device's, for a small batch
     bench: bool = False             # how fast it trains here; keeps nothing on disk
     profile: int = 0                # steps of which a trace for Perfetto is kept, in out/profile
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
@@ -154,7 +156,7 @@ class Config:
 SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
-                "bench", "profile")
+                "check", "bench", "profile")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
 
 
@@ -336,8 +338,10 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         facts = {"weights": shapes_hash(program.state["params"]), **(record or {})}
         same, record = [*facts_of(config), *facts], record_of(config) | facts
         hosts.assert_same_everywhere(record)
-        if not program.plan.trusted:
+        if config.check or not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
+        if config.check:
+            say.line("check    on this mesh the loss and its gradients are those of one device")
         first, facts_of_first = frozen_state(program, weights)
         record |= facts_of_first
         folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
@@ -457,8 +461,12 @@ def check_transformer(config: Config, mesh: Any) -> None:
     network.check(config.network, mesh)
     check_batch(config, mesh)
     check_rows(config)
-    if networks.network_of(config).source_shape(config.network) is None and tuple(
-            config.fields) != ("source", "target"):
+    has_source = network.source_shape(config.network) is not None
+    if config.beams and not has_source:
+        raise ConfigError(f"--beams {config.beams}: searches for the answers of a model with an "
+                          f"encoder to held-out pairs; this model has none (sample.py --beams "
+                          f"continues prompts)")
+    if tuple(config.fields) != ("source", "target") and not has_source:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder, and "
                           f"learns from running text; to learn from pairs, give the --model of a "
                           f"T5 or BART, or --model transformer --encoder_layers N")
@@ -490,7 +498,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     is_all = asks_help and words[asks_help[0] + 1:] == ["all"]      # --help all
     words = words[:asks_help[0]] if asks_help else words
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
-    given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"})
+    given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
                           "--mesh says, or 1")

@@ -153,6 +153,8 @@ def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float
     folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)
 
 
-def load_run(folder: str | Path, mesh: Any = None, step: int | None = None) -> tuple[Params, Any]:
-    """The weights and the network's configuration of a run, at its newest (or given) step."""
-    return folders.load_run(network_of_record(run_record(folder)), folder, mesh, step)
+def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
+             dtype: str = "float32") -> tuple[Params, Any]:
+    """The weights, in this precision, and the network's configuration of a run, at its newest (or
+    given) step."""
+    return folders.load_run(network_of_record(run_record(folder)), folder, mesh, step, dtype)

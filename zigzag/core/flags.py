@@ -47,11 +47,11 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
 
 
 def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                renamed: dict[str, str] = {}, elsewhere: Callable[[str], str] = lambda name: ""
+                renamed: dict[str, str] = {}, once: Sequence[str] = ()
                 ) -> tuple[dict[str, Any], list[str]]:
     """The fields that a command line gives, and its other words. `cls` is a dataclass, or a tuple
-    of them, whose fields are then flags side by side. `renamed` has former names of flags.
-    elsewhere(name) says who has a flag that these do not."""
+    of them, whose fields are then flags side by side. `renamed` has former names of flags. Of a
+    flag that is given twice the last value counts, but for those in `once`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
@@ -70,8 +70,10 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
                 name = renamed[name]
             if name not in types:
                 raise ConfigError(f"--{name} is not an option" + (
-                    elsewhere(name) or did_you_mean(name, types, "--{}".format)
+                    did_you_mean(name, types, "--{}".format)
                     or f"; the options are --{' --'.join(types)}"))
+            if name in once and name in given:
+                raise ConfigError(f"--{name} is given twice; give it once")
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
                     not values or types[name] is tuple):

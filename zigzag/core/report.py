@@ -55,7 +55,7 @@ class Reporter:
             for process, name in enumerate(host_names):
                 own = [d for d in mesh.devices.flat if d.process_index == process]
                 self.line(f"devices  process {process} on {name}: {len(own)} x "
-                          f"{own[0].device_kind} ({', '.join(str(d.id) for d in own)})")
+                          f"{own[0].device_kind} ({', '.join(map(_place, own))})")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         self.line(config_text(config, {"mesh", "shards", "dtype", "step", *hidden}))
         for text in filter(None, about):
@@ -106,6 +106,12 @@ class Reporter:
         if text:
             clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
             self.line("    | " + clean.replace("\n", "\n    | "))
+
+
+def _place(device):
+    """The number of a device, and where in its torus it lies, if it says so."""
+    coords = getattr(device, "coords", None)
+    return str(device.id) if coords is None else f"{device.id} at {','.join(map(str, coords))}"
 
 
 def config_text(config: Any, hidden: set[str]) -> str:

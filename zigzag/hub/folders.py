@@ -11,19 +11,25 @@ from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
+from zigzag.core.mesh import cast
 from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.disk.tokenizers import copy_files
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
 from zigzag.hub.published_config import as_config
 from zigzag.weights import lora
-from zigzag.weights.network import Network, Params
+from zigzag.weights.network import Computed, Network, Params
 
 # -------------------------------------------------------------------------------------------
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, but for these fields."""
+    """The configuration of a published model, but for these fields, which may say how it is trained
+    and computed."""
+    may = {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
+    if other := fields.keys() - may:
+        raise ConfigError(f"{folder}: {min(other)} is what its config.json says, and its weights "
+                          f"are made for that; what may be given is {', '.join(sorted(may))}")
     record = read_config(folder)
     found = fields_of(record, network.families)
     if seen := family_of(record, network.families).seen:
@@ -67,12 +73,13 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
 # -------------------------------------------------------------------------------------------
 # Runs
 
-def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int | None = None
-             ) -> tuple[Params, Any]:
-    """The weights of a run's newest (or given) step, straight into their shards on the mesh;
-    without a mesh, on one device."""
+def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int | None = None,
+             dtype: str = "float32") -> tuple[Params, Any]:
+    """The weights of a run's newest (or given) step in this precision, straight into their shards
+    on the mesh; without a mesh, on one device."""
     config = dataclasses.replace(run_config(folder, network.config), lora_rank=0)
-    return read_run_weights(network, folder, network.places(config, mesh), step), config
+    params = read_run_weights(network, folder, network.places(config, mesh), step)
+    return cast(params, dtype), config
 
 
 def read_run_weights(network: Network, folder: str | Path, places: Params,

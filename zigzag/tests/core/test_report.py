@@ -157,3 +157,9 @@ def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
     found = re.findall(r"^step \d  held-out loss [\d.]+  \([\d.]+ bits per byte\)  "
                        r"training loss since the last evaluation [\d.]+$", done.stdout, re.M)
     assert len(found) == 2, done.stdout
+
+
+def test_a_device_of_a_torus_says_where_it_lies():
+    """Which chips make an axis cannot be seen from their numbers alone."""
+    assert report._place(SimpleNamespace(id=3, coords=(1, 0, 2))) == "3 at 1,0,2"
+    assert report._place(SimpleNamespace(id=3)) == "3"

@@ -490,3 +490,8 @@ def test_a_pipe_that_closes_early_ends_quietly():
     assert run.stdout.readline() == "1ok 😀\x1b[2J\n".encode(), "no terminal: as it is"
     run.stdout.close()
     assert run.wait(60) == 0 and run.stderr.read() == b""
+
+
+def test_no_shards_at_all_are_refused(capsys):
+    """0 was taken for "as many as there are"."""
+    assert "--shards 0: must be at least 1" in refused(capsys, "--shards", 0, main=sample.main)

@@ -2,6 +2,7 @@
 
 test_families.py compares what they compute with transformers; nothing here needs it."""
 
+import dataclasses
 import itertools
 import json
 import pickle
@@ -14,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import model
 import networks
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
-from zigzag.hub import llama, published
+from zigzag.hub import folders, llama, published
 from zigzag.hub.published import layouts
-from zigzag.tests.common import config_of, mesh_of, net
+from zigzag.tests.common import config_of, mesh_of, net, peer
+from zigzag.weights.table import Table
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
 
@@ -425,3 +428,60 @@ def test_a_pickle_beside_is_not_opened(tmp_path, good):
     assert_refused(folder, "has the shape")
     edit_config(folder, vocab_size=131)
     networks.load_hf(folder)
+
+
+def test_an_option_without_a_name_there_is_not_exported(tmp_path):
+    """A fork's own option, or its own weight, that a LLaMA folder silently lacks."""
+    peer("safetensors")
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(model.Config):
+        sharpen: float = 0.0        # what no published model has
+
+    def weights(c):
+        extra = {"extra": Table(D=c.d_model)("D")} if c.sharpen > 1 else {}
+        return {**model.weights(c), **extra}
+
+    network = dataclasses.replace(model.NETWORK, config=Config, weights=weights)
+    for sharpen, says in ((0.0, None), (0.5, "neither has --sharpen 0.5"), (2.0, "--sharpen")):
+        config = Config(layers=1, d_model=16, heads=2, vocab_size=11, sharpen=sharpen)
+        params = network.init(config, jax.random.key(0))
+        if says is None:
+            folders.save_hf(network, tmp_path / "a", params, config)
+            lost = {**params, "extra": jnp.ones(3)}
+            with pytest.raises(ConfigError, match="has no array for the weights extra"):
+                folders.save_hf(network, tmp_path / "b", lost, config)
+            continue
+        with pytest.raises(ConfigError, match=says):
+            folders.save_hf(network, tmp_path / "b", params, config)
+
+
+def test_only_how_a_model_is_trained_may_be_given(tmp_path):
+    """rope_theta=3.0 was accepted, another model, and an export then had the original's config."""
+    peer("safetensors")
+    config = config_of(layers=1, d_model=16, heads=2, vocab_size=11)
+    networks.save_hf(tmp_path / "a", net.init(config, jax.random.key(0)), config)
+    assert networks.load_hf(tmp_path / "a", seq_len=7, dropout=0.1)[1].seq_len == 7
+    for name in ("rope_theta", "layers", "published"):
+        with pytest.raises(ConfigError, match=f"{name} is what its config.json says"):
+            networks.load_hf(tmp_path / "a", **{name: 3})
+
+
+@pytest.mark.parametrize("changes, network", [
+    ({}, "decoder"), (dict(model_type="mistral", sliding_window=None), "decoder"),
+    (dict(model_type="mistral", sliding_window=8), "transformer"),
+    (dict(attention_bias=True), "transformer"), (dict(hidden_act="gelu"), "transformer"),
+    (dict(model_type="mixtral", num_local_experts=4), "decoder"),
+    (dict(model_type="qwen2"), "transformer"),
+    (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "decoder"),
+    (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "transformer")])
+def test_a_folder_goes_to_the_network_that_has_its_options(tmp_path, changes, network):
+    """An option that the plain decoder lacks, dropped without a word."""
+    record = dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=2, intermediate_size=32, vocab_size=11) | changes
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert networks.network_of_folder(tmp_path).name == network
+    assert networks.network_of(networks.hf_config(tmp_path)).name == network
+    if network != "decoder":
+        with pytest.raises(ConfigError):
+            folders.hf_config(model.NETWORK, tmp_path)

@@ -348,3 +348,13 @@ def test_a_time_slice_is_of_all_of_the_time(time):
             jax.jit(call)(x, a)
         right = jnp.arange(16).reshape(2, 8)
         np.testing.assert_array_equal(jax.jit(call)(x, right), right)
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({}, "splash kernel"), (dict(window=4), "block"), (dict(attn_softcap=5.0), "block"),
+    (dict(positions="alibi"), "block"), (dict(kernel=False), "block"),
+    (dict(causal=False, head="masked", biases="head"), "with all keys")])
+def test_a_start_says_how_attention_is_computed(monkeypatch, changes, says):
+    """The kernel announced where the code forbids it: a person believes that their run is fast."""
+    give_kernel(monkeypatch, "splash")
+    assert says in loop.describe_attention(program_of(make(**changes), "data=2").plan)

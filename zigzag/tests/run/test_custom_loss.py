@@ -250,6 +250,9 @@ THEIRS = {
     "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights, all_time=True), TOKENS,
                                  {}),
     "a classifier": (own_block(False, everywhere, classified, all_time=True), TOKENS, {}),
+    # (A first token that each stage would pick from its own part of the time.)
+    "a head that does not say that it needs all time": (
+        own_block(False, everywhere, classified), TOKENS, {"pipe": "give pipelined_loss all_time"}),
     "a classifier, 1F1B": (own_block(False, everywhere, classified, "1f1b", True), TOKENS, {}),
     "the first of all tokens": (first_token(True), TOKENS, {}),
     "the first of a part": (first_token(False), TOKENS,
@@ -287,6 +290,7 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("a loop, a search, a stop", "fsdp=4,tensor=2"), ("two stacks", "data=2,fsdp=2"),
     ("attention both ways", "seq=2"), ("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), ("the first of a part", "tensor=2"),
+    ("a head that does not say that it needs all time", "pipe=2"),
     ("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     ("a classifier", "seq=2"), ("a classifier", "pipe=4"), slow("a classifier", "pipe=2,tensor=2"),
     slow("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
@@ -542,3 +546,27 @@ def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
         assert program.plan.mode == ("untyped, tensor whole" if alone else mode), mesh
     jit = train.build(make(step="jit"), mesh_of("data=2"), given["init"], loss, shapes)
     assert jit.plan.mode == "jit"
+
+
+def edited_mlp(w, h):
+    """model.mlp, as somebody edited it: minus the mean of the time, of which a device of tensor has
+    a part."""
+    return MLP(w, h - h.mean(1, keepdims=True))
+
+
+MLP = model.mlp
+
+
+def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
+    """An edit of model.loss that is right on one device and another model on a mesh: nothing else
+    compares our own loss at the start of a run."""
+    config, lines = make(steps=2, check=True), []
+    learn(config, "data=2,tensor=2", lines)
+    assert any("those of one device" in line for line in lines)
+    monkeypatch.setattr(model, "mlp", edited_mlp)
+    lines.clear()
+    with pytest.raises(ConfigError, match="tensor=2"):
+        learn(config, "tensor=2", lines)
+    rows, _ = learn(config, "", lines)                  # (one device is one device)
+    assert any("those of one device" in line for line in lines)
+    assert rows != learn(make(steps=2), "tensor=2")[0]  # without --check it trains something else

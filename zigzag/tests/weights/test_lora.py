@@ -447,3 +447,13 @@ def test_a_start_tells_how_many_are_trained(capsys):
 def test_a_rank_below_zero_is_refused(capsys):
     """Shapes with a negative dimension."""
     assert "--lora_rank -1: must be" in refused(capsys, "--lora_rank", -1)
+
+
+def test_attention_to_an_encoder_has_adapters_too():
+    """README says "each matrix of attention", and those of cross-attention were left out."""
+    config = make(encoder_layers=2, lora_rank=4)
+    adapters = by_path(lora.split(net.weight_shapes(config))[0])
+    for name in ("wq", "wk", "wv", "wo"):
+        for stack in ("layers.", "layers.cross_", "encoder.layers."):
+            assert {f"{stack}{name}_a", f"{stack}{name}_b"} <= adapters.keys()
+    assert not any("router" in path or "embed" in path for path in adapters)
