@@ -32,8 +32,8 @@ CHUNK = 256
 
 def _splits_heads(layer, specs, tensor):
     """Whether tensor splits the heads of a layer's cache: its weights' specs say so."""
-    return layer.heads % tensor == 0 and any(
-        "tensor" in specs.get(name, ()) for name in layer.weights)
+    own = jax.tree.leaves([specs[name] for name in layer.weights if name in specs])
+    return layer.heads % tensor == 0 and any("tensor" in spec for spec in own)
 
 
 def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]:
@@ -44,7 +44,7 @@ def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]
         own = P(rows, "tensor") if _splits_heads(layer, specs, tensor) else P(rows, None, "tensor")
     found = dict.fromkeys(layer.widths, own)
     if layer.source:
-        if tensor > 1 and "tensor" in specs["cross_wk"]:
+        if tensor > 1 and any("tensor" in spec for spec in jax.tree.leaves(specs["cross_wk"])):
             cross = P(rows, None, "tensor")
         found |= {"cross_k": cross, "cross_v": cross, "cross_document": P(rows)}
     return found

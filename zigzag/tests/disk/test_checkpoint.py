@@ -33,6 +33,7 @@ from zigzag.tests.common import (
     make,
     mesh_of,
     refused,
+    slow,
     started,
     survives_kills,
     until_step,
@@ -372,7 +373,7 @@ class Restored(Exception):
     """Ends a run with the state that was restored."""
 
 
-@pytest.mark.parametrize("item", ["params", "opt", "meta", ""])
+@pytest.mark.parametrize("item", ["params", *(slow(item) for item in ("opt", "meta", ""))])
 def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
     """A file, or a byte of one, that no checksum covers: either the checkpoint before is used, or
     the state is the one that was saved."""

@@ -446,7 +446,8 @@ def test_a_run_of_arrays_goes_on(tmp_path, capsys):
     """A run that says of itself that it is another task's, as it has no tokenizer; and --bench."""
     np.savez(tmp_path / "a.npz", tokens=np.ones((8, 4), int), labels=np.zeros(8, int),
              mask=np.ones((8, 4)))
-    words = ["--data", tmp_path / "a.npz", "--causal", "false", "--head", "classes", "--labels", 2,
+    words = ["--model", "transformer", "--data", tmp_path / "a.npz", "--causal", "false",
+             "--head", "classes", "--labels", 2,
              "--vocab_size", 9, "--seq_len", 4, "--layers", 1, "--d_model", 8, "--heads", 2,
              "--batch", 8, "--warmup", 1, "--lr", 0.01, "--out", tmp_path / "out"]
     for steps in (1, 2):
@@ -460,7 +461,8 @@ def test_a_run_of_arrays_goes_on(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------
 # A run that learns text from text
 
-T5_SMALL = ("--encoder_layers", 2, "--layers", 2, "--heads", 4, "--positions", "none",
+T5_SMALL = ("--model", "transformer", "--encoder_layers", 2, "--layers", 2, "--heads", 4,
+            "--positions", "none",
             "--relative", "buckets", "--source_len", 12, "--seq_len", 12, "--batch", 64)
 
 

@@ -313,7 +313,7 @@ def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
 IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
-import model, sample, train
+import networks, sample, train
 from zigzag.run import commands
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])

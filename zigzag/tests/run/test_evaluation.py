@@ -460,7 +460,8 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
     to prompts."""
     digits, out = digit_pairs(tmp_path / "digits.jsonl", 300), tmp_path / "out"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "123"}\n\n{"prompt": "9"}\n')
-    words = ("--encoder_layers", 1, "--source_len", 12, "--data", digits, "--out", out,
+    words = ("--model", "transformer", "--encoder_layers", 1, "--source_len", 12, "--data", digits,
+             "--out", out,
              *SMALL[:-2], "--batch", 16, "--steps", 4, "--eval_every", 2, "--eval_first", "true",
              "--sample_prompts", tmp_path / "prompts.jsonl")
     done = command(*words, "--metric", "rouge", "--best", "largest:rougeL")

@@ -15,7 +15,7 @@ import train
 from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import abstract_mesh, by_path, full_spec
+from zigzag.core.mesh import abstract_mesh, by_path, full_spec, shardings
 from zigzag.measure import hlo
 from zigzag.run import loop
 from zigzag.run.plan import compiled
@@ -457,3 +457,17 @@ def test_attention_to_an_encoder_has_adapters_too():
         for stack in ("layers.", "layers.cross_", "encoder.layers."):
             assert {f"{stack}{name}_a", f"{stack}{name}_b"} <= adapters.keys()
     assert not any("router" in path or "embed" in path for path in adapters)
+
+
+def test_a_model_with_adapters_generates_the_same_on_a_mesh():
+    """Specs of a weight and its adapters, where the cache asks for those of a weight; samples that
+    an evaluation of such a run writes."""
+    config = make(lora_rank=4, kv_heads=2).network
+    params = moved(config, net.init(config, jax.random.key(0)))
+    mesh = mesh_of("tensor=2")
+    split = jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
+    prompts = [[1, 2, 3], [4, 5]]
+    want = sample.generate(params, prompts, config, 6, temperature=0)
+    assert sample.generate(split, prompts, config, 6, temperature=0) == want
+    whole = lora.merged(params), plain(config)
+    assert sample.generate(whole[0], prompts, whole[1], 6, temperature=0) == want
