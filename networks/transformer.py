@@ -49,8 +49,8 @@ from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul, whole
 from zigzag.weights import lora
-from zigzag.weights import table as weights
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack
+from zigzag.weights.table import attention_flops, product_flops
 
 # -------------------------------------------------------------------------------------------
 # The parts of a block
@@ -647,8 +647,8 @@ def flops(c: Config, tokens: int, table: Params) -> float:
     rest = {**table, "layers": layers}
     of_source.append(rest.pop("encoder", {}))
     keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
-    return tokens * (weights.product_flops(rest) + share * weights.product_flops(of_source)
-                     + weights.attention_flops(keys, c.heads, c.head_dim,
+    return tokens * (product_flops(rest) + share * product_flops(of_source)
+                     + attention_flops(keys, c.heads, c.head_dim,
                                                c.v_head_dim or c.head_dim))
 
 

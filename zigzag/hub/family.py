@@ -14,8 +14,8 @@ from zigzag.hub.published_config import Fields
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    fields: Callable[[Fields], Fields]          # config.json -> fields of model.Config
-    arrays: Callable[[Any], dict[str, str]]     # model.Config -> patterns of published arrays
+    fields: Callable[[Fields], Fields]          # config.json -> fields of a Config
+    arrays: Callable[[Any], dict[str, str]]     # a Config -> patterns of published arrays
     defaults: Fields                            # of what a config.json leaves out
     prefix: str = ""                            # of names, which a folder of the bare model lacks
     ignored: tuple[str, ...] = ()               # arrays that are no weights, as regexes

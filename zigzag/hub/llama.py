@@ -1,10 +1,10 @@
 """The families of published decoders: what their config.json means, and how their arrays lie.
 
-To add one whose parts model.py has: `fields` translates its config.json into fields of
-model.Config, `arrays` says for each published array which weights it holds (published.py explains
-the patterns), and `defaults` are those of its class in transformers, for what a config.json leaves
-out (all but sizes). Nothing else: sharding follows from the rule. Here are LLaMA's relatives;
-gpt.py has GPT-2's, pairs.py encoder-decoders.
+To add one whose parts networks/transformer.py has: `fields` translates its config.json into fields
+of networks.transformer.Config, `arrays` says for each published array which weights it holds
+(published.py explains the patterns), and `defaults` are those of its class in transformers, for
+what a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
+are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
 
 
 def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
-    """A published config.json as fields of model.Config."""
+    """A published config.json as fields of networks.transformer.Config."""
     family, kind = family_of(record, families), record["model_type"]
     try:
         record = as_older(record, family.aliases)

@@ -10,7 +10,7 @@ A family says of each published array how it lies, and of which of our weights i
     "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
     "lm_head.weight":          "V W = embed"                        one that another array has too
 
-The letters are those of model.py's table of weights; g is the number of query heads of a key head.
+The letters are those of the network's table of weights; g is how many query heads a key head has.
 Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
 what the brackets have K times: in the third example, for each key head, its query heads, its key
 and its value. A 1 is an axis of length 1, which our weight may lack. The last array is not written,

@@ -1,4 +1,5 @@
-"""What a published config.json says: the parts that families share, as fields of model.Config.
+"""What a published config.json says: the parts that families share, as fields of
+networks.transformer.Config.
 
 Somebody else wrote it. A value of a wrong kind, or an option that we do not compute, is refused in
 one line. What it leaves out is what the family's class in transformers takes by default: many of

@@ -23,8 +23,14 @@ from zigzag.core.errors import (
 from zigzag.core.mesh import make_mesh, shardings
 from zigzag.rule.rule import plan_sharding
 from zigzag.weights import lora
-from zigzag.weights import table as weights
 from zigzag.weights.positions import check_rotary, scaling_type
+from zigzag.weights.table import (
+    attention_flops,
+    first_values,
+    padded,
+    parameters,
+    product_flops,
+)
 
 Params = dict[str, Any]
 
@@ -148,7 +154,7 @@ class Network:
     """A kind of model. Functions that end in (config) answer what the machinery asks."""
     name: str                           # which a run's config.json records
     config: type                        # of its configurations: a dataclass, based on Computed
-    weights: Callable                   # config -> a tree of weights.Weight
+    weights: Callable                   # config -> a tree of table.Weight
     loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
     batch_shapes: Callable              # config, rows -> shapes of a batch
     apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
@@ -187,7 +193,7 @@ class Network:
         table = self.table(config)
         if any(0 in w.shape for w in jax.tree.leaves(table)):
             raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
-        return weights.first_values(table, key)
+        return first_values(table, key)
 
     def weight_shapes(self, config: Any) -> Params:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
@@ -206,15 +212,15 @@ class Network:
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """How many parameters a model has, and how many of them one token visits."""
-        return weights.parameters(self.table(config),
-                                  weights.padded(config.vocab_size) - config.vocab_size)
+        return parameters(self.table(config),
+                                  padded(config.vocab_size) - config.vocab_size)
 
     def training_flops(self, config: Any, tokens: int) -> float:
         """FLOPs of training on that many tokens."""
         c, table = config, self.table(config)
         if self.flops:
             return self.flops(c, tokens, table)
-        return tokens * (weights.product_flops(table) + weights.attention_flops(
+        return tokens * (product_flops(table) + attention_flops(
             c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
 
     def cache_layers(self, config: Any) -> list[Layer]:

@@ -1,4 +1,4 @@
-"""Published shapes, as fields of model.Config, by name."""
+"""Published shapes by name, as fields of a network's Config."""
 
 from typing import Any
 

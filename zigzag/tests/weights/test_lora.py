@@ -36,7 +36,7 @@ from zigzag.tests.common import (
 from zigzag.tests.measure.test_traffic import sent_and_expected
 from zigzag.tests.updates import assert_same_copies, run_updates
 from zigzag.weights import lora
-from zigzag.weights import table as weights
+from zigzag.weights.table import count as count_of
 
 RANK = 4
 EXPERTS = dict(experts=4, shared_experts=1, kv_heads=2)
@@ -177,7 +177,7 @@ def test_only_adapters_are_trained():
     sizes = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128)
     config = adapted(**sizes)
     program, usual = (program_of(c, "data=2") for c in (config, plain(config)))
-    count = weights.count(lora.split(program.plan.params)[0])
+    count = count_of(lora.split(program.plan.params)[0])
     assert count == sum(w.size for p, w in by_path(program.plan.params).items()
                         if p[-2:] in ("_a", "_b"))
     moments = sum(x.size for x in jax.tree.leaves(program.state["opt"]))
@@ -251,7 +251,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     for path, w in by_path(program.state["params"]).items():
         assert w.dtype == ("float32" if path[-2:] in ("_a", "_b") else "bfloat16"), path
     table = train.shard.explain(program.plan.decisions, program.plan.params, program.mesh)
-    adapters = 4 * weights.count(lora.split(program.plan.params)[0])
+    adapters = 4 * count_of(lora.split(program.plan.params)[0])
     assert f"{adapters / 1000:.1f} kB of gradients and {adapters / 500:.1f} kB of AdamW" in table
 
 
@@ -292,7 +292,7 @@ def test_a_checkpoint_has_adapters_alone(trained):
         others = {p.split(".", 3)[-1] for p in kinds if p.startswith("opt.opt") and "layers" in p}
         assert others and all(p.endswith(("_a", "_b")) for p in others), others
     size = sum(p.stat().st_size for p in (folder / "checkpoints/4/params").rglob("*"))
-    assert size < 4 * weights.count(lora.split(fit.params)[1])
+    assert size < 4 * count_of(lora.split(fit.params)[1])
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -437,7 +437,7 @@ def test_a_start_tells_how_many_are_trained(capsys):
     say = report.Reporter(1)
     loop.report_header(program_of(config, "tensor=2"), say, (1000, 1000), ())
     printed = capsys.readouterr().out
-    count = weights.count(lora.split(net.weight_shapes(config))[0])
+    count = count_of(lora.split(net.weight_shapes(config))[0])
     assert f", of which {count:,} are trained" in printed
     assert "layers.w_down_a" in printed
     train.show_sharding(["--lora_rank", "4", "--shards", "2"])
