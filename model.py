@@ -175,8 +175,16 @@ def layer(w, x, i, batch, c):
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
     attend = functools.partial(
         shard.self_attend, heads=c.heads, positions=batch["positions"],
-        documents=batch.get("segments"), kernel=c.kernel)
+        documents=documents(batch), kernel=c.kernel)
     return block(w, x, i, batch, attend, c)
+
+
+def documents(batch):
+    """The number of each token's document [B, T], -1 where a mask says that there is no token, or
+    None where every row is one document."""
+    if "mask" in batch:
+        return jnp.where(batch["mask"] > 0, batch.get("segments", 0), -1)
+    return batch.get("segments")
 
 
 def norm_and_head(params, x, c):
@@ -189,10 +197,12 @@ def head_logits(params: Params, x: Array, config: Config) -> Array:
     return logits[..., :config.vocab_size]
 
 
-def forward(params: Params, tokens: Array, config: Config, **more: Array) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. `more` may be
-    their positions [B, T], and segments [B, T], which number the documents packed into a row."""
-    params, batch = cast(params, config.dtype), {"tokens": tokens, **more}
+def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
+            segments: Array | None = None, mask: Array | None = None) -> Array:
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. `segments`
+    number the documents packed into a row, and the mask is 0 where a row has no token."""
+    given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
+    params, batch = cast(params, config.dtype), {k: a for k, a in given.items() if a is not None}
     x, _ = shard.layers(lambda w, x, i: layer(w, x, i, batch, config), params["layers"],
                         embed(params, tokens, config), jnp.arange(config.layers))
     return head_logits(params, x, config)

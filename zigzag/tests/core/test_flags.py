@@ -175,3 +175,9 @@ def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
                     "flags.run_main(main)\n")
     done = command(file=file, env={"PYTHONPATH": str(Path(train.__file__).parent)})
     assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", "error: full disk\n")
+
+
+def test_former_names_of_flags_work_with_a_warning(capsys):
+    """Scripts of an earlier version that end at a name."""
+    assert train.parse(["--model", "transformer", "--parallel", "true"]).parallel_block
+    assert capsys.readouterr().err == "warning: --parallel is now --parallel_block\n"

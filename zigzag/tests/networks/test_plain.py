@@ -88,6 +88,24 @@ def test_both_networks_have_the_same_values_and_gradients(changes):
     assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
 
 
+@pytest.mark.parametrize("name", ["positions", "segments", "mask"])
+def test_both_networks_obey_what_is_known_of_tokens(name):
+    """Documents that run together, padding that is seen, positions that are not the given ones."""
+    config, rng = make(kv_heads=2), np.random.default_rng(0)
+    params = model.init(config.network, jax.random.key(0))
+    tokens = jnp.asarray(batch_of(config)["tokens"][:2])
+    known = {"positions": np.arange(16) * 3, "segments": np.sort(rng.integers(0, 3, 16)),
+             "mask": np.arange(16) >= 5}
+    given = {name: jnp.broadcast_to(known[name], tokens.shape)}
+    a, b = (np.asarray(networks.network_of(c).forward(params, tokens, c.network, **given))
+            for c in (config, in_general(config)))
+    np.testing.assert_allclose(a[:, 5:], b[:, 5:], rtol=1e-5, atol=1e-6)
+    usual = np.asarray(model.forward(params, tokens, config.network))
+    assert np.abs(a - usual)[:, 5:].max() > 1e-3
+    with pytest.raises(ConfigError, match="no encoder"):
+        model.NETWORK.forward(params, tokens, config.network, source=tokens)
+
+
 @pytest.mark.parametrize("mesh, changes", [
     *((mesh, LLAMA) for mesh in MESHES if "expert" not in mesh), *((mesh, MIXTRAL) for mesh in (
         "expert=2,tensor=2",)),
