@@ -1,11 +1,11 @@
-"""Somebody else's loss, compared by value on the mesh and on one device, before a run begins.
+"""A custom loss, compared by value on the mesh and on one device, before a run begins.
 
     the mesh's sums and gradient   beside one device's, of the same rows
     one device's, in parts         beside its own of all rows together, where those differ
 
 Both at new weights that are moved at random, for behind a head of zeros nothing shows. How far
-apart they may be is measured: by moving one device's weights by their rounding. The transformer's
-own loss is not checked at each start; the tests hold it to one device on every mesh.
+apart they may be is measured: by moving one device's weights by their rounding. A network's own
+loss is compared only with --check: the tests hold it to one device on every mesh, as it is here.
 """
 
 import dataclasses

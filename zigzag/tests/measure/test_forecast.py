@@ -8,8 +8,10 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import shard
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -105,6 +107,29 @@ def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
     mesh = make_mesh(chips.topology_devices("v4:4x4x4"), **sizes)
     assert {a: n for a, n in mesh.shape.items() if n > 1} == sizes
     assert len(set(mesh.devices.flat)) == 64
+
+
+def test_bias_and_activation_and_dropout_and_sum_are_fused():
+    """An array of activations that is written to memory and read again for its bias, its GELU, its
+    dropout or its sum with the stream: there is at most one for each of the two products."""
+    needs("libtpu")
+    mesh = make_mesh(devices=chips.topology_devices("v5e:2x2")[:1])
+
+    def block(w, b, out, out_bias, x, seeds):
+        h, = shard.columns(x, (w, b))
+        y = shard.row((jax.nn.gelu(h), out)) + out_bias
+        return x + shard.dropout(y, 0.1, seeds, 1)
+
+    shapes = [(512, 2048), (1, 2048), (2048, 512), (512,), (4, 256, 512)]
+    place = jax.NamedSharding(mesh, jax.P())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    args.append(jax.ShapeDtypeStruct((4,), jnp.uint32, sharding=place))
+    with jax.set_mesh(mesh):
+        text = jax.jit(block).lower(*args).compile().as_text()
+    entry = text[text.index("\nENTRY"):].split("\n}")[0]
+    made = re.findall(r"= (?:bf16|f32)\[4,256,(?:512|2048)\]\S* ([\w-]+)\(", entry)
+    made = [kind for kind in made if kind != "parameter"]
+    assert made and set(made) == {"fusion"} and len(made) <= 2, made
 
 
 def read_size(text):
