@@ -61,8 +61,8 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight: its dimensions, its initial standard deviation (None: all ones), and the one
-    dimension that tensor parallelism may split."""
+    """Every weight: its dimensions, its initial standard deviation (None: all ones, 0.0: all
+    zeros), and the one dimension that tensor parallelism may split."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # What is added to the stream 2 L times begins smaller by the root of that.
@@ -113,7 +113,8 @@ def swiglu(gate, up):
 
 
 def block(w, x, i, batch, attend, c):
-    """Layer number i: x [B, T, D] -> x, and what its experts add to the loss.
+    """Layer number i (traced: an `if` cannot ask it): x [B, T, D] -> x, and None, or a pair of what
+    the layer adds to the loss and a dict of other sums, which are logged, divided by the count.
 
     attend(q, k, v) is causal softmax attention: within the row in training, to the cache in
     decoding. attend(q, k, v, mask, scores) is another attention, as shard.self_attend explains."""
@@ -212,7 +213,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
          ) -> tuple:
     """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
     weights, to be divided when all is summed. A batch with `seeds` [B] is to learn from: dropout is
-    on, and experts add router_loss, and a dict of what is logged, third."""
+    on, and experts add router_loss, and a dict of what is logged, third. On seq a device has a part
+    of the time, in another order: other targets are made in data.collate, not by shifting here."""
     def embed_tokens(params, batch):
         return embed(params, batch["tokens"], config)
 

@@ -369,7 +369,7 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
     network = _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if "tokenizer" not in record:
         raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
-                          f"or write text with")
+                          f"or write text with (networks.load_run and sample.generate take ids)")
     mesh = mesh_of_flags(config.mesh, config.shards)
     params, c = folders.load_run(network, config.run, mesh,
                                  step_of(config.run, config.checkpoint))

@@ -514,7 +514,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
             has = [n.name for n in networks.NETWORKS.values()
                    if name in {f.name for f in dataclasses.fields(n.config)}]
             raise ConfigError(f"--{name} {value}: the network {network.name} has no such option; "
-                              f"--model {has[0]} has it")
+                              f"--model {has[0]} has it, or add it to the Config that you train")
     return Config(network=network.config(**fields), **run)
 
 

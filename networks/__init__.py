@@ -21,6 +21,7 @@ from networks import blip2, clip, sam, swin, transformer
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.hub import folders
+from zigzag.hub.llama import PLAIN_OPTIONS
 from zigzag.hub.published import read_config
 from zigzag.weights.network import Network, Params
 from zigzag.weights.positions import scaling_type
@@ -50,11 +51,10 @@ def network_of(config: Any) -> Network:
 
 def lacking(fields: dict[str, Any]) -> list[str]:
     """The options that the plain decoder lacks, among fields of transformer.Config: those that are
-    not as they always are there."""
-    own = {f.name for f in dataclasses.fields(model.Config)}
+    not as they always are there. (A fork's own option may have the name of another one here.)"""
     usual = {f.name: f.default for f in dataclasses.fields(transformer.Config)}
     found = [name for name, value in fields.items()
-             if name in usual and name not in own and value != usual[name]]
+             if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
     kind = scaling_type(fields.get("rope_scaling", ""))
     return found + ["rope_scaling"] * (kind not in ("default", "linear", "llama3"))
 

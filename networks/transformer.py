@@ -687,5 +687,6 @@ NETWORK = Network(
     head_logits=head_logits, cache_layer=cache_layer, encode_source=encode_source, gives=gives,
     max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
-    block_traffic=block_traffic, flops=flops, as_published=as_llama)
+    block_traffic=block_traffic, flops=flops,
+    as_published=functools.partial(as_llama, has_window=True))
 init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

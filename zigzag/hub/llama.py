@@ -113,9 +113,14 @@ OF_TRAINING = {"dropout", "balance", "router_z", "dtype", "remat", "kernel", "mi
                "schedule", "chunks", "sum_dtype", "lora_rank", "published"}
 
 
-def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
-    """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral."""
-    kind, window = ("mixtral" if c.experts else "llama"), getattr(c, "window", 0)
+# What the plain decoder has in common with the general network.
+PLAIN_OPTIONS = (NAMED | OF_TRAINING) - {"activation"}
+
+
+def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
+    """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral, whose
+    layers have the window of a configuration that `has_window`."""
+    kind, window = ("mixtral" if c.experts else "llama"), (c.window if has_window else 0)
     record = dict(
         model_type=kind, architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
@@ -126,7 +131,7 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     if c.experts:
         record |= dict(architectures=["MixtralForCausalLM"], num_local_experts=c.experts,
                        num_experts_per_tok=c.experts_per_token, sliding_window=window or None)
-    known = NAMED | OF_TRAINING | ({"window"} if c.experts else set())
+    known = NAMED | OF_TRAINING | ({"window"} if c.experts and has_window else set())
     other = [f.name for f in dataclasses.fields(c)
              if f.name not in known and getattr(c, f.name) != f.default]
     mine = dataclasses.replace(c, tied=False, embed_scale=1.0, balance=0.0, router_z=0.0,

@@ -304,6 +304,9 @@ def _layouts_of(pattern, own, prefix, config, stacked):
     """By path the layouts of a pattern's weights, which `own` has, without the axes that are
     stacked."""
     left, names = _sides(pattern)
+    if lost := [prefix + n for n in names if prefix + n not in own]:
+        raise ConfigError(f"a folder of this model_type has the weight {lost[0]}, and this network "
+                          f"has not")
     weights = {n: own[prefix + n] for n in names}
     sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
     sizes = {"g": config.heads // config.kv_heads, "K": config.kv_heads, **sizes}

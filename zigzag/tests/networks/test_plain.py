@@ -225,6 +225,33 @@ def test_decoding_refuses_what_a_cache_cannot_do(edit, monkeypatch):
             sample.generate(params, [[1, 2]], config.network, tokens=2)
 
 
+def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch, tmp_path):
+    """A fork's `window` of every other layer, and a published Mistral whose window is of all: the
+    folder went to the fork's decoder, and its export said that all layers have one."""
+    monkeypatch.setitem(EDITS, "an option", [
+        ("    experts: int = 0 ", "    window: int = 0              # of every other layer\n"
+                                  "    experts: int = 0 ")])
+    module, config = edit("an option")
+    monkeypatch.setattr(networks, "model", module)
+    assert networks.lacking({"window": 8}) == ["window"]
+    assert networks.network_of_record({"layers": 2, "window": 8}) is transformer.NETWORK
+    for experts in (0, 4):
+        mine = dataclasses.replace(config.network, window=8, experts=experts)
+        with pytest.raises(ConfigError, match="neither has --window 8"):
+            networks.save_hf(tmp_path / "a", module.init(mine, jax.random.key(0)), mine)
+
+
+def test_a_weight_that_an_edit_took_away_is_no_traceback_at_export(edit, monkeypatch, tmp_path):
+    """An MLP without a gate, exported as a LLaMA: a KeyError of a path."""
+    monkeypatch.setitem(EDITS, "no gate", [
+        ('layers |= {"w_gate": make("L D F", into, "F"),\n                   "w_up"',
+         'layers |= {"w_up"')])
+    module, config = edit("no gate")
+    params = module.init(config.network, jax.random.key(0))
+    with pytest.raises(ConfigError, match="the weight layers.w_gate, and this network has not"):
+        networks.save_hf(tmp_path / "a", params, config.network)
+
+
 # -------------------------------------------------------------------------------------------
 # What the machinery may know
 
