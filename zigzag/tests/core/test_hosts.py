@@ -173,7 +173,7 @@ def metrics(folder):
     return [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_run_on_any_number_of_processes(tmp_path, text):
     """Two processes with two devices each; SIGTERM to one ends both after the same step. Four
     processes go on with one device each, and one with four: from the same bits, with the same

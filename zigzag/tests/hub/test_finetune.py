@@ -235,7 +235,7 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monk
                                          tmp_path / "no")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     """Adapters of random weights; a checkpoint with all weights; a run that goes on, is exported or
     begun from without what it was trained beside."""

@@ -269,7 +269,7 @@ BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
 
 
 @pytest.mark.parametrize("name, shards", [
-    slow("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
+    full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):
     """A part of these models that the rule prices wrongly: more collectives, or more bytes. Of a
     merge it must not split the four neighbours side by side, which nobody makes in parts. (SAM's

@@ -7,6 +7,7 @@ no more weights on a device, and its compiled program may send no more. test_rul
 small forms.
 """
 
+
 import itertools
 import re
 
@@ -28,7 +29,7 @@ from zigzag.rule.rule import (
     state_specs,
     zero1_specs,
 )
-from zigzag.tests.common import config_of, mesh_of, net, peer, slow
+from zigzag.tests.common import config_of, full, mesh_of, net, peer, slow
 from zigzag.tests.rule.test_rule_forms import (
     COLUMN,
     MLP,
@@ -451,7 +452,8 @@ def no_worse_than_by_hand(fn, params, args, rules, shards, ours=None):
 
 
 @pytest.mark.parametrize("shards, build", [
-    (n, b) if n == 4 and b is gpt2 else slow(n, b) for n in (4, 2, 8) for b in STYLES])
+    (n, b) if n == 4 and b is gpt2 else (slow if n < 8 else full)(n, b)
+    for n in (4, 2, 8) for b in STYLES])
 def test_no_published_style_sends_more_than_by_hand(shards, build):
     """Columns and rows in the wrong order: names in alphabetical order need 1.5 to 4.7 times the
     collectives on seven of ten of these."""

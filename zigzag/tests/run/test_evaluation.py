@@ -357,6 +357,7 @@ def scored(scores):
     return lambda outputs, examples: {"score": next(left)}
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     """The best weights are deleted, or not saved between two saves; a run that goes on takes its
     first evaluation for the best; the later of two equal ones; a number that is not one."""

@@ -146,6 +146,7 @@ def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
         learn(make(steps=1), mesh, loss=loss)
 
 
+@pytest.mark.full
 def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
     """What a function calls shows in its computation, not in whether Python runs; what of a batch
     has the tokens' time is split with it, whatever its name."""
