@@ -164,6 +164,7 @@ def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tune
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, text):
     """A tokenizer, or a configuration, that is still in the folder; a sample or an export of other
     weights than the run's; an export that lacks what its model needs to read text."""

@@ -179,6 +179,7 @@ def test_evaluation_is_exact_for_any_number_of_examples(mesh):
     assert rows[-1]["eval_loss"] == pytest.approx(float(s / n), rel=2e-6)
 
 
+@pytest.mark.full
 def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
     """Weights that were gathered differ in type from those that are stored whole: a TypeError at
     the first evaluation."""

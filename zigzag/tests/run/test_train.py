@@ -268,6 +268,7 @@ def test_a_loss_that_jumps_is_said():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_trace_of_some_steps(tmp_path):
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question\n" * 200)

@@ -362,6 +362,7 @@ def rewritten(folder, to, **changes):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, capsys):
     """Adapters of a run or a published model that has moved, or was trained on since."""
     folder, _ = trained
