@@ -29,7 +29,7 @@ import data
 import networks
 import shard
 from zigzag.core.errors import ConfigError
-from zigzag.core.flags import parse_flags, run_main
+from zigzag.core.flags import check_shards, parse_flags, run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import run_record
 from zigzag.disk.tokenizers import published_tokenizer
@@ -169,10 +169,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 # Passes over the network
 
 def _prompt_arrays(prompts, config, tokens, source):
-    network = networks.network_of(config)
-    if network.gives(config) != "text":
-        raise ConfigError(f"this model gives {network.gives(config)}, and writes no text")
-    return prompt_arrays(network, prompts, config, tokens, source)
+    return prompt_arrays(_check_writes(config, "sample"), prompts, config, tokens, source)
 
 
 @functools.cache
@@ -209,7 +206,7 @@ def _new_cache(params, rows, config, slots):
     """An empty cache for these rows; with an encoder, it has the keys and values of the sources."""
     network = networks.network_of(config)
     cache = decoding.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
-                                      params["embed"].dtype, _specs(config))
+                                 params["embed"].dtype, _specs(config))
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
     if source:
         def encode(params, specs, source):
@@ -289,9 +286,8 @@ def _choose_ids(state, logits, config, sampling):
         logits = state.pop("logits")
         return decoding.append_ids(state, logits, sampling)
 
-    return decoding.on_mesh(choose, {}, state | {"logits": logits},
-                                 networks.network_of(config).cache_layers(config), _specs(config),
-                                 state)
+    layers = networks.network_of(config).cache_layers(config)
+    return decoding.on_mesh(choose, {}, state | {"logits": logits}, layers, _specs(config), state)
 
 
 @jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
@@ -362,8 +358,8 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
         networks.read_hf(config.model, c)       # (first: is everything in the folder?)
-        shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c),
-                                               _specs_on(mesh, c), mesh)
+        shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c), _specs_on(mesh, c),
+                                          mesh)
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     record = run_record(config.run)
     network = _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
@@ -388,9 +384,7 @@ def _check_writes(c, what):
 def main(argv: Sequence[str] | None = None) -> None:
     with terminal.ends_quietly():
         given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"})
-        if given.get("shards") == 0:
-            raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
-                              "--mesh says, or 1")
+        check_shards(given)
         config = Config(**given)
         keep_compiled(least=0)
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score

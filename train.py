@@ -13,8 +13,8 @@ this file is only its first user:
                                         a dict of other sums, is divided too, and logged)
     predict(params, batch) -> outputs   of held-out examples, at each evaluation
 
-zigzag/run/plan.py finds out how a loss runs on a mesh, zigzag/run/custom_loss.py compares somebody
-else's loss on the mesh with the same loss on one device.
+zigzag/run/plan.py finds out how a loss runs on a mesh, zigzag/run/custom_loss.py compares a custom
+loss on the mesh with the same loss on one device.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change, flat, help_text, parse_flags
+from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
 from zigzag.core.report import Reporter
@@ -499,9 +499,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     words = words[:asks_help[0]] if asks_help else words
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
-    if given.get("shards") == 0:
-        raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
-                          "--mesh says, or 1")
+    check_shards(given)
     network, fields, run = chosen_network(given)
     if asks_help:
         print(help_text((networks.transformer.Config if is_all else network.config, Config)))

@@ -76,9 +76,9 @@ def _model_type(published):
 
 
 def network_of_record(record: dict[str, Any]) -> Network:
-    """The network of a run, by its config.json. Runs from before there was more than one name none:
-    they are of the plain decoder, if it has all of their options. (But for routers that were
-    trained here: the plain decoder rounds their loss differently.)"""
+    """The network of a run, by its config.json. A run of an earlier version names none: it is of
+    the plain decoder, if that has all of its options. (A run that trained routers is of the general
+    network, since the plain decoder rounds their loss differently.)"""
     name = record.get("network")
     if name is None and record.get("experts") and not record.get("published"):
         return transformer.NETWORK
@@ -118,9 +118,10 @@ def describe(config: Any) -> str:
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """The configuration of the network that has these options."""
+    """The configuration of the network that has these options. (What it lacks is at its default.)
+    """
     network = network_of_fields(fields)
-    own = {f.name for f in dataclasses.fields(network.config)}      # (it lacks none but defaults)
+    own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**{name: value for name, value in fields.items() if name in own})
 
 

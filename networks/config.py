@@ -13,9 +13,8 @@ from zigzag.core.errors import (
     check_at_least,
     did_you_mean,
     fill_in,
-    nearest_divisor,
 )
-from zigzag.weights.network import Computed, check_computed, check_published
+from zigzag.weights.network import Computed, check_computed, check_heads, check_published
 from zigzag.weights.positions import check_rotary
 
 
@@ -133,10 +132,7 @@ def check(c: Any) -> None:
                    relative_distance=2, pad_id=-1, q_rank=0, kv_rank=0,
                    v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
                    groups_per_token=1)
-    if not c.head_dim and c.d_model % c.heads:
-        near = nearest_divisor(c.d_model, c.heads)
-        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
-                          f"nearest that does is --heads {near}, or give --head_dim")
+    check_heads(c)
     fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
     if c.encoder_layers:

@@ -648,8 +648,7 @@ def flops(c: Config, tokens: int, table: Params) -> float:
     of_source.append(rest.pop("encoder", {}))
     keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
     return tokens * (product_flops(rest) + share * product_flops(of_source)
-                     + attention_flops(keys, c.heads, c.head_dim,
-                                               c.v_head_dim or c.head_dim))
+                     + attention_flops(keys, c.heads, c.head_dim, c.v_head_dim or c.head_dim))
 
 
 def cache_layer(c: Config, i: int) -> Layer:

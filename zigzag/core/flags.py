@@ -38,6 +38,13 @@ def flat(config: Any) -> dict[str, Any]:
     return {**(dataclasses.asdict(network) if network else {}), **own}
 
 
+def check_shards(given: dict[str, Any]) -> None:
+    """Refuse --shards 0 of a command line: as a field, 0 means that it was left out."""
+    if given.get("shards") == 0:
+        raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
+                          "--mesh says, or 1")
+
+
 def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
     """The dataclass `defaults` with what the command line changes. Where other words are expected
     (`positional` names them in messages): those words, and the dataclass."""

@@ -78,6 +78,14 @@ def check_published(c: Any) -> None:
 COMPUTED = ("remat", "kernel", "microbatches", "schedule", "chunks", "sum_dtype")
 
 
+def check_heads(c: Any) -> None:
+    """Refuse a width that does not divide among the heads, whose width then follows from it."""
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+
+
 def check_decoder(c: Any) -> None:
     """Refuse what no plain decoder can be."""
     check_computed(c)
@@ -85,10 +93,7 @@ def check_decoder(c: Any) -> None:
     check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
                    seq_len=1, norm_eps=0, embed_scale=0, dropout=0, experts=0, experts_per_token=1,
                    balance=0, router_z=0)
-    if not c.head_dim and c.d_model % c.heads:
-        near = nearest_divisor(c.d_model, c.heads)
-        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
-                          f"nearest that does is --heads {near}, or give --head_dim")
+    check_heads(c)
     head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
     for is_wrong, why in (
             (c.heads % (c.kv_heads or c.heads),
@@ -212,8 +217,7 @@ class Network:
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """How many parameters a model has, and how many of them one token visits."""
-        return parameters(self.table(config),
-                                  padded(config.vocab_size) - config.vocab_size)
+        return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size)
 
     def training_flops(self, config: Any, tokens: int) -> float:
         """FLOPs of training on that many tokens."""
