@@ -267,7 +267,7 @@ def time_of_block(x: Array) -> Array:
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
-    """Of arrays [B, T, ...] the part of the time that this device has of the stream x."""
+    """The part of arrays [B, T, ...] whose time this device has in the stream x."""
     def part(a):
         if a.shape[1] != x.shape[1] * _size("tensor"):
             raise ValueError(f"time {a.shape[1]} beside a stream that has {x.shape[1]} on each of "
@@ -434,8 +434,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
 
 def own_time(tree: Any) -> Any:
-    """Of arrays [B, T, ...] that every device of seq has whole (a source, a picture: not what
-    shard_time splits) this device's part of the time."""
+    """This device's part of the time of arrays [B, T, ...] that every device of seq has whole (a
+    source, a picture: not what shard_time splits)."""
     def part(a):
         parts = a.reshape(a.shape[0], _size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
@@ -722,7 +722,7 @@ def _share_time(x):
 
 
 def _time_of_stage(tree, x):
-    """Of arrays [B, T, ...] the time that the devices of this stage have of a shared x. (Others are
+    """The time of arrays [B, T, ...] that this stage's devices have of a shared x. (Others are
     of another sequence, or of whole rows.)"""
     stages, n = _size("pipe"), _size("tensor") if is_split(x) else 1
 

@@ -170,7 +170,7 @@ def check(c: Any) -> None:
 
 
 def _longest(c):
-    """Of a text, and of the text that is its source, the longer."""
+    """The length of a text or of the text that is its source, whichever is longer."""
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 

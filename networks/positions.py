@@ -21,7 +21,7 @@ from zigzag.weights.positions import parse_scaling, rotary_rates
 # What differs from layer to layer
 
 def _has_window(c):
-    """Of each layer, whether it has the window."""
+    """Whether each layer has the window."""
     kinds = (c.local_layers or "l") * c.layers
     return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
 

@@ -135,7 +135,7 @@ def _attention(w, h, window, c):
 
 
 def _distance_scores(w, q, window):
-    """Of each query [B W, t, H, N] its scores for keys in each row of its window, and in each
+    """The scores of each query [B W, t, H, N] for keys in each row of its window, and in each
     column [B W, t, H, window]."""
     apart = np.arange(window)[:, None] - np.arange(window) + window - 1
     q = q.reshape(len(q), window, window, *q.shape[2:])
@@ -254,7 +254,7 @@ def _fields(r):
 
 
 def _fields_of_whole(r):
-    """Of a SamModel, whose image encoder is what is read, trained and saved."""
+    """The fields of a SamModel: its image encoder alone is read, trained and saved."""
     own = {**(r["vision_config"] or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}
     return {**_fields(complete(own, DEFAULTS)), "published": json.dumps(own, sort_keys=True)}

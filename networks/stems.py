@@ -32,7 +32,7 @@ def source_shape(c: Any, rows: int) -> tuple[int, ...]:
 
 
 def weights(c: Any, table: Any) -> dict[str, Any]:
-    """Of a stem, with the letters of transformer.py's table."""
+    """The table of a stem's weights, with the letters of transformer.py's table."""
     if c.stem == "patches":
         bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
         return {"patch": table("C y x D", (c.channels * c.patch_size**2) ** -0.5), **bias,

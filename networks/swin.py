@@ -135,7 +135,7 @@ def _attention(w, h, shift, size, window, c):
 
 
 def _info(shift, height, width, window, count):
-    """Of each token in `count` windows [B W, t]: its place in the window, and the region that it
+    """The place of each token in `count` windows [B W, t] in its window, and the region that it
     comes from."""
     end, right = (jnp.arange(n) >= n - shift for n in (height, width))  # rolled from the other side
     region = windows.cut((2 * end[:, None] + right)[None], window)

@@ -451,7 +451,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
-    what makes them equally busy, and other sums, third. Of a model with classes it is the
+    what makes them equally busy, and other sums, third. A model with classes has the
     cross-entropy of `labels` [B], and the number of rows."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 

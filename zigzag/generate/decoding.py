@@ -150,7 +150,7 @@ def decode_loop(next_logits: Callable, state: dict[str, Any], limit: Array, samp
 
 
 # -------------------------------------------------------------------------------------------
-# Beam search. Of each prompt it has K running beams, and the K best that have finished.
+# Beam search: each prompt has K running beams, and the K best that have finished.
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
@@ -181,7 +181,7 @@ def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any,
 
 
 def _gather_beams(tree, beams):
-    """Of arrays [B, K, ...] the beams [B, k] with these numbers."""
+    """The beams with the numbers [B, k], out of arrays [B, K, ...]."""
     return jax.tree.map(lambda a: jnp.take_along_axis(
         a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
 

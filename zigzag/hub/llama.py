@@ -104,8 +104,8 @@ def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
     return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
 
 
-# What a LLaMA's config.json, or a Mixtral's, has names for. Of the other options of a network each
-# must be at its default, but for those that only say how it is trained and computed.
+# What a LLaMA's config.json, or a Mixtral's, has names for. Every other option of a network must be
+# at its default, but for those that only say how it is trained and computed.
 NAMED = {"layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "seq_len",
          "tied", "norm_eps", "rope_theta", "rope_scaling", "embed_scale", "activation", "experts",
          "experts_per_token"}

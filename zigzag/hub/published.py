@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the published array."""
+        """The shape of the published array."""
         return tuple(self._count(a.outer) * a.whole for a in self.axes)
 
     @property
@@ -84,7 +84,7 @@ class Layout:
         return [self.letters.index(x) for x in own]
 
     def read(self, array: Any, ranges: Sequence[slice]) -> np.ndarray:
-        """Of a published array (anything with slices) the part of this weight at these ranges."""
+        """This weight's part at these ranges, out of a published array (anything with slices)."""
         wanted = dict(zip(self.own, ranges))
         if "g" in self.letters and "H" in wanted:       # whole groups, and of these a part
             g, heads = self.sizes["g"], wanted.pop("H")
@@ -139,7 +139,7 @@ def _sides(pattern):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """Of a pattern the layout of each of its weights, whose axes `own` has."""
+    """The layout of each weight of a pattern; `own` has the weights' axes."""
     left, names = _sides(pattern)
     axes = {name: [] for name in names}
     for word in re.findall(r"\([^)]*\)|\S+", left):

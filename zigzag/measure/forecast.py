@@ -40,7 +40,7 @@ STATE_BYTES = 18
 USUAL_COUNT = "6 a weight and token and attention with every key"
 # A compiler needs some room that no formula knows.
 ROOM = 0.95
-# Of the best meshes so many are shown, and so many compiled until one fits.
+# So many of the best meshes are shown, and so many compiled until one fits.
 SHOWN, COMPILED = 5, 3
 
 

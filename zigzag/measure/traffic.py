@@ -189,7 +189,7 @@ def _tensor(run, traffic):
 
 
 def _adapters(weights, run):
-    """Of two adapters that belong together tensor splits one at most: each device has the gradient
+    """Tensor splits at most one of two adapters that belong together: each device has the gradient
     of the other from its columns, rows or time."""
     for leaf, decision in weights:
         if not run.trains_all and decision.is_trained and "tensor" not in spec_axes(decision.used):

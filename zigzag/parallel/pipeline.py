@@ -106,7 +106,7 @@ def split_rows(tree: Any, count: int) -> Any:
 
 
 def pick(tree: Any, index: Any) -> Any:
-    """Of each array the entry with this index, or the nearest that it has."""
+    """The entry of each array with this index, or the nearest that it has."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 

@@ -97,8 +97,8 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
 
 
 def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
-    """Of a run with frozen weights, which no checkpoint has: the state that it begins with, and by
-    what they are known."""
+    """The state that a run with frozen weights begins with, which no checkpoint has, and their
+    fingerprint. Nothing for another run."""
     if not (program.config.lora_rank and program.config.out):
         return None, {}
     state = first_state(program, weights)

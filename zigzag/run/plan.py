@@ -104,7 +104,7 @@ class Plan:
         return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
 
     def axes(self, *names: str) -> set[str]:
-        """Of these axes those that are manual and have more than one device."""
+        """Those of these axes that are manual and have more than one device."""
         return {a for a in names if a in self.manual and self.sizes[a] > 1}
 
     @property
