@@ -33,8 +33,8 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.generate import decoding
 from zigzag.hub import llama
-from zigzag.hub.family import Family, columns, layer_norm, rows, under
-from zigzag.hub.published_config import Fields, complete, count, refuse
+from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
+from zigzag.hub.published_config import Record, count, refuse
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -56,25 +56,18 @@ WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qf
              text_config=None)
 
 
-def published(c: Any) -> Fields:
+def published(c: Any) -> Record:
     """config.json, with what it leaves out."""
-    return _complete(json.loads(c.published))
-
-
-def _complete(r):
-    r = complete(r, WHOLE)
-    for name, defaults in (("vision_config", VISION), ("qformer_config", QFORMER)):
-        r[name] = towers.part_of(r, name, defaults)
-    text = {"model_type": "opt", **(r["text_config"] or {})}
-    if text["model_type"] != "opt":
-        raise ConfigError(f"config.json, text_config: a language model of model_type "
-                          f"{text['model_type']!r:.80} is not supported, only 'opt'")
-    return {**r, "text_config": {**OPT, **text}}
+    return Record(json.loads(c.published), WHOLE)
 
 
 def _fields(r):
-    r = _complete(r)
-    text = llama.fields_of(r["text_config"])
+    refuse(r, use_decoder_only_language_model=True)
+    text = {"model_type": "opt", **(r.plain("text_config") or {})}
+    if text["model_type"] != "opt":
+        raise ConfigError(f"config.json, text_config: a language model of model_type "
+                          f"{text['model_type']!r:.80} is not supported, only 'opt'")
+    text = llama.fields_of({**OPT, **text}, at="text_config.")
     if text["embed_dim"] != text["d_model"]:
         raise ConfigError(f"config.json, text_config: word_embed_proj_dim {text['embed_dim']} is "
                           f"not supported, only hidden_size {text['d_model']}")
@@ -89,13 +82,13 @@ def _fields(r):
 
 
 def _vision(r):
-    r = r["vision_config"]
+    r = r.part("vision_config", VISION)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
     return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
 
 
 def _qformer(r):
-    r = r["qformer_config"]
+    r = r.part("qformer_config", QFORMER)
     refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
            position_embedding_type="absolute")
     if r["num_hidden_layers"] % 2:
@@ -134,7 +127,7 @@ def table(c: Any) -> dict[str, Any]:
 
 
 def _arrays(c):
-    has_bias = published(c)["vision_config"]["qkv_bias"]
+    has_bias = published(c).part("vision_config", VISION)["qkv_bias"]
     vision = {"embeddings.class_embedding": "1 1 D -> vision.class_token",
               "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
               "embeddings.patch_embedding.bias": "D -> vision.patch_bias",
@@ -182,8 +175,9 @@ def _stacks(c):
             "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
-FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, ignored=(r".*\.position_ids",),
-                             stacks=_stacks)}
+FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+                             ignored={r".*\.position_ids": is_range},
+                             neutral=keys("image_text_hidden_size tie_word_embeddings"))}
 
 
 # -------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from networks import stems, tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import BATCH_AXES, cast, varying
-from zigzag.hub.family import Family, columns, layer_norm, rows, under
-from zigzag.hub.published_config import Fields, complete, count
+from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
+from zigzag.hub.published_config import Record, count
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -45,25 +45,23 @@ WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None
              vision_config=None)
 
 
-def published(c: Any) -> Fields:
+def published(c: Any) -> Record:
     """config.json, with what it leaves out."""
-    return _complete(json.loads(c.published))
+    return Record(json.loads(c.published), WHOLE)
 
 
-def _complete(r):
-    r = complete(r, WHOLE)
-    for name, defaults in (("text_config", TEXT), ("vision_config", VISION)):
-        if own := r.get(f"{name}_dict"):    # of older files, which counts where they differ
-            r[name] = {**(r[name] or {}), **defaults, **own}
-        r[name] = towers.part_of(r, name, defaults)
-    return r
+def _part(r, name, defaults):
+    given = r.plain(name)
+    if own := r.plain(f"{name}_dict"):      # of older files, which counts where they differ
+        given = {**(given or {}), **defaults, **own}
+    return r.part(name, defaults, given)
 
 
 def _fields(r):
-    r = _complete(r)
-    text = r["text_config"]
+    text = _part(r, "text_config", TEXT)
     towers.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
+    float(r["logit_scale_init_value"])      # (which the table of weights reads)
     if not isinstance(text["eos_token_id"], int):
         raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
                           f"expected a whole number")
@@ -73,7 +71,7 @@ def _fields(r):
 
 
 def _vision(r):
-    r = r["vision_config"]
+    r = _part(r, "vision_config", VISION)
     return {**towers.sizes(r), **towers.pictures(r, count(r, "num_channels")), "embed_norm": True}
 
 
@@ -118,8 +116,10 @@ def _stacks(c):
             "v": [("vision.layers", range(vision_config(c).layers))]}
 
 
-FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, ignored=(r".*embeddings\.position_ids",),
-                           stacks=_stacks)}
+FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+                           ignored={r".*embeddings\.position_ids": is_range},
+                           neutral=keys("text_config.projection_dim vision_config.projection_dim "
+                                        "tie_word_embeddings"))}
 
 
 # -------------------------------------------------------------------------------------------

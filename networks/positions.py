@@ -101,9 +101,14 @@ def alibi_bias(c: Any, slopes: Array, place: Array) -> Array:
     distances count: a softmax does not see what all of a query's scores have in common.)"""
     if c.positions == "alibi":
         return slopes[:, None, None] * place
-    # Falcon rounded it, and divided it with the scores.
-    rounded = slopes.astype(jnp.bfloat16)[:, None, None] * place.astype(jnp.bfloat16)
-    return rounded.astype(jnp.float32) * c.head_dim**-0.5
+    # Falcon rounded slopes, places and their product, and divided it with the scores. (Not by
+    # arithmetic in bfloat16: a compiler may leave out a rounding between two operations.)
+    rounded = _to_bfloat16(_to_bfloat16(slopes[:, None, None]) * _to_bfloat16(place))
+    return rounded * c.head_dim**-0.5
+
+
+def _to_bfloat16(x):
+    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
 
 
 def relative_rows(c: Any) -> int:

@@ -33,8 +33,8 @@ from networks.config import Config
 from networks.transformer import feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
-from zigzag.hub.family import Family, biased, columns, layer_norm, rows, under
-from zigzag.hub.published_config import Fields, activation, complete, count, sizes
+from zigzag.hub.family import Family, biased, columns, keys, layer_norm, rows, under
+from zigzag.hub.published_config import Record, activation, count, sizes
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul
 from zigzag.weights import lora
@@ -55,9 +55,9 @@ class Run(NamedTuple):
     window: int     # tokens on a side: of the whole picture, where all see all
 
 
-def record(c: Config) -> Fields:
+def record(c: Config) -> Record:
     """config.json, with what it leaves out."""
-    return {**DEFAULTS, **json.loads(c.published)}
+    return Record(json.loads(c.published), DEFAULTS)
 
 
 def side(c: Config) -> int:
@@ -230,7 +230,7 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
 
 
 def _fields(r):
-    known, globally = sizes({**r, "vocab_size": 1}, seq_len="image_size"), r["global_attn_indexes"]
+    known, globally = sizes(r.but(vocab_size=1), seq_len="image_size"), r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
         raise ConfigError(f"config.json: global_attn_indexes {globally!r:.80}: expected a list of "
                           f"numbers of layers")
@@ -240,6 +240,9 @@ def _fields(r):
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
+    for name in ("use_abs_pos", "use_rel_pos"):     # (which _arrays looks at)
+        if not isinstance(r[name], bool):
+            raise ConfigError(f"config.json: {name} {r[name]!r:.80}: expected true or false")
     if count(r, "patch_size") > r["image_size"]:
         raise ConfigError(f"config.json: patch_size {r['patch_size']} is above image_size "
                           f"{r['image_size']}")
@@ -255,9 +258,10 @@ def _fields(r):
 
 def _fields_of_whole(r):
     """The fields of a SamModel: its image encoder alone is read, trained and saved."""
-    own = {**(r["vision_config"] or {}), "model_type": "sam_vision_model",
+    own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}
-    return {**_fields(complete(own, DEFAULTS)), "published": json.dumps(own, sort_keys=True)}
+    return {**_fields(r.part("vision_config", DEFAULTS, own)),
+            "published": json.dumps(own, sort_keys=True)}
 
 
 def _arrays(c):
@@ -283,11 +287,15 @@ def _stacks(c):
     return {"l": [(run.name, run.numbers) for run in runs(c)]}
 
 
-OTHER_PARTS = (r"prompt_encoder\..*", r"mask_decoder\..*", r"shared_image_embedding\..*")
+IN_VISION = "num_pos_feats scale mlp_ratio tie_word_embeddings"
+OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
+                             r"shared_image_embedding\..*"), "^SamModel$")
 FAMILIES = {
     "sam": Family(_fields_of_whole, _arrays, {"vision_config": None}, ignored=OTHER_PARTS,
-                  stacks=_stacks),
-    "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks)}
+                  stacks=_stacks, neutral=keys(f"{IN_VISION} mask_decoder_config "
+                                               "prompt_encoder_config")),
+    "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks,
+                               neutral=keys(IN_VISION))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
                   gives=lambda c: "vectors", source_shape=transformer.source_shape,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 import shard
@@ -37,8 +38,8 @@ from networks.transformer import class_loss, feed_forward, heads_of, norm, with_
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.hub.encoders import classed, classifier
-from zigzag.hub.family import Family, biased, columns, layer_norm, rows, under
-from zigzag.hub.published_config import MOST, MOST_LAYERS, Fields, activation, count, refuse
+from zigzag.hub.family import Family, biased, columns, keys, layer_norm, pair_index, rows, under
+from zigzag.hub.published_config import MOST, MOST_LAYERS, Record, activation, count, refuse
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul
 from zigzag.weights import lora
@@ -59,9 +60,9 @@ class Stage(NamedTuple):
     heads: int
 
 
-def record(c: Config) -> Fields:
+def record(c: Config) -> Record:
     """config.json, with what it leaves out."""
-    return {**DEFAULTS, **json.loads(c.published)}
+    return Record(json.loads(c.published), DEFAULTS)
 
 
 def stages(c: Config) -> list[Stage]:
@@ -315,9 +316,15 @@ def _stacks(c):
             for stage, letter in zip(stages(c), LETTERS)}
 
 
-# (The constant array that is ignored is one that transformers makes itself where it is missing.)
-SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", (r".*relative_position_index",), stacks=_stacks,
-              aliases={"num_attention_heads": "num_heads"})
+def _is_index(c, array):
+    """Which row of the table is for each two tokens of a window."""
+    return np.array_equal(array, pair_index(record(c)["window_size"]))
+
+
+SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
+              stacks=_stacks, aliases={"num_attention_heads": "num_heads"}, neutral=keys(
+                  "drop_path_rate encoder_stride hidden_size num_layers out_features out_indices "
+                  "stage_names tie_word_embeddings"))
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
                   gives=lambda c: "classes" if c.head == "classes" else "vectors",

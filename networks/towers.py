@@ -9,20 +9,13 @@ from typing import Any
 
 from networks.config import Config
 from zigzag.core.errors import ConfigError
-from zigzag.hub.published_config import MOST_LAYERS, Fields, activation, as_config, complete, count
+from zigzag.hub.published_config import MOST_LAYERS, Fields, Record, activation, as_config, count
 
 # How a model is trained and computed: for all towers as the flags say.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 
-def part_of(r: Fields, name: str, defaults: Fields) -> Fields:
-    """A part of a config.json that is a tower's own, with what it leaves out."""
-    given = r[name] or {}
-    kind = given.get("model_type") or f"{r['model_type']}, {name}"
-    return complete({**given, "model_type": kind}, defaults)
-
-
-def sizes(r: Fields) -> Fields:
+def sizes(r: Record) -> Fields:
     """A tower's fields: LayerNorm, an MLP of two products, all with biases."""
     return dict(layers=count(r, "num_hidden_layers", MOST_LAYERS), d_model=count(r, "hidden_size"),
                 heads=count(r, "num_attention_heads"), d_ff=count(r, "intermediate_size"),
@@ -30,7 +23,7 @@ def sizes(r: Fields) -> Fields:
                 activation=activation(r["hidden_act"]), biases="qkv,out,mlp")
 
 
-def pictures(r: Fields, channels: int) -> Fields:
+def pictures(r: Record, channels: int) -> Fields:
     """And those of one that reads pictures."""
     return dict(stem="patches", image_size=count(r, "image_size"), channels=channels,
                 patch_size=count(r, "patch_size"), causal=False, head="none", positions="learned")

@@ -11,16 +11,30 @@ family.py says what a family is.
 
 import json
 
+import numpy as np
+
 from zigzag.core.errors import ConfigError
-from zigzag.hub.family import Family, columns, head, layer_norm, rows, under
+from zigzag.hub.family import (
+    Family,
+    columns,
+    head,
+    is_range,
+    keys,
+    layer_norm,
+    pair_index,
+    rows,
+    under,
+)
 from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, sizes
 
 ENCODERS: dict[str, Family] = {}
 
-# Buffers, and what only BertForPreTraining and AlbertForPreTraining have.
-LEFT_OUT = (r".*embeddings\.(position_ids|token_type_ids)", r"(\w+\.)?pooler\..*",
-            r"cls\.seq_relationship\..*", r"sop_classifier\..*",
-            r"(cls\.predictions|predictions|lm_head)\.decoder\.bias")
+# Buffers, and what the classes of masked language models lack. (Those for pretraining have it.)
+LEFT_OUT = {r".*embeddings\.position_ids": is_range,
+            r".*embeddings\.token_type_ids": lambda c, array: not array.any(),
+            r"(\w+\.)?pooler\..*": "For(MaskedLM|PreTraining)$",
+            r"cls\.seq_relationship\..*": "ForPreTraining$",
+            r"sop_classifier\..*": "ForPreTraining$"}
 # In folders by the oldest versions, BERT's own for example.
 OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
@@ -30,12 +44,13 @@ OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.bet
 
 def classed(r, **heads):
     """The fields of the head that `architectures` names: of `heads`, by the end of a class."""
-    names = r.get("architectures") or [None]
+    given = r.get("architectures")
+    names = given if isinstance(given, list) and given else [None]
     kind = "".join(part.capitalize() for part in r["model_type"].split("_"))
     kind = {"Vit": "ViT"}.get(kind, kind)
     known = {f"{kind}{end}": fields for end, fields in heads.items()}
     if names[0] not in known:
-        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
+        raise ConfigError(f"config.json: architectures {given!r:.80} is not supported for "
                           f"model_type {r['model_type']}, only {', '.join(known)}")
     fields = dict(known[names[0]])
     if fields["head"] == "classes":
@@ -46,22 +61,22 @@ def classed(r, **heads):
 
 
 def _published(r, **changes):
-    return json.dumps({**r, **changes}, sort_keys=True)
+    return json.dumps({**r.given, **changes}, sort_keys=True)
 
 
 def _labels(r):
     if r.get("problem_type") not in (None, "single_label_classification"):
         refuse(r, problem_type="single_label_classification")
-    names = r.get("id2label")
+    names = r.plain("id2label")
     labels = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
     if count({"labels": labels}, "labels") == 1:
         raise ConfigError("config.json: 1 label is not supported: that is a regression")
     return labels
 
 
-def _pooler(fields, names):
+def _pooler(r, fields, folder):
     """A model without a head may have a pooler, or none."""
-    if fields["head"] == "none" and not any("pooler." in name for name in names):
+    if fields["head"] == "none" and not any("pooler." in name for name in folder.arrays):
         return {"pool_dense": False}
     return {}
 
@@ -123,11 +138,14 @@ _picture_layer = _layer("attention.attention", "attention.output.dense")
 
 
 def _masked(c, dense, norm, bias, decoder):
-    """The head of a masked language model."""
+    """The head of a masked language model. Its bias has two names, of which an untied model uses
+    the decoder's (in transformers 5; in 4 they are one)."""
     inner = "D" if c.embed_dim else "d"
+    biases = {bias: "V -> head_bias", f"{decoder}.bias": "V = head_bias"} if c.tied else {
+        f"{decoder}.bias": "V -> head_bias", bias: "V ~ head_bias"}
     return {**head(c, f"{decoder}.weight"), f"{dense}.weight": f"W {inner} -> transform",
             f"{dense}.bias": "W -> transform_bias", **layer_norm(norm, "transform_norm", "W"),
-            bias: "V -> head_bias"}
+            **biases}
 
 
 def _bert_stack(prefix, c):
@@ -148,7 +166,9 @@ def _bert_arrays(c):
     return arrays
 
 
-ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler)
+ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler,
+                          neutral=keys("""directionality pooler_fc_size pooler_num_attention_heads
+                              pooler_num_fc_layers pooler_size_per_head pooler_type"""))
 
 
 def _roberta(r):
@@ -219,7 +239,9 @@ def _albert_arrays(c):
 ENCODERS["albert"] = Family(
     _albert, _albert_arrays,
     {**TEXT, "hidden_act": "gelu_new", "embedding_size": 128, "num_hidden_groups": 1,
-     "inner_group_num": 1}, "albert.", LEFT_OUT, older=OLDER, seen=_pooler)
+     "inner_group_num": 1}, "albert.", LEFT_OUT, older=OLDER, seen=_pooler,
+    neutral=keys("""classifier_dropout_prob down_scale_factor gap_size layers_to_keep
+                    net_structure_type num_memory_blocks"""))
 
 
 # -------------------------------------------------------------------------------------------
@@ -227,6 +249,16 @@ ENCODERS["albert"] = Family(
 
 PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_size=16,
                 num_channels=3)
+
+
+# No patch is hidden here: the token that stands for those that are does not count.
+MASK_TOKEN = r"(\w+\.)?embeddings\.mask_token"
+# What transformers 5 calls them where it is asked not to save the original format.
+NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj",
+         "attention.attention.key": "attention.k_proj",
+         "attention.attention.value": "attention.v_proj",
+         "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
+         "output.dense": "mlp.fc2", "attention.attention.relative": "relative"}
 
 
 def _pictures(r):
@@ -258,8 +290,8 @@ def _vit(r):
               **classed(r, ForImageClassification=dict(head="classes"), Model=PLAIN)}
     if fields["head"] == "none":
         refuse(r, pooler_act="tanh")
-        refuse({**r, "pooler_output_size": r["pooler_output_size"] or r["hidden_size"]},
-               pooler_output_size=r["hidden_size"])
+        if r["pooler_output_size"] is not None:
+            refuse(r, pooler_output_size=r["hidden_size"])
     return fields
 
 
@@ -271,7 +303,8 @@ def _vit_arrays(c):
 ENCODERS["vit"] = Family(
     _vit, _vit_arrays, {**PICTURES, "qkv_bias": True, "pooler_output_size": None,
                         "pooler_act": "tanh"},
-    "vit.", (r"(vit\.)?embeddings\.mask_token", r"(vit\.)?pooler\..*"), seen=_pooler)
+    "vit.", {MASK_TOKEN: "", r"(vit\.)?pooler\..*": "ForImageClassification$"}, seen=_pooler,
+    older=NEWER, neutral=keys("encoder_stride pooler_act pooler_output_size tie_word_embeddings"))
 
 
 def _beit(r):
@@ -302,9 +335,20 @@ def _beit_arrays(c):
     return arrays
 
 
+def _is_index(c, array):
+    """Which row of the table is for each two patches, and for those with the class token."""
+    ids = np.pad(pair_index(c.image_size // c.patch_size), ((1, 0), (1, 0)))
+    ids[0], ids[:, 0], ids[0, 0] = ids.max() + 1, ids.max() + 2, ids.max() + 3
+    return np.array_equal(array, ids)
+
+
 ENCODERS["beit"] = Family(
     _beit, _beit_arrays,
     {**PICTURES, "use_mask_token": False, "use_absolute_position_embeddings": False,
      "use_relative_position_bias": False, "use_shared_relative_position_bias": False,
      "layer_scale_init_value": 0.1, "use_mean_pooling": True},
-    "beit.", (r".*relative_position_index", r"(beit\.)?embeddings\.mask_token"))
+    "beit.", {r".*relative_position_index": _is_index, MASK_TOKEN: ""}, older=NEWER,
+    neutral=keys("""add_fpn auxiliary_channels auxiliary_concat_input auxiliary_loss_weight
+                    auxiliary_num_convs drop_path_rate out_features out_indices pool_scales
+                    reshape_hidden_states semantic_loss_ignore_index stage_names
+                    use_auxiliary_head vocab_size tie_word_embeddings"""))

@@ -9,28 +9,71 @@ from typing import Any, Callable
 import numpy as np
 
 from zigzag.hub.published import Change, stacks_of
-from zigzag.hub.published_config import Fields
+from zigzag.hub.published_config import Fields, Record
+
+
+def keys(names: str) -> tuple[str, ...]:
+    """Names with blanks between them."""
+    return tuple(names.split())
+
+
+# Why an array of a folder is no weight: (a Config, its numbers) -> whether they are the constant
+# that follows from the configuration; or a regex of the classes that lack it.
+Ignored = Callable[[Any, np.ndarray], bool] | str
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    fields: Callable[[Fields], Fields]          # config.json -> fields of a Config
+    fields: Callable[[Record], Fields]          # config.json -> fields of a Config
     arrays: Callable[[Any], dict[str, str]]     # a Config -> patterns of published arrays
     defaults: Fields                            # of what a config.json leaves out
     prefix: str = ""                            # of names, which a folder of the bare model lacks
-    ignored: tuple[str, ...] = ()               # arrays that are no weights, as regexes
+    ignored: dict[str, Ignored] = dataclasses.field(default_factory=dict)   # arrays that are no
+                                                # weights, as regexes, and why
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # other names, and the usual
     optional: tuple[str, ...] = ()              # arrays that are zeros where they are missing
     stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
     older: dict[str, str] = dataclasses.field(default_factory=dict)     # parts of names, and what
-                                                # they may be called instead
+                                                # older or newer versions call them
+    fused: dict[str, str] = dataclasses.field(default_factory=dict)     # patterns of arrays that
+                                                # have all experts, in place of one for each
     seen: Callable[[Fields, Any], Fields] | None = None     # fields that follow from these fields,
-                                                # and from which arrays a folder has
+                                                # and from the arrays of a folder
+    shared: tuple[str, ...] = ()                # keys that its class has, of those that shared
+                                                # translators read for some classes
+    neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes
+                                                # where `fields` does not read them
 
 
 # Arrays that are no weights: constants that older versions of transformers saved.
-INV_FREQ = (r".*rotary_emb\.inv_freq",)
+def _is_rates(c, array):
+    dim = c.rotary_dim or c.head_dim
+    return array.shape == (dim // 2,) and np.allclose(
+        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.01)    # (of half precision)
+
+
+def _is_causal(c, array):
+    """Which keys a query sees: those before it, or of these the last ones."""
+    seen = np.tri(array.shape[-1], dtype=bool)
+    return array.ndim == 4 and (np.array_equal(array[0, 0] > 0, seen) or bool(c.window) and (
+        np.array_equal(array[0, 0] > 0, seen & ~np.tri(len(seen), k=-c.window, dtype=bool))))
+
+
+def is_range(c: Any, array: np.ndarray) -> bool:
+    return np.array_equal(array.ravel(), np.arange(array.size))
+
+
+def pair_index(side: int) -> np.ndarray:
+    """For each two of side * side patches how far apart they are, as one number."""
+    rows, columns = np.divmod(np.arange(side * side), side)
+    down, right = (a[:, None] - a + side - 1 for a in (rows, columns))
+    return down * (2 * side - 1) + right
+
+
+INV_FREQ = {r".*rotary_(pos_)?emb\.inv_freq": _is_rates}
+MASKS = {r"(.*\.)?(attn|attention)\.bias": _is_causal,
+         r"(.*\.)?(attn|attention)\.masked_bias": lambda c, array: array.max() <= -1e4}
 
 
 def biased(**has):

@@ -33,7 +33,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     record = read_config(folder)
     found = fields_of(record, network.families)
     if seen := family_of(record, network.families).seen:
-        found |= seen(found, Folder(folder).arrays)
+        found |= seen(record, found, Folder(folder))
     return as_config(network.config, Path(folder) / "config.json", found | fields)
 
 

@@ -3,24 +3,36 @@
 family.py says what a family is.
 """
 
+import numpy as np
+
 from zigzag.core.errors import ConfigError
 from zigzag.hub.family import (
     INV_FREQ,
+    MASKS,
     Family,
     biased,
     columns,
     head,
+    keys,
     layer_norm,
     neighbours_apart,
     rows,
     under,
 )
-from zigzag.hub.published_config import activation, refuse, rope, sizes, window
+from zigzag.hub.published_config import (
+    activation,
+    refuse,
+    refuse_other_heads,
+    rope,
+    sizes,
+    window,
+)
 
 GPT: dict[str, Family] = {}
 
 
 def _old(r, norm_eps="layer_norm_epsilon", **names):
+    refuse_other_heads(r)
     return {**sizes(r, **names), "norm": "layer", "norm_eps": r[norm_eps], "gated": False,
             "tied": bool(r["tie_word_embeddings"])}
 
@@ -53,8 +65,8 @@ def _gpt2_arrays(c):
          "mlp.c_proj.weight": "F D -> w_down", "mlp.c_proj.bias": "D -> w_down_bias"})
 
 
-MASKS = (r"(.*\.)?(attn|attention)\.(masked_)?bias",)
-GPT["gpt2"] = Family(_gpt2, _gpt2_arrays, GPT2, "transformer.", MASKS, aliases=GPT2_NAMES)
+GPT["gpt2"] = Family(_gpt2, _gpt2_arrays, GPT2, "transformer.", MASKS, aliases=GPT2_NAMES,
+                     neutral=keys("reorder_and_upcast_attn summary_proj_to_labels n_ctx"))
 
 
 def _gptj(r):
@@ -73,10 +85,18 @@ def _gptj_arrays(c):
         columns("mlp.fc_in", "F", "w_up"), rows("mlp.fc_out", "F", "w_down"))
 
 
+def _is_sinusoids(c, array):
+    """Sines and cosines of each position, which GPT-J's first folders have."""
+    dim = c.rotary_dim or c.head_dim
+    angle = np.arange(len(array))[:, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
+
+
 GPT["gptj"] = Family(
     _gptj, _gptj_arrays, {**GPT2, "n_positions": 2048, "rotary_dim": 64,
                           "tie_word_embeddings": False},
-    "transformer.", (*MASKS, r".*embed_positions"), neighbours_apart, GPT2_NAMES)
+    "transformer.", {**MASKS, r".*embed_positions": _is_sinusoids}, neighbours_apart, GPT2_NAMES,
+    neutral=keys("n_ctx rotary scale_attn_weights summary_proj_to_labels"))
 
 
 def _gpt_neo(r):
@@ -85,8 +105,13 @@ def _gpt_neo(r):
     if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
         raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
                           f"{r['num_layers']!r:.80}")
-    kinds = [names[kind] for kinds, times in types for _ in range(times) for kind in kinds]
-    local = window({"sliding_window": r["window_size"], "num_hidden_layers": len(kinds)}, kinds)
+    kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
+    kinds = r.get("attention_layers", kinds)        # (which wins where it differs)
+    if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
+        raise ConfigError(f"config.json: attention_layers {kinds!r:.80}: expected local or global "
+                          f"for each of num_layers {r['num_layers']}")
+    local = window({"sliding_window": r["window_size"], "num_hidden_layers": len(kinds)},
+                   [names[kind] for kind in kinds])
     return {**fields, **local, "attn_scale": 1.0,
             "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "positions": "learned",
             "position_rows": r["max_position_embeddings"],
@@ -110,13 +135,15 @@ GPT["gpt_neo"] = Family(
     {**OLD, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 12]],
      "window_size": 256, "intermediate_size": None, "activation_function": "gelu_new"},
     "transformer.", MASKS, aliases={"num_attention_heads": "num_heads",
-                                    "num_hidden_layers": "num_layers"})
+                                    "num_hidden_layers": "num_layers"},
+    neutral=keys("embed_dropout resid_dropout summary_proj_to_labels"))
 
 
 def _gpt_neox(r):
     bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
-    return {**_old(r, "layer_norm_eps"), **rope(
-        {**r, "rope_theta": r["rotary_emb_base"], "partial_rotary_factor": r["rotary_pct"]}),
+    # (transformers 4 writes these two by both names.)
+    refuse(r, rope_theta=r["rotary_emb_base"], partial_rotary_factor=r["rotary_pct"])
+    return {**_old(r, "layer_norm_eps"), **rope(r, "rotary_emb_base", "rotary_pct"),
         "d_ff": r["intermediate_size"], "parallel_block": parallel,
         "parallel_norms": 2 if parallel else 1,
         "activation": activation(r["hidden_act"]), **biased(qkv=bias, out=bias, mlp=True)}
@@ -138,10 +165,12 @@ GPT["gpt_neox"] = Family(
     _gpt_neox, _gpt_neox_arrays,
     dict(layer_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=2048,
          rotary_pct=0.25, rotary_emb_base=10000, attention_bias=True, use_parallel_residual=True,
-         hidden_act="gelu"), "gpt_neox.", (*INV_FREQ, *MASKS))
+         hidden_act="gelu"), "gpt_neox.", {**INV_FREQ, **MASKS},
+    older={"embed_out.weight": "lm_head.weight"}, shared=("rotary_pct",))
 
 
 def _opt(r):
+    refuse_other_heads(r)
     refuse(r, enable_bias=True, layer_norm_elementwise_affine=True,
            _remove_final_layer_norm=False)
     width = r["word_embed_proj_dim"] or r["hidden_size"]
@@ -177,9 +206,12 @@ GPT["opt"] = Family(
 
 def _bloom(r):
     refuse(r, apply_residual_connection_post_layernorm=False)
-    return {**_old({"max_position_embeddings": r.get("seq_length") or 2048, **r}, layers="n_layer",
-                   heads="n_head"), "d_ff": 4 * r["hidden_size"], "positions": "alibi",
-            "embed_norm": True, "biases": "qkv,out,mlp", "activation": "gelu_tanh"}
+    if r.get("slow_but_exact"):     # (then it adds the biases of a product once for each part)
+        refuse(r, pretraining_tp=1)
+    length = r.get("max_position_embeddings") or r.get("seq_length") or 2048
+    return {**_old(r.but(max_position_embeddings=length), layers="n_layer", heads="n_head"),
+            "d_ff": 4 * r["hidden_size"], "positions": "alibi", "embed_norm": True,
+            "biases": "qkv,out,mlp", "activation": "gelu_tanh"}
 
 
 def _bloom_arrays(c):
@@ -203,7 +235,9 @@ def _bloom_arrays(c):
 GPT["bloom"] = Family(
     _bloom, _bloom_arrays, {**OLD, "apply_residual_connection_post_layernorm": False},
     "transformer.", aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head",
-                             "num_hidden_layers": "n_layer"})
+                             "num_hidden_layers": "n_layer"},
+    neutral=keys("pretraining_tp attention_softmax_in_fp32 bias_dropout_fusion n_inner "
+                 "masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv"))
 
 
 def _falcon(r):
@@ -227,4 +261,7 @@ GPT["falcon"] = Family(
     {**OLD, "max_position_embeddings": 2048, "rope_theta": 10000.0, "num_kv_heads": None,
      "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False,
      "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
-     "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"})
+     "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"},
+    # (The second row: where positions are ALiBi's.)
+    neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn
+                    rope_theta rope_scaling rope_parameters"""))

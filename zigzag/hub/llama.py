@@ -21,6 +21,7 @@ from zigzag.hub.family import (
     biased,
     columns,
     head,
+    keys,
     neighbours,
     neighbours_apart,
     rows,
@@ -31,14 +32,16 @@ from zigzag.hub.pairs import PAIRS
 from zigzag.hub.published import Change, one_stack
 from zigzag.hub.published_config import (
     Fields,
+    Record,
     activation,
     as_older,
-    complete,
     count,
     refuse,
+    refuse_other_heads,
     rope,
     sizes,
     window,
+    with_usual_names,
 )
 from zigzag.weights.positions import mscale, parse_scaling
 
@@ -54,12 +57,17 @@ def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
     return families[kind]
 
 
-def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
-    """A published config.json as fields of networks.transformer.Config."""
+def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked: bool = True,
+              at: str = "") -> Fields:
+    """A published config.json (or the part `at` one of its keys) as fields of
+    networks.transformer.Config. Refuses a key that is not read and may matter; unless
+    `is_checked`, for a record that an earlier version has accepted."""
     family, kind = family_of(record, families), record["model_type"]
+    record = with_usual_names(record, family.aliases)
     try:
-        record = as_older(record, family.aliases)
-        fields = family.fields(complete(record, family.defaults))
+        fields = _read(record, family, is_checked, at)
+        older = as_older(record, family.shared)
+        published = older if older == record or _is_same(older, fields, family) else record
     except ConfigError:
         raise
     except KeyError as e:
@@ -69,7 +77,25 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Fields:
                           f"({one_line(e)})") from None
     # (It is tuned without the losses that only routers of new models need.)
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
-            "published": json.dumps(record, sort_keys=True), **fields}
+            "published": json.dumps(published, sort_keys=True), **fields}
+
+
+def _read(record, family, is_checked=True, at=""):
+    """The fields of a record, all of which must have been read, or be neutral."""
+    r = Record(record, family.defaults, family.shared, at)
+    fields = family.fields(r)
+    if is_checked:
+        r.refuse_unread(family.neutral)
+    return fields
+
+
+def _is_same(record, fields, family):
+    """Whether another record leads to the same fields."""
+    try:
+        other = _read(record, family)
+    except ConfigError:
+        return False
+    return {**other, "published": ""} == {**fields, "published": ""}
 
 
 def token_ids(c: Any) -> dict[str, Any]:
@@ -154,17 +180,22 @@ def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
 # -------------------------------------------------------------------------------------------
 # LLaMA and its relatives
 
-def _modern(r):
+def _modern(r, **of_rope):
     """Fields of config.json that most newer families have."""
+    refuse_other_heads(r)
     return {**sizes(r), "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
-            "head_dim": r.get("head_dim") or 0, "d_ff": r["intermediate_size"],
-            "norm_eps": r["rms_norm_eps"], "tied": bool(r["tie_word_embeddings"]),
-            "activation": activation(r["hidden_act"]), **rope(r)}
+            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0,
+            "d_ff": r["intermediate_size"], "norm_eps": r["rms_norm_eps"],
+            "tied": bool(r["tie_word_embeddings"]), "activation": activation(r["hidden_act"]),
+            **rope(r, **of_rope)}
 
 
 MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
               max_position_embeddings=2048, tie_word_embeddings=False)
 
+
+HEAD_DIM = ("head_dim",)
+WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 LAYER = "model.layers.{l}."
 ENDS = {"model.embed_tokens.weight": "V W -> embed", "model.norm.weight": "D -> norm"}
@@ -195,11 +226,19 @@ def _llama_arrays(c):
 
 
 def _llama(r):
+    refuse(r, rope_interleaved=False)
     bias = r["attention_bias"]
     return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
 
 
+# What says which layers have a window, in a model without one.
+NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layers")
+
+
 def _qwen_window(r):
+    refuse(r, use_mrope=False)
+    if not r["use_sliding_window"]:
+        return {}       # (whatever else the file says of it)
     kinds = ["full_attention" if i < r["max_window_layers"] else "sliding_attention"
              for i in range(r["num_hidden_layers"])]
     return window(r, r["layer_types"] or kinds)
@@ -207,21 +246,22 @@ def _qwen_window(r):
 
 FAMILIES["llama"] = Family(
     _llama, _llama_arrays, {**MODERN, "attention_bias": False, "mlp_bias": False, "head_dim": None},
-    "model.", INV_FREQ)
+    "model.", INV_FREQ, shared=HEAD_DIM, neutral=keys("pretraining_tp is_llama_config"))
 FAMILIES["mistral"] = Family(
     lambda r: {**_modern(r), **window(r)}, _llama_arrays,
     {**MODERN, "num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
-     "sliding_window": 4096}, "model.", INV_FREQ)
+     "sliding_window": 4096}, "model.", INV_FREQ, shared=HEAD_DIM)
 
 QWEN = {**MODERN, "num_key_value_heads": 32, "max_position_embeddings": 32768,
         "use_sliding_window": False, "sliding_window": 4096}
 QWEN2 = {**QWEN, "max_window_layers": 28, "layer_types": None}
 FAMILIES["qwen2"] = Family(
     lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2, "model.",
-    INV_FREQ)
+    INV_FREQ, shared=WITH_WINDOW, neutral=NO_WINDOW)
 FAMILIES["qwen3"] = Family(
     lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True}, _llama_arrays,
-    {**QWEN2, "attention_bias": False, "head_dim": 128}, "model.", INV_FREQ)
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, "model.", INV_FREQ, shared=WITH_WINDOW,
+    neutral=NO_WINDOW)
 
 
 def _phi3_arrays(c):
@@ -232,19 +272,27 @@ def _phi3_arrays(c):
     return _ends(c) | under(LAYER, NORMS, fused)
 
 
+def _phi3(r):
+    refuse(r, attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1,
+           interpolate_factor=1)
+    return {**_modern(r, names={"su": "longrope", "yarn": "longrope"}), **window(r)}
+
+
 FAMILIES["phi3"] = Family(
-    lambda r: {**_modern(r), **window(r)}, _phi3_arrays,
+    _phi3, _phi3_arrays,
     {**MODERN, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
-     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}, "model.", INV_FREQ)
+     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}, "model.", INV_FREQ,
+    shared=(*HEAD_DIM, "partial_rotary_factor"))
 
 
-def _gemma(r):
+def _gemma(r, **of_rope):
     """Gemma 2 and 3: norms around both halves (`_one_more` changes what they store); the embedding
     is multiplied by the root of its width, which an embed_scale of 0 means."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
-    return {**_modern({**r, "hidden_act": r["hidden_activation"]}), "norm_place": "sandwich",
-            "embed_scale": 0.0, "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
+    return {**_modern(r.but(hidden_act=r["hidden_activation"]), **of_rope),
+            "norm_place": "sandwich", "embed_scale": 0.0,
+            "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
             "attn_softcap": r["attn_logit_softcapping"] or 0.0,
             "logit_softcap": r["final_logit_softcapping"] or 0.0, **biased(qkv=bias, out=bias)}
 
@@ -261,9 +309,14 @@ def _every(r, number):
 
 
 def _gemma3(r):
+    refuse(r, attn_logit_softcapping=None)      # (its class does not look at it)
     local = _every(r, r["sliding_window_pattern"])
-    return {**_gemma(r), **local, "qk_norm": True,
-            "local_theta": float(r["rope_local_base_freq"]) if local else 0.0}
+    rates = rope(r, "rope_local_base_freq", of_layers="sliding_attention")
+    if rates["rope_scaling"]:
+        raise ConfigError("config.json: rope_parameters.sliding_attention: only the rope_type "
+                          "'default' is supported")
+    return {**_gemma(r, of_layers="full_attention"), **local, "qk_norm": True,
+            "local_theta": rates["rope_theta"] if local else 0.0}
 
 
 GEMMA_NORMS = {"input_layernorm.weight": "D -> attn_norm",
@@ -289,8 +342,11 @@ GEMMA2 = {**MODERN, "num_key_value_heads": 4, "head_dim": 256, "max_position_emb
 GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
           "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
           "final_logit_softcapping": None, "attn_logit_softcapping": None}
-FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more)
-FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more)
+FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more,
+                            shared=HEAD_DIM, neutral=keys("hidden_act"))
+FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more,
+                                 shared=HEAD_DIM,
+                                 neutral=keys("hidden_act _sliding_window_pattern"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -303,6 +359,12 @@ def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
             f"{prefix}experts.{{e}}.{down}.weight": "D G -> e_down"}
 
 
+def _fused(prefix):
+    """The arrays of all experts, as transformers 5 keeps them."""
+    return under(prefix, {"mlp.experts.gate_up_proj": "E (G | G) D -> e_gate e_up",
+                          "mlp.experts.down_proj": "E D G -> e_down"})
+
+
 def _mixtral_arrays(c):
     return _ends(c) | under(LAYER, NORMS, ATTENTION,
                              _routed("block_sparse_moe.", "w1", "w3", "w2"))
@@ -313,7 +375,9 @@ FAMILIES["mixtral"] = Family(
                "experts_per_token": r["num_experts_per_tok"]}, _mixtral_arrays,
     {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
-     "num_experts_per_tok": 2}, "model.", INV_FREQ, aliases={"num_experts": "num_local_experts"})
+     "num_experts_per_tok": 2}, "model.", INV_FREQ, shared=HEAD_DIM,
+    aliases={"num_experts": "num_local_experts"}, older={".block_sparse_moe.": ".mlp."},
+    fused=_fused(LAYER), neutral=keys("router_jitter_noise"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -346,7 +410,9 @@ def _plain_arrays(c):
 
 
 PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
-                                   arrays=_plain_arrays, stacks=one_stack)
+                                   arrays=_plain_arrays, stacks=one_stack, fused={
+                                       name: pattern.replace("G", "F") for name, pattern
+                                       in FAMILIES[kind].fused.items()})
          for kind in ("llama", "mistral", "mixtral")}
 
 
@@ -379,15 +445,19 @@ FAMILIES["qwen3_moe"] = Family(
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
      "mlp_only_layers": None, "decoder_sparse_step": 1}, "model.", INV_FREQ,
-    aliases={"num_local_experts": "num_experts"})
+    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=_fused(EXPERT_LAYER),
+    neutral=NO_WINDOW)
 
 
 def _deepseek_v3(r):
     refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
            topk_method="noaux_tc")
+    if not isinstance(r["rope_interleave"], bool):      # (which _deepseek_v3_order looks at)
+        refuse(r, rope_interleave=True)
     turned = count(r, "qk_rope_head_dim")
-    fields = {**_modern({**r, "head_dim": turned}), "kv_heads": r["num_attention_heads"]}
     width = count(r, "qk_nope_head_dim") + turned
+    refuse(r, head_dim=turned, qk_head_dim=width)       # (transformers 5 writes them, too)
+    fields = {**_modern(r.but(head_dim=turned)), "kv_heads": r["num_attention_heads"]}
     scaling = json.loads(fields["rope_scaling"] or "{}")
     scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
     return {**fields, "head_dim": width, "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0,
@@ -433,8 +503,11 @@ FAMILIES["deepseek_v3"] = Family(
      "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
      "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
-     "attention_bias": False}, "model.", (*INV_FREQ, r"(model\.)?layers\.{layers}\..*"),
-    _deepseek_v3_order, {"num_local_experts": "n_routed_experts"})
+     "attention_bias": False}, "model.", {**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
+    _deepseek_v3_order, {"num_local_experts": "n_routed_experts",
+                         "num_mtp_layers": "num_nextn_predict_layers"}, shared=HEAD_DIM,
+    fused=_fused(EXPERT_LAYER),
+    neutral=keys("pretraining_tp num_nextn_predict_layers aux_loss_alpha ep_size seq_aux"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -442,11 +515,11 @@ FAMILIES["deepseek_v3"] = Family(
 
 def _chatglm(r):
     refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
-           post_layer_norm=True, pre_seq_len=None)
+           post_layer_norm=True, pre_seq_len=None, original_rope=True)
     if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 it was another thing than in 3
         refuse(r, rope_ratio=1)
     width = r["kv_channels"]
-    return {**sizes({**r, "vocab_size": r["padded_vocab_size"]}, layers="num_layers",
+    return {**sizes(r.but(vocab_size=r["padded_vocab_size"]), layers="num_layers",
                     seq_len="seq_length"), "head_dim": width, "rotary_dim": width // 2,
             "kv_heads": (r["multi_query_group_num"] if r["multi_query_attention"]
                          else r["num_attention_heads"]), "d_ff": r["ffn_hidden_size"],
@@ -472,7 +545,9 @@ FAMILIES["chatglm"] = Family(
          apply_residual_connection_post_layernorm=False, post_layer_norm=True,
          add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False,
          multi_query_group_num=1, tie_word_embeddings=False, rope_ratio=1),
-    "transformer.", (r".*rotary_pos_emb\.inv_freq",), neighbours_apart)
+    "transformer.", INV_FREQ, neighbours_apart, neutral=keys(
+        "apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion "
+        "fp32_residual_connection prefix_projection interleaved_qkv"))
 
 
 def _glm_arrays(c):
@@ -486,4 +561,4 @@ FAMILIES["glm"] = Family(
     lambda r: {**_modern(r), **biased(qkv=r["attention_bias"])}, _glm_arrays,
     {**MODERN, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
      "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "attention_bias": True},
-    "model.", INV_FREQ, neighbours_apart)
+    "model.", INV_FREQ, neighbours_apart, shared=(*HEAD_DIM, "partial_rotary_factor"))

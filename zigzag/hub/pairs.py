@@ -5,8 +5,15 @@ what a family is.
 """
 
 from zigzag.core.errors import ConfigError
-from zigzag.hub.family import Family, columns, head, layer_norm, rows, under
-from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, sizes
+from zigzag.hub.family import Family, columns, head, keys, layer_norm, rows, under
+from zigzag.hub.published_config import (
+    MOST_LAYERS,
+    activation,
+    count,
+    refuse,
+    refuse_other_heads,
+    sizes,
+)
 
 PAIRS: dict[str, Family] = {}
 
@@ -29,9 +36,12 @@ def _t5_mlp(r):
 
 
 def _t5(r):
+    refuse_other_heads(r)
     refuse(r, is_encoder_decoder=True)
     tied, width = bool(r["tie_word_embeddings"]), count(r, "d_model")
-    fields = sizes({**r, "length": LENGTH}, "num_layers", "d_model", "num_heads", "length")
+    # (transformers 5 says so apart: it writes that all are tied.)
+    is_scaled = bool(r.get("scale_decoder_outputs", tied))
+    fields = sizes(r.but(length=LENGTH), "num_layers", "d_model", "num_heads", "length")
     return {**fields, **_t5_mlp(r), "encoder_layers": fields["layers"], "source_len": LENGTH,
             "layers": fields["layers"] if r["num_decoder_layers"] is None else count(
                 r, "num_decoder_layers", MOST_LAYERS),
@@ -39,7 +49,18 @@ def _t5(r):
             "norm_eps": r["layer_norm_epsilon"], "positions": "none", "relative": "buckets",
             "relative_buckets": r["relative_attention_num_buckets"],
             "relative_distance": r["relative_attention_max_distance"], "tied": tied,
-            "head_scale": width**-0.5 if tied else 0.0}
+            "head_scale": width**-0.5 if is_scaled else 0.0}
+
+
+def _t5_tied(r, fields, folder):
+    """A T5 that transformers 5 has saved is untied where its head differs from its embedding."""
+    if "scale_decoder_outputs" not in r or not fields["tied"]:
+        return {}
+    head, *tables = (folder[name] for name in ("lm_head.weight", "shared.weight")
+                     if name in folder.arrays)
+    rows = range(0, fields["vocab_size"], 4096)
+    differ = any((head[i:i + 4096] != table[i:i + 4096]).any() for table in tables for i in rows)
+    return {"tied": not differ}
 
 
 def _t5_attention(name, ours=""):
@@ -72,10 +93,12 @@ PAIRS["t5"] = Family(
     dict(is_encoder_decoder=True, tie_word_embeddings=True, num_decoder_layers=None,
          relative_attention_num_buckets=32, relative_attention_max_distance=128,
          layer_norm_epsilon=1e-6, feed_forward_proj="relu", pad_token_id=0, eos_token_id=1),
-    # (T5's first versions saved distances of cross attention, which has none.)
-    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    # (T5's first versions saved distances of cross attention, which no class has.)
+    ignored={r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": ""},
+    seen=_t5_tied,
     aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads",
-             "num_hidden_layers": "num_layers", "head_dim": "d_kv"})
+             "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
+    neutral=keys("n_positions"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -83,6 +106,7 @@ PAIRS["t5"] = Family(
 
 def _layers(r, seq_len):
     """What both have, under the same names."""
+    refuse_other_heads(r)
     refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
     return {**sizes(r, "decoder_layers", "d_model", "decoder_attention_heads", seq_len),
             "d_ff": count(r, "decoder_ffn_dim"),
@@ -136,8 +160,12 @@ CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=
 PAIRS["bart"] = Family(
     _bart, _bart_arrays,
     {**CODER, "max_position_embeddings": 1024, "decoder_start_token_id": 2, "pad_token_id": 1,
-     "eos_token_id": 2}, "model.", (r"(.*\.)?version",), optional=("final_logits_bias",),
-    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"})
+     "eos_token_id": 2}, "model.",
+    {r"(.*\.)?version": lambda c, array: array.size == 1}, optional=("final_logits_bias",),
+    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
+             "num_hidden_layers": "encoder_layers"},
+    neutral=keys("classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step "
+                 "do_blenderbot_90_layernorm"))
 
 
 def _whisper(r):
@@ -164,4 +192,9 @@ PAIRS["whisper"] = Family(
     _whisper, _whisper_arrays,
     {**CODER, "max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80,
      "decoder_start_token_id": 50257, "pad_token_id": 50256, "eos_token_id": 50256}, "model.",
-    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"})
+    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
+             "num_hidden_layers": "encoder_layers"},
+    neutral=keys("""apply_spec_augment mask_feature_length mask_feature_min_masks
+                    mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob
+                    median_filter_width use_weighted_layer_sum classifier_proj_size
+                    scale_embedding"""))

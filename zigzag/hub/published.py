@@ -9,14 +9,15 @@ A family says of each published array how it lies, and of which of our weights i
     "attn.c_attn.weight":      "D (H N | K N | K M) -> wq wk wv"    three, one after the other
     "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
     "lm_head.weight":          "V W = embed"                        one that another array has too
+    "lm_head.bias":            "V ~ head_bias"                      one that nobody looks at
 
 The letters are those of the network's table of weights; g is how many query heads a key head has.
 Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
 what the brackets have K times: in the third example, for each key head, its query heads, its key
-and its value. A 1 is an axis of length 1, which our weight may lack. The last array is not written,
-and may be missing; if it is there, it must have the same numbers. From that follow the shape that
-is expected, what a device reads of an array (its shard's range of the first letter of each axis),
-and what is written.
+and its value. A 1 is an axis of length 1, which our weight may lack. An array with = is not
+written, and may be missing; if it is there, it must have the same numbers. One with ~ is written,
+and read only where the other is missing. From that follow the shape that is expected, what a device
+reads of an array (its shard's range of the first letter of each axis), and what is written.
 """
 
 import dataclasses
@@ -133,7 +134,7 @@ class Layout:
 
 
 def _sides(pattern):
-    left, right = re.split("->|=", pattern)
+    left, right = re.split("->|=|~", pattern)
     return left, right.split()
 
 
@@ -255,13 +256,14 @@ class _Array:
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One of our weights in a published array: its path, its layout there, whose it is of the
-    layers and experts that the weight has stacked (None: it has none), and whether another array
-    has it too."""
+    layers and experts that the weight has stacked (None: it has none), whether another array has
+    it too, and whether its numbers do not matter then."""
     path: str
     layout: Layout
     layer: int | None
     expert: int | None
     again: bool
+    unused: bool
 
 
 def stacks_of(c: Any) -> dict[str, list[tuple[str, range]]]:
@@ -280,11 +282,16 @@ def one_stack(c: Any) -> dict[str, list[tuple[str, range]]]:
     return {"l": [("layers", range(c.layers))]}
 
 
-def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Part]]:
+def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
+                     ) -> dict[str, list[Part]]:
     """Every array that a model of this configuration has, by name. In names {e} is the number of an
-    expert, and another letter that of a layer, as the family's `stacks` say."""
+    expert, and another letter that of a layer, as the family's `stacks` say. `is_fused`: all
+    experts are in one array."""
     stacks, own, found = family.stacks(config), by_path(table), {}
-    for template, pattern in family.arrays(config).items():
+    arrays = family.arrays(config)
+    if is_fused:
+        arrays = {name: p for name, p in arrays.items() if "{e}" not in name} | family.fused
+    for template, pattern in arrays.items():
         letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
         for stack, numbers in stacks[letter] if letter else [("", [None])]:
             if len(numbers) == 0:
@@ -295,7 +302,8 @@ def published_arrays(family: Any, config: Any, table: Any) -> dict[str, list[Par
             for at, number in enumerate(numbers):
                 for e in experts:
                     name = template.format(**{letter or "l": number, "e": e})
-                    found[name] = [Part(path, layout, at if stack else None, e, "=" in pattern)
+                    found[name] = [Part(path, layout, at if stack else None, e,
+                                        "->" not in pattern, "~" in pattern)
                                    for path, layout in parts.items()]
     return found
 
@@ -323,17 +331,18 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
     """What each array of this folder has. Refuses a folder in which one is missing, left over, of
     another shape, or of no numbers that we read."""
-    ignored = [p.replace("{layers}", str(config.layers)) for p in family.ignored]
-    spare = {name for name in folder.arrays if any(re.fullmatch(p, name) for p in ignored)}
-    found = folder.arrays.keys() - spare
+    spare = _ignored(folder, family, config)
+    found = folder.arrays.keys() - spare.keys()
+    is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in found)
     # (Before there is a list of them all.)
     counts = layer_counts(table)
-    least = (sum(counts.values()) or config.layers) + counts.get("layers", 0) * config.experts
+    least = (sum(counts.values()) or config.layers) + (
+        0 if is_fused else counts.get("layers", 0) * config.experts)
     if least > len(found):
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
                           f"{config.layers} layers{experts}")
-    expected = published_arrays(family, config, table)
+    expected = published_arrays(family, config, table, is_fused)
     # A folder of the bare model, without its head, has names without the prefix.
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
     expected = {name.removeprefix(family.prefix) if bare else name: parts
@@ -342,19 +351,22 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
     for name, parts in list(expected.items()):
         if parts[0].again and name in found and first[parts[0].path] not in found:
-            expected[name] = [dataclasses.replace(part, again=False) for part in parts]
+            expected[name] = [dataclasses.replace(part, again=False, unused=False)
+                              for part in parts]
             del expected[first[parts[0].path]]
             first[parts[0].path] = name
     older = {name: _older(name, family.older) for name in expected}
     expected = {older[name] if older[name] in found else name: parts
                 for name, parts in expected.items()}
-    found |= spare & expected.keys()        # (ignored only where it is no part of the model)
+    found |= spare.keys() & expected.keys()     # (ignored only where it is no part of the model)
     expected = {name: parts for name, parts in expected.items()
                 if name in found or not (parts[0].again or name in family.optional)}
     for what, those in (("lacks", expected.keys() - found),
                         ("has what is no part of its model:", found - expected.keys())):
         if those:
             raise ConfigError(f"{folder.path} {what} {_listed(those)}")
+    for name in spare.keys() - expected.keys():
+        _check_ignored(folder, config, name, spare[name])
     for name, parts in expected.items():
         shape, dtype = folder.kind(name)
         if shape != parts[0].layout.shape:
@@ -364,6 +376,31 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
             raise ConfigError(f"{folder.path}: {name} has numbers of the kind {dtype}; expected "
                               f"F32, F16 or BF16")
     return expected
+
+
+# How arrays of all experts end, in folders of transformers 5.
+FUSED = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def _ignored(folder, family, config):
+    """The arrays of a folder that may be no weights, and why."""
+    patterns = {p.replace("{layers}", str(config.layers)): why
+                for p, why in family.ignored.items()}
+    return {name: why for name in folder.arrays for p, why in patterns.items()
+            if re.fullmatch(p, name)}
+
+
+def _check_ignored(folder, config, name, why):
+    """Refuse an ignored array that is not what it is ignored for: a constant that follows from the
+    configuration, or an array of other classes than `architectures` names."""
+    if callable(why):
+        if not why(config, folder[name][:] if folder.kind(name)[0] else folder[name][()]):
+            raise ConfigError(f"{folder.path}: {name} is not the constant that it is in a model of "
+                              f"model_type {folder.config['model_type']}")
+        return
+    kinds = folder.config.get("architectures") or [""]
+    if not re.search(why, str(kinds[0])):
+        raise ConfigError(f"{folder.path}: {name} is no part of a model of architectures {kinds}")
 
 
 def _older(name, parts):
@@ -383,6 +420,8 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     for name, parts in expected.items():
         for part in parts:
             one = {(part.layer, part.expert): (name, part.layout)}
+            if part.unused:
+                continue
             if part.again:
                 again.setdefault(part.path, []).append(one)
             else:
@@ -484,7 +523,8 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if lost := weights.keys() - placed:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
-    expected = {name: parts for name, parts in expected.items() if not parts[0].again}
+    expected = {name: parts for name, parts in expected.items()
+                if not parts[0].again or parts[0].unused}
     adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize
     files, size = [[]], 0
     for name, parts in expected.items():

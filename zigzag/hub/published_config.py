@@ -1,15 +1,21 @@
 """What a published config.json says: the parts that families share, as fields of
 networks.transformer.Config.
 
-Somebody else wrote it. A value of a wrong kind, or an option that we do not compute, is refused in
-one line. What it leaves out is what the family's class in transformers takes by default: many of
-these files leave out much, and few of the numbers would show in the shapes of the weights.
+Somebody else wrote it. A value of a wrong kind, an option that we do not compute, or a key that
+nobody here knows is refused in one line. What it leaves out is what the family's class in
+transformers takes by default: many of these files leave out much, and few of the numbers would show
+in the shapes of the weights.
+
+Two generations of transformers write, and read, such files. Where 4 and 5 would compute different
+models from the same file, it is refused.
 """
 
+import copy
 import dataclasses
 import json
 import math
-from typing import Any
+import re
+from typing import Any, Sequence
 
 from zigzag.core.errors import ConfigError
 
@@ -25,21 +31,138 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
+# Keys of any config.json that cannot change what a model computes: how it was made, how text is
+# generated, what is returned, what its ids and labels are called, and what training alone uses.
+NEUTRAL = frozenset("""
+    _name_or_path name_or_path _commit_hash transformers_version architectures auto_map
+    custom_pipelines tokenizer_class processor_class finetuning_task task_specific_params
+    license model_type dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
+    return_dict return_dict_in_generate output_attentions output_hidden_states output_scores
+    output_logits output_past output_router_logits router_aux_loss_coef use_cache
+    attn_implementation _attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal _experts_implementation_internal
+    gradient_checkpointing use_gradient_checkpointing chunk_size_feed_forward
+    initializer_range initializer_factor init_std
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id
+    decoder_start_token_id bos_token eos_token pad_token prefix summary_type summary_use_proj
+    summary_activation summary_proj_to_logits summary_first_dropout
+    id2label label2id num_labels _num_labels problem_type
+    max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob
+    classifier_dropout activation_dropout dropout dropout_rate embd_pdrop resid_pdrop attn_pdrop
+    layerdrop encoder_layerdrop decoder_layerdrop is_decoder
+    max_sequence_length cache_implementation transformers.js_config
+""".split())
+
+
+# And what keys say that turn nothing on: a value at which they change nothing where nobody reads
+# them.
+OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
+           cross_attention_hidden_size=None, tie_encoder_decoder=False, pruned_heads=None,
+           quantization_config=None, quantization_bit=None, per_layer_config=None,
+           sliding_window=None, use_sliding_window=False, layer_types=None, attention_bias=False,
+           mlp_bias=False, rope_scaling=None, partial_rotary_factor=1.0)
+
+
 # -------------------------------------------------------------------------------------------
 # The whole file
 
-def complete(record: Fields, defaults: Fields) -> Fields:
-    """A config.json with what it leaves out. Refuses what no family has."""
+class Record:
+    """A config.json, which notes what is read of it: what nobody reads must not matter.
+
+    r["key"] and r.get("key") read. A part of it is a Record too. It cannot be copied, since a copy
+    would count as read; `but` gives the same with other values, which leaves the file's unread.
+    `defaults` are what the family's class takes for what the file leaves out; `shared` are those
+    keys that shared translators read, and this class has."""
+
+    def __init__(self, given: Fields, defaults: Fields | None = None,
+                 shared: Sequence[str] = (), at: str = "", kind: str = ""):
+        self.given, self.defaults, self.shared, self.at = given, defaults or {}, shared, at
+        self.kind = kind or given.get("model_type", "")
+        self.has_read: set[str] = set()
+        self.parts: dict[str, Record] = {}
+        for name, value in given.items():
+            kind = type(self.defaults.get(name))
+            kind = float if kind is int else kind       # (as_config finds what should be whole)
+            if kind in KINDS and value is not None and not _is(kind, value):
+                raise ConfigError(f"config.json: {at}{name} {value!r:.80}: expected {KINDS[kind]}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given       # (which does not read it)
+
+    def __bool__(self) -> bool:
+        return bool(self.given)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.given:
+            return self.defaults[name]
+        self.has_read.add(name)
+        return self.part(name) if isinstance(self.given[name], dict) else self.given[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self.given or name in self.defaults else default
+
+    def plain(self, name: str) -> Any:
+        """A value as it is in the file, all of which counts as read."""
+        self.has_read.add(name)
+        return self.given.get(name, self.defaults.get(name))
+
+    def part(self, name: str, defaults: Fields | None = None, given: Fields | None = None
+             ) -> "Record":
+        """A part of the file with a class, and defaults, of its own."""
+        self.has_read.add(name)
+        if name not in self.parts:
+            given = given or self.given.get(name) or {}
+            if not isinstance(given, dict):
+                raise ConfigError(f"config.json: {self.at}{name} {given!r:.80}: a value is of a "
+                                  f"wrong kind; expected an object")
+            self.parts[name] = Record(given, defaults, self.shared, f"{self.at}{name}.", self.kind)
+        return self.parts[name]
+
+    def but(self, **changes: Any) -> "Record":
+        """The same with other values."""
+        other = copy.copy(self)         # (what it notes is noted here)
+        other.given = {name: value for name, value in self.given.items() if name not in changes}
+        other.defaults = {**self.defaults, **changes}
+        return other
+
+    def unread(self) -> list[str]:
+        """The keys that were not read, with those of parts as part.key."""
+        mine = [self.at + name for name in self.given if name not in self.has_read]
+        return mine + [name for part in self.parts.values() for name in part.unread()]
+
+    def refuse_unread(self, neutral: Sequence[str]) -> None:
+        """Refuse a key that nobody read and that may matter."""
+        for path in self.unread():
+            *parts, name = path.removeprefix(self.at).split(".")
+            owner = self
+            for part in parts:
+                owner = owner.parts[part]
+            if name in NEUTRAL or name in neutral or path in neutral:
+                continue
+            if name in OFF:
+                refuse(owner, **{name: OFF[name]})
+                continue
+            raise ConfigError(
+                f"config.json: {path!r:.80} {json.dumps(owner.given[name])[:80]} is not known for "
+                f"model_type {self.kind}, and may change what the model computes; if it does not, "
+                f"take it out of the file")
+
+
+def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
+    """A config.json in which what has several names has its usual one."""
+    found = {}
     for name, value in record.items():
-        kind = type(defaults.get(name))
-        kind = float if kind is int else kind       # (as_config finds what should be whole)
-        if kind in KINDS and value is not None and not _is(kind, value):
-            raise ConfigError(f"config.json: {name} {value!r:.80}: expected {KINDS[kind]}")
-    refuse(record, quantization_config=None, quantization_bit=None, is_causal=True,
-           pruned_heads=None)
-    if "is_encoder_decoder" not in defaults:
-        refuse(record, is_encoder_decoder=False)
-    return {**defaults, **record}
+        usual = aliases.get(name, name)
+        if usual in found and found[usual] != value:
+            raise ConfigError(f"config.json: {name} {value!r:.80} is another name of {usual}, "
+                              f"which is {found[usual]!r:.80}")
+        found[usual] = value
+    return found
 
 
 def _is(kind, value):
@@ -49,58 +172,80 @@ def _is(kind, value):
     return isinstance(value, kind) and (kind is not int or number)
 
 
-def as_older(record: Fields, aliases: dict[str, str]) -> Fields:
-    """A config.json as transformers 4 writes it, which transformers 5 reads too, of one by either.
-    Aliases are other names for the same."""
-    r = {aliases.get(name, name): value for name, value in record.items()}
-    new, neox = r.pop("rope_parameters", None), r["model_type"] == "gpt_neox"
-    if not new or r.get("rope_scaling"):
-        return r
-    if "full_attention" in new:
-        local = {"rope_type": "default", **(new.get("sliding_attention") or {})}
-        if local["rope_type"] != "default":
-            raise ConfigError(f"config.json: rope_parameters of sliding_attention: the type "
-                              f"{local['rope_type']!r:.80} is not supported, only 'default'")
-        if "rope_theta" in local:
-            r["rope_local_base_freq"] = local["rope_theta"]
-        new = new["full_attention"]
-    scaling = dict(new)
-    for name, old in (("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
-                      ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor")):
-        if scaling.get(name) is not None:
-            r[old] = scaling[name]
-        scaling.pop(name, None)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if r["model_type"] == "phi3" and kind != "default":     # (it takes these three, no others)
-        trained = scaling.get("original_max_position_embeddings")
-        r.setdefault("original_max_position_embeddings", trained)
-        scaling = {"type": "longrope", **{name: scaling[name] for name in (
-            "short_factor", "long_factor")}}
-    return {**r, "rope_scaling": scaling if kind != "default" else None}
-
-
 def as_config(cls: Any, path: Any, fields: Fields) -> Any:
     """The configuration with these fields, which the file at `path` led to."""
+    record = fields.get("published")
+    record = json.loads(record) if isinstance(record, str) and record else {}
     for f in dataclasses.fields(cls):
         value = fields.get(f.name, f.default)
         if f.type in KINDS and not _is(f.type, value):
-            raise ConfigError(f"{path}: --{f.name} would be {value!r:.80}; expected "
+            raise ConfigError(f"{path}: {_key(f.name, record)} would be {value!r:.80}; expected "
                               f"{KINDS[f.type]}")
     try:
         return cls(**fields)
     except ConfigError as e:
-        raise ConfigError(f"{path}: {e}") from None
+        words = re.sub(r"--(\w+)", lambda found: _key(found[1], record), str(e))
+        raise ConfigError(f"{path}: {words}") from None
+
+
+# What config.json calls our options, where it calls them otherwise: as many names as families have.
+KEYS = {
+    "layers": "num_hidden_layers n_layer num_layers decoder_layers depths",
+    "d_model": "hidden_size n_embd d_model embed_dim",
+    "heads": "num_attention_heads n_head num_heads decoder_attention_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads multi_query_group_num",
+    "head_dim": "head_dim d_kv kv_channels qk_nope_head_dim",
+    "d_ff": "intermediate_size n_inner ffn_dim ffn_hidden_size d_ff decoder_ffn_dim mlp_ratio",
+    "seq_len": "max_position_embeddings n_positions seq_length max_target_positions",
+    "position_rows": "max_position_embeddings n_positions max_target_positions",
+    "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps layer_norm_epsilon layer_norm_eps",
+    "rotary_dim": "partial_rotary_factor rotary_pct rotary_dim qk_rope_head_dim",
+    "rope_theta": "rope_theta rotary_emb_base", "rope_scaling": "rope_scaling rope_parameters",
+    "window": "sliding_window window_size", "local_layers": "layer_types attention_types",
+    "local_theta": "rope_local_base_freq", "activation": "hidden_act activation_function",
+    "experts": "num_experts num_local_experts n_routed_experts",
+    "experts_per_token": "num_experts_per_tok", "shared_experts": "n_shared_experts",
+    "expert_d_ff": "moe_intermediate_size", "dense_layers": "first_k_dense_replace mlp_only_layers",
+    "expert_groups": "n_group", "groups_per_token": "topk_group",
+    "router_scale": "routed_scaling_factor", "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank",
+    "attn_scale": "query_pre_attn_scalar", "attn_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping", "embed_dim": "word_embed_proj_dim embedding_size",
+    "layer_groups": "num_hidden_groups", "encoder_heads": "encoder_attention_heads",
+    "encoder_d_ff": "encoder_ffn_dim", "source_len": "max_source_positions max_position_embeddings",
+    "channels": "num_channels num_mel_bins", "token_types": "type_vocab_size",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_distance": "relative_attention_max_distance", "labels": "num_labels",
+    "pad_id": "pad_token_id"}
+
+
+def _key(option, record):
+    """What this config.json calls an option."""
+    names = KEYS.get(option, option).split()
+    return next((name for name in names if name in record), names[0])
 
 
 # -------------------------------------------------------------------------------------------
 # Its parts
 
-def refuse(r: Fields, **expected: Any) -> None:
+def refuse(r: Any, **expected: Any) -> None:
     """Refuse a model that is otherwise than we compute it. (Null is as good as false or 0.)"""
     for name, value in expected.items():
-        if (r.get(name, value) or None) != (value or None):
-            raise ConfigError(f"config.json: {name} {r[name]!r:.80} is not supported for "
-                              f"model_type {r['model_type']}, only {json.dumps(value)}")
+        if ((given := r.get(name, value)) or None) != (value or None):
+            given = r.plain(name) if isinstance(given, Record) else given
+            raise ConfigError(f"config.json: {r.at}{name} {given!r:.80} is not supported for "
+                              f"model_type {r.kind}, only {json.dumps(value)}")
+
+
+def refuse_other_heads(r: Record) -> None:
+    """Refuse a model with another head than a language model's."""
+    names = r.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name is not None and not re.search(LANGUAGE_MODELS, str(name)):
+        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
+                          f"model_type {r.kind}: only a language model's head is")
+
+
+LANGUAGE_MODELS = r"(?<!Encoder)(?<!DoubleHeads)Model$|For(CausalLM|ConditionalGeneration)$"
 
 
 def activation(name: Any) -> str:
@@ -110,15 +255,17 @@ def activation(name: Any) -> str:
     return ACTIVATIONS[name]
 
 
-def count(r: Fields, name: str, most: int = MOST) -> int:
+def count(r: Any, name: str, most: int = MOST) -> int:
     """A whole number above 0."""
-    if not _is(int, r[name]) or not 1 <= r[name] <= most:
-        raise ConfigError(f"config.json: {name} {r[name]!r:.80}: expected a whole number from 1 to "
-                          f"{most}")
-    return r[name]
+    value = r[name]
+    if not _is(int, value) or not 1 <= value <= most:
+        value = r.plain(name) if isinstance(value, Record) else value
+        raise ConfigError(f"config.json: {getattr(r, 'at', '')}{name} {value!r:.80}: expected a "
+                          f"whole number from 1 to {most}")
+    return value
 
 
-def sizes(r: Fields, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
+def sizes(r: Record, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
           heads: str = "num_attention_heads", seq_len: str = "max_position_embeddings") -> Fields:
     """Sizes under these names."""
     return dict(layers=count(r, layers, MOST_LAYERS), d_model=count(r, d_model),
@@ -126,14 +273,15 @@ def sizes(r: Fields, layers: str = "num_hidden_layers", d_model: str = "hidden_s
                 seq_len=count(r, seq_len))
 
 
-def window(r: Fields, kinds: list[str] | None = None) -> Fields:
+def window(r: Record, kinds: list[str] | None = None) -> Fields:
     """The window of those layers that have one: of all, if there is no list of their kinds."""
-    if not r.get("sliding_window") or not r.get("use_sliding_window", True):
+    is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
+    if not r.get("sliding_window") or not is_used:
         return {}
-    letters = {"sliding_attention": "l", "full_attention": "g"}
-    if kinds is not None and (len(kinds) != r["num_hidden_layers"] or set(kinds) - letters.keys()):
+    layers, letters = r["num_hidden_layers"], {"sliding_attention": "l", "full_attention": "g"}
+    if kinds is not None and (len(kinds) != layers or set(kinds) - letters.keys()):
         raise ConfigError(f"config.json: layer_types {kinds!r:.80}: expected one of "
-                          f"{', '.join(letters)} for each of {r['num_hidden_layers']} layers")
+                          f"{', '.join(letters)} for each of {layers} layers")
     kinds = "".join(letters[kind] for kind in kinds or ["sliding_attention"])
     if "l" not in kinds:
         return {}
@@ -142,28 +290,156 @@ def window(r: Fields, kinds: list[str] | None = None) -> Fields:
 
 # -------------------------------------------------------------------------------------------
 # Rotary positions
+#
+# transformers 4 writes rope_theta, rope_scaling (the type, and numbers of it) and, where the class
+# has one, partial_rotary_factor. 5 writes all that in rope_parameters, of which classes with layers
+# of several kinds have one for each kind. Both read rope_scaling; 4 does not see rope_parameters.
 
-def rope(r: Fields) -> Fields:
-    """Rotary positions, of a file by transformers 4."""
-    scaling = dict(r.get("rope_scaling") or {})
-    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
-    if "short_factor" in scaling:       # (Phi 3 has called it su and yarn)
-        kind = "longrope"
-    trained, longest = r.get("original_max_position_embeddings"), r["max_position_embeddings"]
-    own = scaling.get("original_max_position_embeddings")
-    if kind == "longrope" and (trained := trained or own):
-        scaling["factor"] = longest / trained
-    elif kind == "yarn":
-        trained = own or trained
-    elif kind == "llama3":
-        trained = own
-    elif kind == "dynamic":     # (whatever else the file says)
-        trained = longest
-    if kind in ("longrope", "yarn", "llama3", "dynamic"):
-        scaling["original_max_position_embeddings"] = trained or longest
-    width = r.get("head_dim") or r["hidden_size"] // r["num_attention_heads"]
-    share = r.get("partial_rotary_factor") or 1.0
-    return dict(rope_theta=float(r.get("rope_theta") or 10000.0),
-                rotary_dim=0 if share == 1 else int(width * share),
-                rope_scaling="" if kind == "default" else json.dumps(
-                    {**scaling, "rope_type": kind}, sort_keys=True))
+# What each type of scaling has beside rope_type.
+SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                     "mscale_all_dim", "truncate"),
+            "longrope": ("short_factor", "long_factor", "factor", "attention_factor")}
+NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+
+
+def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
+         of_layers: str = "", names: dict[str, str] | None = None) -> Fields:
+    """Rotary positions: of one kind of layers, in a class whose rope_parameters have several.
+    `theta` and `share` are what transformers 4 calls its base and the part of a head that is
+    turned; `names` are older ones of types."""
+    part, is_newer = _rope_part(r, of_layers)
+    base = _one_of_two(r, theta, part, "rope_theta", is_newer)
+    part_turned = 1.0
+    if share in r.shared:
+        part_turned = _one_of_two(r, share, part, "partial_rotary_factor", is_newer)
+    else:       # this class does not look at it, or only some of its functions do
+        refuse_other(r, "partial_rotary_factor", None, 1)
+        refuse_other(part, "partial_rotary_factor", None, 1)
+    width = r.get("head_dim") if "head_dim" in r.shared else None
+    width = width or r["hidden_size"] // r["num_attention_heads"]
+    part_turned = 1.0 if part_turned is None else part_turned
+    scaling = _scaling(r, part, is_newer, bool(of_layers), names or {})
+    return dict(rope_theta=float(10000.0 if base is None else base),
+                rotary_dim=0 if part_turned == 1 else int(width * part_turned),
+                rope_scaling="" if scaling["rope_type"] == "default" else json.dumps(
+                    scaling, sort_keys=True))
+
+
+def _rope_part(r, of_layers):
+    """rope_parameters or rope_scaling, and whether it is the former."""
+    newer, older = r.get("rope_parameters"), r.get("rope_scaling")
+    for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
+        if value is not None and not isinstance(value, Record):
+            raise ConfigError(f"config.json: {name} {value!r:.80}: a value is of a wrong kind; "
+                              f"expected an object")
+    if newer and older:
+        raise ConfigError("config.json: rope_parameters beside rope_scaling: transformers 4 and 5 "
+                          "read different ones; take one out of the file")
+    if newer:
+        return newer.part(of_layers) if of_layers else newer, True
+    # (rope_scaling is for the layers that see all.)
+    return (older if older and of_layers != "sliding_attention" else Record({})), False
+
+
+def _one_of_two(r, name, part, name_there, is_newer):
+    """A number that the file may have at its top or in rope_parameters. In rope_scaling, where
+    transformers 5 alone reads it, or in both places, it must be the same."""
+    top = r.get(name)
+    if name_there not in part:
+        return top
+    if part[name_there] != top and (name in r.given or not is_newer):
+        raise ConfigError(f"config.json: {part.at}{name_there} {part[name_there]!r:.80} beside "
+                          f"{name} {top!r:.80}: expected the same")
+    return part[name_there]
+
+
+def refuse_other(r: Record, name: str, *neutral: Any) -> None:
+    """Refuse a key whose value is not one of those that change nothing."""
+    if name in r and r.given[name] not in neutral:
+        raise ConfigError(f"config.json: {r.at}{name} {r.plain(name)!r:.80} is not supported for "
+                          f"model_type {r.kind or 'this'}, only {json.dumps(neutral[-1])}")
+    r.get(name)
+
+
+def _scaling(r, part, is_newer, has_kinds, names):
+    """The scaling of the rates: what zigzag/weights/positions.py knows."""
+    kind = part.get("rope_type") or part.get("type") or "default"
+    part.get("type")
+    kind = names.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} is not known; expected "
+                          f"one of {', '.join(SCALINGS)}")
+    scaling = {name: part.get(name) for name in SCALINGS[kind] if name in part}
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    longest = r["max_position_embeddings"]
+    if kind in ("llama3", "yarn", "longrope"):
+        # (A class with several kinds of layers does not look at the file's top.)
+        top = None if has_kinds else r.get("original_max_position_embeddings")
+        trained = _trained(part, kind, top, longest, is_newer)
+        scaling["original_max_position_embeddings"] = trained
+        if kind == "longrope":
+            scaling["factor"] = _longrope_factor(scaling, top, trained, longest, is_newer)
+    else:       # (whatever the file says of it)
+        r.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        scaling["original_max_position_embeddings"] = longest
+        part.get("original_max_position_embeddings")
+    for name in SCALINGS[kind]:
+        if name not in scaling and name in NEEDED:
+            raise ConfigError(f"config.json: {part.at}{name} is missing, for the rope_type {kind}")
+    return {**scaling, "rope_type": kind}
+
+
+def _trained(part, kind, top, longest, is_newer):
+    """original_max_position_embeddings, of which there may be one at the file's top, which is
+    what transformers 5 takes; 4 does so for longrope alone."""
+    name = "original_max_position_embeddings"
+    own = part.get(name)
+    of_5 = top or own or longest
+    of_4 = (top or longest) if kind == "longrope" else own or longest
+    if (own and own != of_5) or not (is_newer or of_4 == of_5):
+        raise ConfigError(f"config.json: {part.at}{name} {own} beside {name} {top} and "
+                          f"max_position_embeddings {longest}: transformers 4 takes {of_4}, and 5 "
+                          f"{of_5}")
+    return of_5
+
+
+def _longrope_factor(scaling, top, trained, longest, is_newer):
+    """By how much longer texts became. transformers 5 takes what is given, and 4 the ratio if the
+    file has original_max_position_embeddings at its top."""
+    ratio, given = longest / trained, scaling.get("factor")
+    if given is not None and given != ratio and top and not is_newer:
+        raise ConfigError(f"config.json: rope_scaling.factor {given!r:.80}: transformers 4 takes "
+                          f"the ratio of lengths {ratio} in its place, and 5 does not")
+    return ratio if given is None else given
+
+
+def as_older(record: Fields, shared: Sequence[str]) -> Fields:
+    """A config.json with its rope_parameters as transformers 4 writes them, which 5 reads too. (4
+    does not read what 5 writes: it would take its defaults, and say nothing.)"""
+    r, is_neox = dict(record), record["model_type"] == "gpt_neox"
+    theta, share = ("rotary_emb_base", "rotary_pct") if is_neox else (
+        "rope_theta", "partial_rotary_factor")
+    new = r.pop("rope_parameters", None)
+    if not isinstance(new, dict) or not new:
+        return record
+    if local := new.get("sliding_attention"):
+        if "rope_theta" in local:
+            r["rope_local_base_freq"] = local["rope_theta"]
+    scaling = dict(new.get("full_attention") or new)
+    for name, older in (("rope_theta", theta), ("partial_rotary_factor", share)):
+        value = scaling.pop(name, None)
+        if value is not None and (older == theta or older in shared):
+            r[older] = value
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "longrope":
+        trained = scaling.pop("original_max_position_embeddings", None)
+        if trained is not None:
+            r.setdefault("original_max_position_embeddings", trained)
+            scaling.pop("factor", None)     # (if it is not the ratio, this is not read as the same)
+    if r["model_type"] == "phi3" and kind != "default":     # (it takes these three, no others)
+        scaling = {"type": "longrope", **{name: scaling[name] for name in (
+            "short_factor", "long_factor")}}
+    return {**r, "rope_scaling": scaling if kind != "default" else None}

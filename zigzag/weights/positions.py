@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, one_line
 
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
@@ -41,6 +41,7 @@ def scaling_type(scaling: str) -> Any:
 def check_rotary(c: Any, dim: int = 0) -> None:
     """Refuse a scaling that is none, of heads of which `dim` numbers are rotated (0: all)."""
     try:
+        _check_values(parse_scaling(c.rope_scaling))
         with np.errstate(all="ignore"):
             for length in (1, 2**30):
                 rates, factor = rotary_rates(dim or c.head_dim, c.rope_theta, c.rope_scaling,
@@ -52,7 +53,22 @@ def check_rotary(c: Any, dim: int = 0) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
         raise ConfigError(f"--rope_scaling {c.rope_scaling:.200}: expected JSON as in a published "
                           f'config.json, {{"rope_type": "linear", "factor": 2}} for example '
-                          f"({e!r})") from None
+                          f"({one_line(e)})") from None
+
+
+def _check_values(known):
+    """Refuse what is no number, or no list of numbers where there is one for each pair."""
+    for name, value in known.items():
+        is_list = name in ("short_factor", "long_factor")
+        if name in ("rope_type", "type") or name == "truncate" and isinstance(value, bool):
+            continue
+        if is_list != isinstance(value, list) or not all(
+                isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+                for x in (value if is_list else [value])):
+            raise ValueError(f"{name} {value!r:.80}: expected a "
+                             + ("list of numbers" if is_list else "number"))
+    if known["rope_type"] == "llama3" and not known["low_freq_factor"] < known["high_freq_factor"]:
+        raise ValueError("low_freq_factor must be below high_freq_factor")
 
 
 def _plain(dim, theta, known=None, length=0):
@@ -76,8 +92,6 @@ def _llama3(dim, theta, known, length):
     rates = _plain(dim, theta)
     turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
     low, high = known["low_freq_factor"], known["high_freq_factor"]
-    if low == high:
-        raise ValueError("low_freq_factor and high_freq_factor are equal")
     keep = np.clip((turns - low) / (high - low), 0, 1)
     return rates * (keep + (1 - keep) / known["factor"])
 
@@ -117,7 +131,7 @@ def mscale(factor: float, by: float) -> float:
 
 def _attention_factor(known):
     kind, given, factor = known["rope_type"], known.get("attention_factor"), known.get("factor", 1)
-    if kind not in ("yarn", "longrope") or given:
+    if kind not in ("yarn", "longrope") or given is not None:
         return given if kind in ("yarn", "longrope") else 1.0
     if kind == "longrope":
         trained = known["original_max_position_embeddings"]

@@ -22,6 +22,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.hub import published
+from zigzag.hub.published_config import Record
 from zigzag.tests.common import full, mean_loss, mesh_of, peer, run_of, sums_and_gradients
 from zigzag.tests.networks.test_families import assert_close
 from zigzag.tests.rule.test_rule import no_worse_than_by_hand
@@ -313,7 +314,7 @@ REFUSED = [
     ("clip", "text_config", dict(eos_token_id=1.5), "eos_token_id 1.5"),
     ("clip", "vision_config", dict(image_size=0), "image_size 0"),
     ("clip", "vision_config", dict(patch_size="8"), "patch_size '8'"),
-    ("clip", "vision_config", dict(num_attention_heads=5), "does not divide by --heads 5"),
+    ("clip", "vision_config", dict(num_attention_heads=5), "divide by num_attention_heads 5"),
     ("clip", None, dict(projection_dim=-1), "projection_dim -1"),
     ("blip2", "text_config", dict(model_type="t5"), "'t5' is not supported, only 'opt'"),
     ("blip2", "text_config", dict(word_embed_proj_dim=16), "word_embed_proj_dim 16"),
@@ -351,16 +352,14 @@ def test_what_a_config_leaves_out_is_its_default(name):
     config, _ = classes(name)
     module = clip if name == "clip" else blip2
     whole = json.loads(config().to_json_string(use_diff=False))
-    more = {} if name == "clip" else {"image_token_index": 5}
-    record = {"model_type": whole["model_type"], **more}
-    ours = module._complete({**record, **{k: {} for k in whole if k.endswith("_config")}})
-    assert ours == module._complete(record)
-    for part, value in ours.items():
-        if part.endswith("_config"):
-            theirs = {"tie_word_embeddings": True, **whole[part], "word_embed_proj_dim": None}
-            assert value.items() - {("model_type", value["model_type"])} <= theirs.items()
-        elif part not in ("model_type", *more):
-            assert value == whole[part], part
+    parts = dict(text_config=clip.TEXT) if name == "clip" else dict(
+        text_config=blip2.OPT, qformer_config=blip2.QFORMER)
+    for part, ours in {**parts, "vision_config": module.VISION}.items():
+        theirs = {"tie_word_embeddings": True, **whole[part], "word_embed_proj_dim": None}
+        assert ours.items() <= theirs.items()
+    own = {key: value for key, value in module.WHOLE.items() if not key.endswith("_config")}
+    assert own == {key: whole[key] for key in own if key != "image_token_index"} | (
+        {} if name == "clip" else {"image_token_index": None})
 
 
 def test_an_older_config_of_clip_says_its_parts_twice():
@@ -370,8 +369,8 @@ def test_an_older_config_of_clip_says_its_parts_twice():
               "text_config_dict": {"hidden_size": 96, "num_hidden_layers": 3},
               "vision_config": {"patch_size": 14}, "vision_config_dict": None}
     theirs = config(**json.loads(json.dumps(record))).to_dict()
-    ours = clip._complete({"model_type": "clip", **record})
-    for part in ("text_config", "vision_config"):
-        value = ours[part].items() - {("model_type", ours[part]["model_type"])}
-        assert value <= theirs[part].items()
-    assert ours["text_config"]["hidden_act"] == "quick_gelu"
+    r = Record({"model_type": "clip", **record}, clip.WHOLE)
+    for name, defaults in (("text_config", clip.TEXT), ("vision_config", clip.VISION)):
+        ours = clip._part(r, name, defaults)
+        assert {key: ours[key] for key in defaults}.items() <= theirs[name].items()
+    assert r["text_config"]["hidden_act"] == "quick_gelu"

@@ -1,0 +1,161 @@
+"""Every option of every published family, each varied by itself: what we make of the folder is
+what transformers makes of it, or one line says why not. options.py says what may become of a case,
+and prints them; option_cases.py makes the cases."""
+
+import collections
+
+import pytest
+
+import networks
+from zigzag.hub import published_config
+from zigzag.hub.llama import FAMILIES
+from zigzag.tests.common import full
+from zigzag.tests.hub import options
+from zigzag.tests.hub.option_cases import (
+    BASES,
+    FOREIGN,
+    Case,
+    bases,
+    cases_of,
+    rope_specs,
+    speaks_5,
+    values_of,
+)
+
+EVERY = 45      # (one case in so many takes two minutes on two cores)
+PARTS = 3       # of a base's cases, so that workers have about as much each
+# Of the cases that transformers reads. Fewer, and we refuse what we could compute.
+LEAST_EQUAL = 0.5
+
+
+# -------------------------------------------------------------------------------------------
+# What a hostile test found to be silently wrong, by cause
+
+NESTED = {"full_attention": dict(rope_type="default", rope_theta=700.0),
+          "sliding_attention": dict(rope_type="default", rope_theta=70.0)}
+
+
+def found():
+    """The cases of each cause, beside those bases that are cases by themselves: T5 1.1, and BERT
+    and others untied."""
+    new = speaks_5()
+    specs = rope_specs(6)
+    long = [s for s in specs if s and s.get("rope_type") == "longrope" and len(s) > 4]
+    yarn = next(s for s in specs if s and s.get("rope_type") == "yarn" and len(s) == 3)
+    llama3 = next(s for s in specs if s and s.get("rope_type") == "llama3" and len(s) == 5)
+    over = ("original_max_position_embeddings", 8)
+    edits = [("llama", [("rope_scaling", spec)]) for spec in long]
+    edits += [("llama", [("rope_scaling", spec), over]) for spec in (yarn, llama3)]
+    edits += [("llama", [("rope_scaling", {**yarn, "attention_factor": 0.0})]),
+              ("llama", [("rope_scaling", {**llama3, "low_freq_factor": 4.0,
+                                           "high_freq_factor": 1.0})]),
+              ("gemma3", [("attn_logit_softcapping", 20.0)]),
+              ("bloom", [("slow_but_exact", True), ("pretraining_tp", 2)]),
+              ("gpt_neo", [("attention_layers", ["local"] * 4)]),
+              ("t5", [("tie_word_embeddings", True), ("scale_decoder_outputs", False)])]
+    if new:
+        edits += [(name, [("rope_parameters", dict(
+            rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5))])
+            for name in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "falcon 7b", "mixtral",
+                         "qwen3_moe")]
+        edits += [("gemma3", [("rope_parameters.full_attention.partial_rotary_factor", 0.5)]),
+                  ("llama", [("rope_parameters", NESTED)]),
+                  ("gemma3", [("rope_parameters", NESTED),
+                              ("rope_scaling", dict(rope_type="linear", factor=4.0))])]
+    return [Case(name, tuple(each), "edited") for name, each in edits]
+
+
+# -------------------------------------------------------------------------------------------
+# All cases
+
+def assert_outcomes(cases):
+    """None is silently wrong and none crashes; a model as it is loads; and enough do."""
+    kinds, bad = collections.Counter(), []
+    for case in cases:
+        got = options.run(case)
+        kinds[got.kind] += 1
+        if got.kind in ("wrong", "crashed") or not case.edits and got.kind != "equal":
+            bad.append(f"{got.kind}: {case}: {got.text}")
+    read = len(cases) - kinds["rejected"] - kinds["theirs"]
+    if read > 20 and kinds["equal"] < LEAST_EQUAL * read:
+        bad.append(f"of {read} cases that transformers reads only {kinds['equal']} are equal")
+    assert not bad, f"{len(bad)} of {len(cases)} cases ({dict(kinds)}):\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_sample_of_all_options(name):
+    """A key of config.json that changes what transformers computes and that we do not read, or read
+    otherwise; a key that a new version of transformers writes into each config.json (the model as
+    it is then fails)."""
+    wanted = {str(case): case for case in cases_of(name)
+              if not case.edits or case.number % EVERY == 0}
+    wanted |= {str(case): case for case in found() if case.base == name}
+    assert_outcomes([*wanted.values()])
+
+
+@pytest.mark.parametrize("name, part", [full(name, part) for name in BASES
+                                        for part in range(PARTS)])
+def test_all_options(name, part):
+    """As the sample of them, of what nobody thought of."""
+    assert_outcomes([case for case in cases_of(name)
+                     if not case.edits or case.number % PARTS == part])
+
+
+# -------------------------------------------------------------------------------------------
+# What is said to be neutral
+
+EACH_FAMILY = {name: family for names in (FAMILIES, *(n.families for n in networks.KINDS.values()))
+               for name, family in names.items() if name != "chatglm"}
+
+
+def neutral_keys(name):
+    """The keys of a family's config.json that are said not to change what it computes."""
+    return sorted({*getattr(EACH_FAMILY[name], "neutral", ()),
+                   *getattr(published_config, "NEUTRAL", ())})
+
+
+def changes_of(base, keys):
+    """Cases of these keys: of what the configuration says now other values, and of others some."""
+    config = base.config().to_dict()
+    for key in keys:
+        inside = config
+        for part in key.split("."):
+            inside = inside.get(part) if isinstance(inside, dict) else None
+        for value in [*values_of(key, inside), *FOREIGN.get(key, ())]:
+            yield Case(base.name, ((key, value),), "edited")
+
+
+def assert_neutral(name, every):
+    """These keys change no logits of transformers."""
+    bad, rejected = [], collections.Counter()
+    for base in bases().values():
+        if base.family != name:
+            continue
+        whole = options.theirs_of(Case(base.name, (), "made"))
+        for case in changes_of(base, neutral_keys(name)):
+            if case.number % every:
+                continue
+            try:
+                got = options.theirs_of(case)
+            except Exception as e:      # (of any kind: what transformers rejects)
+                rejected[case.key] += 1
+                print(f"rejected: {case}: {type(e).__name__}: {e}"[:200])
+                continue
+            error = options.far(got, whole)
+            if error > options.SAME:
+                bad.append(f"{case}: logits differ: {error:.2g} of the largest")
+    print(f"{name}: rejected by transformers: {dict(rejected)}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("name", EACH_FAMILY)
+def test_some_neutral_keys_are_neutral(name):
+    """A key on the list of those that we need not read, which changes what transformers computes.
+    """
+    assert_neutral(name, 12)
+
+
+@pytest.mark.parametrize("name", [full(name) for name in EACH_FAMILY])
+def test_neutral_keys_are_neutral(name):
+    """As some of them."""
+    assert_neutral(name, 1)
