@@ -88,6 +88,17 @@ def both(query: Token, key: Token) -> tuple[Token, Token]:
     return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
 
 
+def mean_squares(q: Array, k: Array, heads: int) -> Array:
+    """The mean squares of queries [B, T, H, N] over all numbers of a token, and those of keys
+    [B, T, K, N]: [2, B, T, 1, 1] float32. Of `heads` query heads a device may have a part, and then
+    of the key heads too, or all: one reduction makes both means, and one sums their gradients."""
+    means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
+                       for x in (q, k)])
+    if q.shape[2] == heads:
+        return means
+    return mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
+
+
 # -------------------------------------------------------------------------------------------
 # In blocks
 

@@ -56,6 +56,7 @@ FALCON = dict(hidden_size=72, num_hidden_layers=2, num_attention_heads=6, vocab_
               layer_norm_epsilon=1e-3)
 NEOX = {k: v for k, v in new(6, rotary_emb_base=500, layer_norm_eps=1e-3).items()
         if k not in ("rms_norm_eps", "rope_theta", "num_key_value_heads")}
+STARCODER = {k: v for k, v in new(6, 3, norm_epsilon=1e-3).items() if k != "rms_norm_eps"}
 GEMMA = dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=12)
 MIXED = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 DEEP = {**new(4, 4), **MIXED, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 4,
@@ -77,6 +78,18 @@ CASES = {
     "gemma3": ("Gemma3Text", new(6, 3, **GEMMA, layers=4, sliding_window_pattern=2,
                                  rope_local_base_freq=100.0, final_logit_softcapping=20.0,
                                  **scaled("linear"))),
+    "olmo2": ("Olmo2", new(6, 3, pad_token_id=0)),
+    "olmo2 bias": ("Olmo2", new(12, 4, pad_token_id=0, attention_bias=True, hidden_act="gelu",
+                                tie_word_embeddings=True)),
+    "granite": ("Granite", new(6, 3, embedding_multiplier=7.0, attention_multiplier=0.4,
+                               residual_multiplier=0.7, logits_scaling=3.0, mlp_bias=True,
+                               attention_bias=True)),
+    "smollm3": ("SmolLM3", new(6, 3, layers=4, no_rope_layers=[1, 0, 0, 1], pad_token_id=0,
+                               use_sliding_window=True, sliding_window=7, layer_types=[
+                                   "full_attention", "sliding_attention"] * 2)),
+    "smollm3 every 2": ("SmolLM3", new(pad_token_id=0, no_rope_layer_interval=2, mlp_bias=True,
+                                       tie_word_embeddings=False, use_sliding_window=True,
+                                       sliding_window=7, **scaled("linear"))),
     "gemma3 full": ("Gemma3Text", new(**GEMMA, layer_types=["full_attention"] * 2,
                                       rope_local_base_freq=100.0)),
     "phi3": ("Phi3", new(pad_token_id=0, sliding_window=9, partial_rotary_factor=0.5)),
@@ -101,6 +114,9 @@ CASES = {
                               "num_ln_in_parallel_attn": 1, "rope_theta": 500.0}),
     "falcon rw": ("Falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True,
                              "alibi": True}),
+    "starcoder2": ("Starcoder2", {**STARCODER, "sliding_window": 7}),
+    "starcoder2 plain": ("Starcoder2", {**STARCODER, "use_bias": False, "hidden_act": "gelu",
+                                        "tie_word_embeddings": False}),
     "glm": ("Glm", new(head_dim=12, pad_token_id=0)),
     "chatglm": ("Glm", new(head_dim=12, pad_token_id=0, rope_theta=10000.0)),
     "mixtral": ("Mixtral", new(num_local_experts=4, sliding_window=7)),
@@ -117,7 +133,8 @@ CASES = {
 # These at each start; one of each other family in .ci/run, the rest in .ci/full.
 QUICK = ("llama", "gpt2", "gemma3", "falcon 40b", "deepseek_v3")
 SLOW = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "phi3 long", "gptj", "gpt_neo", "gpt_neox",
-        "opt 350m", "bloom", "falcon rw", "chatglm", "mixtral", "qwen3_moe")
+        "opt 350m", "bloom", "falcon rw", "chatglm", "mixtral", "qwen3_moe", "olmo2", "granite",
+        "smollm3", "starcoder2")
 
 
 def cases(quick=QUICK, slow=SLOW, names=CASES):
@@ -381,6 +398,7 @@ def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
 # Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
 COLUMNS, ROWS_OF = P(None, None, "tensor"), P(None, "tensor")
 BY_HAND = [(r"\.w([qkv]|_gate|_up)(_bias)?$|\.e_down$", COLUMNS),
+           (r"\.[qk]_norm$", COLUMNS),        # (of each head alone they have no such dimension)
            (r"\.e_(gate|up)$", P(None, None, None, "tensor")),
            (r"\.(wo|w_down)$|^head", ROWS_OF), ("^embed$", P("tensor"))]
 
