@@ -152,7 +152,8 @@ def _heads(w, qkv, c, i, batch, cache=None):
     with these keys and values in it."""
     q, k, v = qkv
     if c.qk_norm_wide:
-        q, k = _wide_norms(w, q, k, c, cache)
+        scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
+        q, k = attention.norm_all_heads(q, k, (w["q_norm"], scale), c.heads, c.norm_eps)
     elif c.qk_norm:
         q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
     if c.positions == "rotary":
@@ -165,15 +166,6 @@ def _heads(w, qkv, c, i, batch, cache=None):
     return shard.self_attend(
         q, k, v, mask, scores, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
-
-
-def _wide_norms(w, q, k, c, cache):
-    """RMSNorm of a token's query heads together, and of its key heads. (Where keys are repeated, so
-    are the scales; the mean of their squares stays the same.)"""
-    k_scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
-    means = attention.mean_squares(q, k, c.heads)
-    return [(x * lax.rsqrt(mean + c.norm_eps)).astype(x.dtype) * heads_of(x, scale, 1)
-            for x, scale, mean in zip((q, k), (w["q_norm"], k_scale), means)]
 
 
 def _scaled(q, c):
