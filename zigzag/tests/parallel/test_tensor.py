@@ -82,8 +82,9 @@ def test_a_norm_of_all_heads_is_one_reduction_and_one_back():
     args = jnp.ones((B, T, H, N)), jnp.ones((B, T, K, N)), (jnp.ones((1, H, N)),
                                                             jnp.ones((1, K, N)))
     step = jax.shard_map(jax.grad(total, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
-    compiled = jax.jit(step).lower(*jax.device_put(args, shardings(specs, mesh))).compile()
-    assert shard.collectives(compiled) == [("all-reduce", "tensor", 2, 2 * 2 * B * T * 4)]
+    lowered = jax.jit(step).lower(*jax.device_put(args, shardings(specs, mesh)))
+    assert lowered.as_text().count("all_reduce") == 2       # (a compiler may join several)
+    assert shard.collectives(lowered.compile()) == [("all-reduce", "tensor", 2, 2 * 2 * B * T * 4)]
 
 
 @pytest.mark.parametrize("mesh, changes", [
