@@ -50,14 +50,14 @@ class Config(Computed):
     head_scale: float = 0.0       # what the head's input is multiplied by; 0: nothing
     layer_groups: int = 0         # how many layers are different: each is repeated; 0: all
     layer_scale: bool = False     # a learned factor of what each half of a layer adds
-    residual_scale: float = 1.0   # what each half of a layer adds is multiplied by this
+    residual_scale: float = 1.0   # what each half of a layer adds is multiplied by
     norm: str = "rms"             # or layer: minus the mean, and with a bias
     norm_eps: float = 1e-6        # what a norm adds to the variance
     norm_place: str = "pre"       # of attention and MLP; or post (after the sum), out (of what is
                                   # added, before the sum), sandwich (pre and out)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
-    qk_norm_wide: bool = False    # and of all heads of a token together, not of each by itself
+    qk_norm_wide: bool = False    # over all heads of a token together, not each by itself
     activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, quick_gelu, relu
     gated: bool = True            # the activation multiplies a second product
     biases: str = ""              # which products have a bias: of embed, qkv (or qv), out, mlp,
@@ -72,7 +72,7 @@ class Config(Computed):
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
-    rotary_layers: str = ""       # which layers turn heads: rrrn repeated, say; empty: all
+    rotary_layers: str = ""       # which layers have rotary positions: rrrn, repeated; empty: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # table row of position 0
     window: int = 0               # how many keys a query sees, itself included; 0: all before it

@@ -382,17 +382,18 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 @pytest.mark.slow
 def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     """Its example, which no code of ours runs: what transformers computes, in under 25 lines."""
-    code = re.search(r"This adds StarCoder2.*?```python\n(.*?)```", README.read_text(), re.S)[1]
+    code = re.search(r"This adds Phi.*?```python\n(.*?)```", README.read_text(), re.S)[1]
     assert len([line for line in code.splitlines() if line.strip()]) < 25
     there = {**vars(gpt), "GPT": {}}
     exec(code, there)
-    monkeypatch.setitem(llama.FAMILIES, "starcoder2", there["GPT"]["starcoder2"])
-    monkeypatch.setitem(CASES, "starcoder2", ("Starcoder2", {
-        **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "norm_epsilon": 1e-3,
-        "sliding_window": 7}))
-    params, config = networks.load_hf(reference("starcoder2").folder)
-    assert_close(logits_of(params, config, reference("starcoder2").batch["tokens"]),
-                 reference("starcoder2").logits, 1e-5)
+    monkeypatch.setitem(llama.FAMILIES, "phi", there["GPT"]["phi"])
+    monkeypatch.setitem(CASES, "phi", ("Phi", {
+        **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "layer_norm_eps": 1e-3,
+        "partial_rotary_factor": 1 / 3}))
+    test_defaults_are_those_of_the_class("phi")
+    params, config = networks.load_hf(reference("phi").folder)
+    assert_close(logits_of(params, config, reference("phi").batch["tokens"]),
+                 reference("phi").logits, 1e-5)
 
 
 # Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
@@ -519,7 +520,9 @@ REFUSED = [
     ("falcon 40b", dict(parallel_attn=False)), ("gemma3", dict(use_bidirectional_attention=True)),
     ("qwen3_moe", dict(decoder_sparse_step=2)), ("qwen3_moe", dict(mlp_only_layers=[1])),
     ("deepseek_v3", dict(attention_bias=True)), ("deepseek_v3", dict(scoring_func="softmax")),
-    ("deepseek_v3", dict(topk_method="greedy")), ("llama", dict(is_causal=False)),
+    ("deepseek_v3", dict(topk_method="greedy")), ("starcoder2", dict(norm_type="rms_norm")),
+    ("starcoder2", dict(mlp_type="gated")), ("smollm3", dict(use_sliding_window=False)),
+    ("llama", dict(is_causal=False)),
     ("llama", dict(quantization_config={"bits": 4}))]
 
 
@@ -544,6 +547,29 @@ def test_windows_are_of_the_families_that_have_them():
     got = llama.fields_of(record)
     assert (got["window"], got["local_layers"]) == (7, "gggl")
     assert llama.fields_of({**record, "model_type": "mistral"})["local_layers"] == ""
+
+
+def test_layers_without_rotary_positions():
+    """SmolLM3's list, of which a 1 is a layer that has them, or every so many layers without; these
+    have the window, where a config.json does not say which."""
+    record = {**new(layers=4), "model_type": "smollm3", "use_sliding_window": True,
+              "sliding_window": 7, "no_rope_layer_interval": 2}
+    got = llama.fields_of(record)
+    assert (got["rotary_layers"], got["local_layers"], got["window"]) == ("rnrn", "glgl", 7)
+    got = llama.fields_of({**record, "no_rope_layers": [1, 0, 0, 1], "sliding_window": None})
+    assert got["rotary_layers"] == "rnnr" and "window" not in got
+    assert llama.fields_of({**record, "no_rope_layers": [1] * 4})["rotary_layers"] == ""
+    for wrong in ([1, 0], [], [1, 0, 2, 1]):
+        with pytest.raises(ConfigError, match="expected 0 or 1 for each of 4 layers"):
+            llama.fields_of({**record, "no_rope_layers": wrong})
+
+
+def test_a_factor_of_0_is_refused():
+    """It would be taken for one that follows from the rest."""
+    record = {**new(), "model_type": "granite"}
+    for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
+        with pytest.raises(ConfigError, match=f"{name} 0: expected a number above 0"):
+            llama.fields_of({**record, name: 0})
 
 
 def test_chatglm_of_long_texts():
