@@ -82,14 +82,12 @@ CASES = {
     "olmo2 bias": ("Olmo2", new(12, 4, pad_token_id=0, attention_bias=True, hidden_act="gelu",
                                 tie_word_embeddings=True)),
     "granite": ("Granite", new(6, 3, embedding_multiplier=7.0, attention_multiplier=0.4,
-                               residual_multiplier=0.7, logits_scaling=3.0, mlp_bias=True,
-                               attention_bias=True)),
+                               residual_multiplier=0.7, logits_scaling=3.0, attention_bias=True)),
     "smollm3": ("SmolLM3", new(6, 3, layers=4, no_rope_layers=[1, 0, 0, 1], pad_token_id=0,
                                use_sliding_window=True, sliding_window=7, layer_types=[
                                    "full_attention", "sliding_attention"] * 2)),
-    "smollm3 every 2": ("SmolLM3", new(pad_token_id=0, no_rope_layer_interval=2, mlp_bias=True,
-                                       tie_word_embeddings=False, use_sliding_window=True,
-                                       sliding_window=7, **scaled("linear"))),
+    "smollm3 every 2": ("SmolLM3", new(pad_token_id=0, no_rope_layer_interval=2, sliding_window=7,
+                                       use_sliding_window=True, **scaled("linear"))),
     "gemma3 full": ("Gemma3Text", new(**GEMMA, layer_types=["full_attention"] * 2,
                                       rope_local_base_freq=100.0)),
     "phi3": ("Phi3", new(pad_token_id=0, sliding_window=9, partial_rotary_factor=0.5)),
@@ -390,10 +388,10 @@ def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     monkeypatch.setitem(CASES, "phi", ("Phi", {
         **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "layer_norm_eps": 1e-3,
         "partial_rotary_factor": 1 / 3}))
-    test_defaults_are_those_of_the_class("phi")
     params, config = networks.load_hf(reference("phi").folder)
     assert_close(logits_of(params, config, reference("phi").batch["tokens"]),
                  reference("phi").logits, 1e-5)
+    test_defaults_are_those_of_the_class("phi")
 
 
 # Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
@@ -481,6 +479,8 @@ NEWER = [
          "rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 3,
          "long_factor": [2.0] * 3, "original_max_position_embeddings": 16, "rope_theta": 500.0,
          "partial_rotary_factor": 0.5})),
+    ("smollm3", dict(rope_theta=500.0, rope_scaling=YARN),
+     dict(rope_parameters={**YARN, "rope_theta": 500.0})),
     ("qwen3_moe", dict(num_experts=4), dict(num_local_experts=4)),
 ]
 
