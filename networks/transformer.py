@@ -683,7 +683,7 @@ def block_traffic(c: Config) -> Traffic | None:
     if c.encoder_layers or not c.causal or c.own_stem != "tokens":
         return None
     beside = bool(c.experts and (c.parallel_block or c.shared_experts))
-    return Traffic(2 - c.parallel_block, beside)
+    return Traffic(2 - c.parallel_block, beside, c.qk_norm_wide)
 
 
 NETWORK = Network(
