@@ -177,7 +177,10 @@ def _stacks(c):
 
 FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
                              ignored={r".*\.position_ids": is_range},
-                             neutral=keys("image_text_hidden_size tie_word_embeddings"))}
+                             neutral=keys("image_text_hidden_size tie_word_embeddings "
+                                          "qformer_config.encoder_hidden_size "
+                                          "qformer_config.max_position_embeddings "
+                                          "qformer_config.vocab_size"))}
 
 
 # -------------------------------------------------------------------------------------------

@@ -50,11 +50,14 @@ class Config(Computed):
     head_scale: float = 0.0       # what the head's input is multiplied by; 0: nothing
     layer_groups: int = 0         # how many layers are different: each is repeated; 0: all
     layer_scale: bool = False     # a learned factor of what each half of a layer adds
+    residual_scale: float = 1.0   # what each half of a layer adds is multiplied by
     norm: str = "rms"             # or layer: minus the mean, and with a bias
     norm_eps: float = 1e-6        # what a norm adds to the variance
-    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), sandwich (both)
+    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), out (of what is
+                                  # added, before the sum), sandwich (pre and out)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
+    qk_norm_wide: bool = False    # over all heads of a token together, not each by itself
     activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, quick_gelu, relu
     gated: bool = True            # the activation multiplies a second product
     biases: str = ""              # which products have a bias: of embed, qkv (or qv), out, mlp,
@@ -69,6 +72,7 @@ class Config(Computed):
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
+    rotary_layers: str = ""       # which layers have rotary positions: rrrn, repeated; empty: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # table row of position 0
     window: int = 0               # how many keys a query sees, itself included; 0: all before it
@@ -109,7 +113,7 @@ class Config(Computed):
 # What follows, and what is refused
 
 ONE_OF = {
-    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "sandwich"),
+    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "out", "sandwich"),
     "activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
     "router": ("softmax", "sigmoid"),
     "positions": ("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"),
@@ -166,6 +170,9 @@ def check(c: Any) -> None:
     if set(c.local_layers) - set("lg"):
         raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
                           f"(with the window) or g (without)")
+    if set(c.rotary_layers) - set("rn"):
+        raise ConfigError(f"--rotary_layers {c.rotary_layers}: expected a letter for each layer, r "
+                          f"(with rotary positions) or n (without)")
     _check_parts(c)
 
 
@@ -205,6 +212,10 @@ def _check_parts(c):
         raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
                           f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
                           f"--heads, no --qk_norm, no biases of qkv, and no --parallel_block")
+    if c.qk_norm_wide and not c.qk_norm:
+        raise ConfigError("--qk_norm_wide true: give --qk_norm true too")
+    if c.rotary_layers and c.positions != "rotary":
+        raise ConfigError(f"--rotary_layers {c.rotary_layers}: is for --positions rotary")
     if c.local_theta and not c.window:
         raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
     if c.window > 2**30:

@@ -42,11 +42,14 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
     """The rates of a layer's rotary positions, and the factor of sine and cosine."""
     dim = c.rotary_dim or c.head_dim
     rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
-    if not c.local_theta:
-        return rates, factor
-    local, _ = rotary_rates(dim, c.local_theta)
-    is_local = jnp.array(_has_window(c))[i]
-    return jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+    if c.local_theta:
+        local, _ = rotary_rates(dim, c.local_theta)
+        is_local = jnp.array(_has_window(c))[i]
+        rates, factor = jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+    if "n" in c.rotary_layers:      # a layer without them: turned by nothing
+        is_turned = jnp.array([kind == "r" for kind in (c.rotary_layers * c.layers)[:c.layers]])[i]
+        rates, factor = jnp.where(is_turned, rates, 0.0), jnp.where(is_turned, factor, 1.0)
+    return rates, factor
 
 
 def max_positions(c: Any) -> int:

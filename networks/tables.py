@@ -98,7 +98,9 @@ def _layer_weights(c, L, experts):
     if R and Q:
         weights |= {"q_down": make("L D Q", into), "q_down_norm": make("L Q"),
                     "wq": make("L Q H N", Q**-0.5, "H")}
-    if c.qk_norm:
+    if c.qk_norm_wide:
+        weights |= {"q_norm": make("L 1 H N", tensor="H"), "k_norm": make("L 1 K N", tensor="K")}
+    elif c.qk_norm:
         weights |= {"q_norm": make("L N"), "k_norm": make("L N")}
     if F:           # the MLP that all tokens visit
         weights |= {"w_gate": make("L D F", into, "F")} if c.gated else {}
@@ -121,9 +123,10 @@ def _layer_weights(c, L, experts):
                 if any(_has_bias(c, product) for product in products.split())}
     if c.layer_scale:
         weights |= {name: make("L D") for name in ("attn_out_scale", "mlp_out_scale")}
-    norms = ["attn_norm"] + ["mlp_norm"] * (not c.parallel_block or c.parallel_norms == 2)
-    norms += ["cross_norm"] * (c.encoder_layers > 0)
-    norms += ["attn_out_norm", "mlp_out_norm"] * (c.norm_place == "sandwich")
+    halves = ["attn"] + ["mlp"] * (not c.parallel_block or c.parallel_norms == 2)
+    halves += ["cross"] * (c.encoder_layers > 0)
+    norms = [f"{half}_norm" for half in halves if c.norm_place != "out"]
+    norms += [f"{half}_out_norm" for half in halves if c.norm_place in ("out", "sandwich")]
     return weights | _norms(c, make, "L D", norms)
 
 

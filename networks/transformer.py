@@ -151,7 +151,10 @@ def _heads(w, qkv, c, i, batch, cache=None):
     """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
     with these keys and values in it."""
     q, k, v = qkv
-    if c.qk_norm:
+    if c.qk_norm_wide:
+        scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
+        q, k = attention.norm_all_heads(q, k, (w["q_norm"], scale), c.heads, c.norm_eps)
+    elif c.qk_norm:
         q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
     if c.positions == "rotary":
         q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
@@ -258,6 +261,8 @@ def _choose(scores, bias, c):
 
 
 def _drop(y, c, site, batch):
+    """What a half of a layer adds to the stream: scaled, and in training some of it dropped."""
+    y = y if c.residual_scale == 1 else y * c.residual_scale
     return shard.dropout(y, c.dropout, batch.get("seeds"), site, batch.get("slots"))
 
 
@@ -294,19 +299,19 @@ def block(w, x, i, c, batch, cache=None):
     w = lora.adapted(w)
     if c.parallel_block:
         return _parallel_block(w, x, i, c, batch, cache)
-    is_post = c.norm_place == "post"
-    y, cache = _attention(w, x if is_post else norm(w, "attn_norm", x, c), c, i, batch, cache)
+    is_first = c.norm_place in ("post", "out")      # attention or MLP, before any norm
+    y, cache = _attention(w, x if is_first else norm(w, "attn_norm", x, c), c, i, batch, cache)
     x = _add(w, "attn", x, y, c, 2 * i, batch)
     if "cross_wq" in w:
-        y = _cross_attention(w, x if is_post else norm(w, "cross_norm", x, c), c, batch, cache)
+        y = _cross_attention(w, x if is_first else norm(w, "cross_norm", x, c), c, batch, cache)
         x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
-    y, aux = feed_forward(w, x if is_post else norm(w, "mlp_norm", x, c), c, i, batch)
+    y, aux = feed_forward(w, x if is_first else norm(w, "mlp_norm", x, c), c, i, batch)
     return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
 
 
 def _add(w, half, x, y, c, site, batch):
     """The stream, and what attention or MLP add to it."""
-    if c.norm_place == "sandwich":
+    if c.norm_place in ("out", "sandwich"):
         y = norm(w, f"{half}_out_norm", y, c)
     if f"{half}_out_scale" in w:
         y = y * w[f"{half}_out_scale"]
@@ -678,7 +683,7 @@ def block_traffic(c: Config) -> Traffic | None:
     if c.encoder_layers or not c.causal or c.own_stem != "tokens":
         return None
     beside = bool(c.experts and (c.parallel_block or c.shared_experts))
-    return Traffic(2 - c.parallel_block, beside)
+    return Traffic(2 - c.parallel_block, beside, c.qk_norm_wide)
 
 
 NETWORK = Network(

@@ -265,3 +265,36 @@ GPT["falcon"] = Family(
     # (The second row: where positions are ALiBi's.)
     neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn
                     rope_theta rope_scaling rope_parameters"""))
+
+
+def _starcoder2(r):
+    refuse_other_heads(r)
+    refuse(r, norm_type="layer_norm", mlp_type="default")
+    bias = r["use_bias"]
+    return {**sizes(r), **rope(r), **window(r), "kv_heads": r["num_key_value_heads"],
+            "head_dim": r.get("head_dim") or 0, "d_ff": r["intermediate_size"],
+            "norm": "layer", "norm_eps": r["norm_epsilon"], "gated": False,
+            "activation": activation(r["hidden_act"]), "tied": bool(r["tie_word_embeddings"]),
+            **biased(qkv=bias, out=bias, mlp=bias)}
+
+
+def _starcoder2_arrays(c):
+    bias = "qkv" in c.biases
+    return {"model.embed_tokens.weight": "V W -> embed", **head(c),
+            **layer_norm("model.norm", "norm")} | under(
+        "model.layers.{l}.", layer_norm("input_layernorm", "attn_norm"),
+        layer_norm("post_attention_layernorm", "mlp_norm"),
+        columns("self_attn.q_proj", "H N", "wq", bias),
+        columns("self_attn.k_proj", "K N", "wk", bias),
+        columns("self_attn.v_proj", "K M", "wv", bias),
+        rows("self_attn.o_proj", "H M", "wo", bias),
+        columns("mlp.c_fc", "F", "w_up", bias), rows("mlp.c_proj", "F", "w_down", bias))
+
+
+GPT["starcoder2"] = Family(_starcoder2, _starcoder2_arrays, dict(
+    num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096,
+    norm_epsilon=1e-5, rope_theta=1e4, use_bias=True, sliding_window=None,
+    tie_word_embeddings=True), "model.", INV_FREQ, shared=("head_dim",),
+    neutral=keys("""activation_function attention_softmax_in_fp32 embedding_dropout
+                    layer_norm_epsilon residual_dropout scale_attention_softmax_in_fp32
+                    scale_attn_weights"""))

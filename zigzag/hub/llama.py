@@ -9,6 +9,7 @@ are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -347,6 +348,70 @@ FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, 
 FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more,
                                  shared=HEAD_DIM,
                                  neutral=keys("hidden_act _sliding_window_pattern"))
+
+
+OUT_NORMS = {"post_attention_layernorm.weight": "D -> attn_out_norm",
+             "post_feedforward_layernorm.weight": "D -> mlp_out_norm"}
+WIDE_NORMS = {"self_attn.q_norm.weight": "(H N) -> q_norm",
+              "self_attn.k_norm.weight": "(K N) -> k_norm"}
+
+
+def _olmo2_arrays(c):
+    bias = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
+    return _ends(c) | under(LAYER, OUT_NORMS, WIDE_NORMS, ATTENTION, MLP, bias)
+
+
+FAMILIES["olmo2"] = Family(
+    lambda r: {**_llama(r), "norm_place": "out", "qk_norm": True, "qk_norm_wide": True},
+    _olmo2_arrays, {**MODERN, "rms_norm_eps": 1e-5, "attention_bias": False}, "model.", INV_FREQ,
+    shared=HEAD_DIM)
+
+
+def _factor(r, name):
+    """A factor above 0. (To a Config 0 means that it follows from something else.)"""
+    if not 0 < (factor := r[name]) < math.inf:
+        raise ConfigError(f"config.json: {name} {factor!r:.80}: expected a number above 0")
+    return float(factor)
+
+
+def _granite(r):
+    return {**_llama(r), "embed_scale": _factor(r, "embedding_multiplier"),
+            "attn_scale": _factor(r, "attention_multiplier"),
+            "residual_scale": float(r["residual_multiplier"]),
+            "head_scale": 1 / _factor(r, "logits_scaling")}
+
+
+FAMILIES["granite"] = Family(
+    _granite, _llama_arrays,
+    {**MODERN, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
+     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}, "model.",
+    INV_FREQ, shared=HEAD_DIM)
+
+
+def _smollm3(r):
+    """A layer has rotary positions where its number in no_rope_layers is 1. The others are those
+    with the window, if layer_types does not say which."""
+    fields, every = _llama(r), r["no_rope_layer_interval"]
+    turned = r["no_rope_layers"]
+    if turned is None:
+        turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
+    if len(turned) != fields["layers"] or set(turned) - {0, 1}:
+        raise ConfigError(f"config.json: no_rope_layers {turned!r:.80}: expected 0 or 1 for each "
+                          f"of {fields['layers']} layers")
+    kinds = ["full_attention" if turns else "sliding_attention" for turns in turned]
+    if "sliding_attention" in (r["layer_types"] or ()):     # (eager attention alone has it then)
+        refuse(r, use_sliding_window=True)
+    return {**fields, **window(r, r["layer_types"] or kinds),
+            "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
+
+
+FAMILIES["smollm3"] = Family(
+    _smollm3, _llama_arrays,
+    {**MODERN, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+     "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
+     "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None,
+     "attention_bias": False, "mlp_bias": False}, "model.", INV_FREQ, shared=WITH_WINDOW,
+    neutral=keys("pretraining_tp max_window_layers"))
 
 
 # -------------------------------------------------------------------------------------------

@@ -186,6 +186,8 @@ def _tensor(run, traffic):
         # The gradients of wq and wo, and of wk and wv, where their heads do not divide.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
+    if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
+        yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
 
 
 def _adapters(weights, run):

@@ -88,6 +88,28 @@ def both(query: Token, key: Token) -> tuple[Token, Token]:
     return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
 
 
+def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, eps: float
+                   ) -> list[Array]:
+    """RMSNorm of queries [B, T, H, N] over all heads of a token together, and of keys [B, T, K, N];
+    the scales are [1, H, N] and [1, K, N]. Of `heads` query heads a device may have a part, and
+    then of the key heads too, or all: one reduction makes both means, and one their gradients. (A
+    mean over copies of the key heads, equally many of each, is that over the key heads.)"""
+    means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
+                       for x in (q, k)])                                    # [2, B, T, 1, 1]
+    if q.shape[2] < heads:
+        means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
+
+    def of_heads(scale, count):     # (an override may have split the one and not the other)
+        if scale.shape[1] < count:
+            return lax.all_gather(scale, "tensor", axis=1, tiled=True)
+        if scale.shape[1] > count:
+            return lax.dynamic_slice_in_dim(scale, lax.axis_index("tensor") * count, count, 1)
+        return scale
+
+    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * of_heads(scale, x.shape[2])
+            for x, scale, mean in zip((q, k), scales, means)]
+
+
 # -------------------------------------------------------------------------------------------
 # In blocks
 

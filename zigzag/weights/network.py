@@ -148,6 +148,7 @@ class Traffic(NamedTuple):
     """What a decoder's blocks send over tensor, for zigzag/measure/traffic.py."""
     pairs: int = 2          # of a gather into a block and a reduction out of it, in a layer
     beside: bool = False    # whether something stands beside the experts in the same block
+    head_norms: bool = False    # whether queries and keys have norms over all heads
 
 
 def _none(config):

@@ -122,6 +122,7 @@ def small_chunks(monkeypatch):
     ("gemma3", ""), *(pytest.param(name, mesh, marks=pytest.mark.slow) for name, mesh in (
         ("gemma3", "tensor=4"), ("gpt_neo", ""), ("gemma2", ""), ("mistral", ""), ("bloom", ""),
         ("deepseek_v3", ""), ("t5", ""), ("gpt2", ""), ("phi3", "tensor=2"), ("qwen2", "seq=2"),
+        ("smollm3", ""), ("olmo2", "tensor=2"),
         ("mixtral", "expert=2"), ("deepseek_v3", "tensor=2"), ("gpt_neo", "data=2")))])
 def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh):
     """A new token that takes the slot of one which a query of the same chunk still sees."""

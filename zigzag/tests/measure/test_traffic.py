@@ -30,6 +30,7 @@ def agree(program):
 
 ONE_F_ONE_B = dict(schedule="1f1b")
 INTERLEAVED = dict(schedule="interleaved", chunks=2)
+HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
 THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
 
 
@@ -76,6 +77,11 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
     slow("fsdp=2,tensor=4", dict(heads=9, head_dim=32, remat="selective")),
     slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, experts=4)),
+    # A norm of all heads.
+    slow("tensor=4", dict(kv_heads=2, **HEAD_NORMS)),
+    slow("fsdp=2,tensor=2", dict(remat="full", **HEAD_NORMS)),
+    slow("pipe=2,tensor=2", dict(microbatches=2, **HEAD_NORMS, **ONE_F_ONE_B)),
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, **HEAD_NORMS)),
     # What a CPU sends in 16 bits it sends in 32. Weights that are stored otherwise than used.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
     slow("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),

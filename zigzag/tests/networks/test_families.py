@@ -56,6 +56,7 @@ FALCON = dict(hidden_size=72, num_hidden_layers=2, num_attention_heads=6, vocab_
               layer_norm_epsilon=1e-3)
 NEOX = {k: v for k, v in new(6, rotary_emb_base=500, layer_norm_eps=1e-3).items()
         if k not in ("rms_norm_eps", "rope_theta", "num_key_value_heads")}
+STARCODER = {k: v for k, v in new(6, 3, norm_epsilon=1e-3).items() if k != "rms_norm_eps"}
 GEMMA = dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=12)
 MIXED = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 DEEP = {**new(4, 4), **MIXED, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 4,
@@ -77,6 +78,16 @@ CASES = {
     "gemma3": ("Gemma3Text", new(6, 3, **GEMMA, layers=4, sliding_window_pattern=2,
                                  rope_local_base_freq=100.0, final_logit_softcapping=20.0,
                                  **scaled("linear"))),
+    "olmo2": ("Olmo2", new(6, 3, pad_token_id=0)),
+    "olmo2 bias": ("Olmo2", new(12, 4, pad_token_id=0, attention_bias=True, hidden_act="gelu",
+                                tie_word_embeddings=True)),
+    "granite": ("Granite", new(6, 3, embedding_multiplier=7.0, attention_multiplier=0.4,
+                               residual_multiplier=0.7, logits_scaling=3.0, attention_bias=True)),
+    "smollm3": ("SmolLM3", new(6, 3, layers=4, no_rope_layers=[1, 0, 0, 1], pad_token_id=0,
+                               use_sliding_window=True, sliding_window=7, layer_types=[
+                                   "full_attention", "sliding_attention"] * 2)),
+    "smollm3 every 2": ("SmolLM3", new(pad_token_id=0, no_rope_layer_interval=2, sliding_window=7,
+                                       use_sliding_window=True, **scaled("linear"))),
     "gemma3 full": ("Gemma3Text", new(**GEMMA, layer_types=["full_attention"] * 2,
                                       rope_local_base_freq=100.0)),
     "phi3": ("Phi3", new(pad_token_id=0, sliding_window=9, partial_rotary_factor=0.5)),
@@ -101,6 +112,9 @@ CASES = {
                               "num_ln_in_parallel_attn": 1, "rope_theta": 500.0}),
     "falcon rw": ("Falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True,
                              "alibi": True}),
+    "starcoder2": ("Starcoder2", {**STARCODER, "sliding_window": 7}),
+    "starcoder2 plain": ("Starcoder2", {**STARCODER, "use_bias": False, "hidden_act": "gelu",
+                                        "tie_word_embeddings": False}),
     "glm": ("Glm", new(head_dim=12, pad_token_id=0)),
     "chatglm": ("Glm", new(head_dim=12, pad_token_id=0, rope_theta=10000.0)),
     "mixtral": ("Mixtral", new(num_local_experts=4, sliding_window=7)),
@@ -117,7 +131,8 @@ CASES = {
 # These at each start; one of each other family in .ci/run, the rest in .ci/full.
 QUICK = ("llama", "gpt2", "gemma3", "falcon 40b", "deepseek_v3")
 SLOW = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "phi3 long", "gptj", "gpt_neo", "gpt_neox",
-        "opt 350m", "bloom", "falcon rw", "chatglm", "mixtral", "qwen3_moe")
+        "opt 350m", "bloom", "falcon rw", "chatglm", "mixtral", "qwen3_moe", "olmo2", "granite",
+        "smollm3", "starcoder2")
 
 
 def cases(quick=QUICK, slow=SLOW, names=CASES):
@@ -365,17 +380,18 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 @pytest.mark.slow
 def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     """Its example, which no code of ours runs: what transformers computes, in under 25 lines."""
-    code = re.search(r"This adds StarCoder2.*?```python\n(.*?)```", README.read_text(), re.S)[1]
+    code = re.search(r"This adds Phi.*?```python\n(.*?)```", README.read_text(), re.S)[1]
     assert len([line for line in code.splitlines() if line.strip()]) < 25
     there = {**vars(gpt), "GPT": {}}
     exec(code, there)
-    monkeypatch.setitem(llama.FAMILIES, "starcoder2", there["GPT"]["starcoder2"])
-    monkeypatch.setitem(CASES, "starcoder2", ("Starcoder2", {
-        **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "norm_epsilon": 1e-3,
-        "sliding_window": 7}))
-    params, config = networks.load_hf(reference("starcoder2").folder)
-    assert_close(logits_of(params, config, reference("starcoder2").batch["tokens"]),
-                 reference("starcoder2").logits, 1e-5)
+    monkeypatch.setitem(llama.FAMILIES, "phi", there["GPT"]["phi"])
+    monkeypatch.setitem(CASES, "phi", ("Phi", {
+        **{k: v for k, v in new(6, 3).items() if k != "rms_norm_eps"}, "layer_norm_eps": 1e-3,
+        "partial_rotary_factor": 1 / 3}))
+    params, config = networks.load_hf(reference("phi").folder)
+    assert_close(logits_of(params, config, reference("phi").batch["tokens"]),
+                 reference("phi").logits, 1e-5)
+    test_defaults_are_those_of_the_class("phi")
 
 
 # Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
@@ -383,6 +399,7 @@ COLUMNS, ROWS_OF = P(None, None, "tensor"), P(None, "tensor")
 BY_HAND = [(r"\.w([qkv]|_gate|_up)(_bias)?$|\.e_down$", COLUMNS),
            (r"\.e_(gate|up)$", P(None, None, None, "tensor")),
            (r"\.(wo|w_down)$|^head", ROWS_OF), ("^embed$", P("tensor"))]
+WIDE_NORMS = [(r"\.[qk]_norm$", COLUMNS)]       # of all heads: a scale lies where its head does
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -393,7 +410,8 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
     mean = mean_loss(net.loss, config)
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
+    rules = BY_HAND + (WIDE_NORMS if config.qk_norm_wide else [])
+    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), rules, shards)
 
 
 # -------------------------------------------------------------------------------------------
@@ -461,6 +479,8 @@ NEWER = [
          "rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 3,
          "long_factor": [2.0] * 3, "original_max_position_embeddings": 16, "rope_theta": 500.0,
          "partial_rotary_factor": 0.5})),
+    ("smollm3", dict(rope_theta=500.0, rope_scaling=YARN),
+     dict(rope_parameters={**YARN, "rope_theta": 500.0})),
     ("qwen3_moe", dict(num_experts=4), dict(num_local_experts=4)),
 ]
 
@@ -500,7 +520,9 @@ REFUSED = [
     ("falcon 40b", dict(parallel_attn=False)), ("gemma3", dict(use_bidirectional_attention=True)),
     ("qwen3_moe", dict(decoder_sparse_step=2)), ("qwen3_moe", dict(mlp_only_layers=[1])),
     ("deepseek_v3", dict(attention_bias=True)), ("deepseek_v3", dict(scoring_func="softmax")),
-    ("deepseek_v3", dict(topk_method="greedy")), ("llama", dict(is_causal=False)),
+    ("deepseek_v3", dict(topk_method="greedy")), ("starcoder2", dict(norm_type="rms_norm")),
+    ("starcoder2", dict(mlp_type="gated")), ("smollm3", dict(use_sliding_window=False)),
+    ("llama", dict(is_causal=False)),
     ("llama", dict(quantization_config={"bits": 4}))]
 
 
@@ -527,6 +549,29 @@ def test_windows_are_of_the_families_that_have_them():
     assert (got["window"], got["local_layers"]) == (7, "gggl")
     record = {**new(layers=4), "model_type": "mistral", "sliding_window": 7}
     assert llama.fields_of(record)["local_layers"] == ""
+
+
+def test_layers_without_rotary_positions():
+    """SmolLM3's list, of which a 1 is a layer that has them, or every so many layers without; these
+    have the window, where a config.json does not say which."""
+    record = {**new(layers=4), "model_type": "smollm3", "use_sliding_window": True,
+              "sliding_window": 7, "no_rope_layer_interval": 2}
+    got = llama.fields_of(record)
+    assert (got["rotary_layers"], got["local_layers"], got["window"]) == ("rnrn", "glgl", 7)
+    got = llama.fields_of({**record, "no_rope_layers": [1, 0, 0, 1], "sliding_window": None})
+    assert got["rotary_layers"] == "rnnr" and "window" not in got
+    assert llama.fields_of({**record, "no_rope_layers": [1] * 4})["rotary_layers"] == ""
+    for wrong in ([1, 0], [], [1, 0, 2, 1]):
+        with pytest.raises(ConfigError, match="expected 0 or 1 for each of 4 layers"):
+            llama.fields_of({**record, "no_rope_layers": wrong})
+
+
+def test_a_factor_of_0_is_refused():
+    """It would be taken for one that follows from the rest."""
+    record = {**new(), "model_type": "granite"}
+    for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
+        with pytest.raises(ConfigError, match=f"{name} 0: expected a number above 0"):
+            llama.fields_of({**record, name: 0})
 
 
 def test_chatglm_of_long_texts():

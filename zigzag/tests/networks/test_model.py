@@ -49,6 +49,21 @@ def test_a_weights_first_values_follow_from_its_path(changes):
         np.testing.assert_array_equal(usual[path], other[path], err_msg=path)
 
 
+@pytest.mark.parametrize("changes", [{}, dict(parallel_block=True)])
+def test_a_scale_of_what_layers_add(changes):
+    """A half of a layer that is not scaled, or both where they are beside each other. To scale what
+    they add is to scale the weights of the products into the stream."""
+    config, other = make(**changes), make(residual_scale=0.25, **changes)
+    params = net.init(config, jax.random.key(0))
+    scaled = params | {"layers": {name: w / 4 if name in ("wo", "w_down") else w
+                                  for name, w in params["layers"].items()}}
+    tokens = batch_of(config)["tokens"]
+    want, got, unscaled = (net.forward(w, tokens, c) for w, c in (
+        (scaled, config), (params, other), (params, config)))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not np.allclose(got, unscaled, atol=1e-2)
+
+
 def test_no_two_weights_begin_alike():
     """One key for all weights of a shape: a gate equal to what it gates."""
     weights = [np.asarray(w).ravel()[:100] for path, w in first_values(vocab_size=128).items()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import shard
 from zigzag.core.mesh import by_path, shardings, spec_axes, varying
-from zigzag.parallel import products
+from zigzag.parallel import attention, products
 from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, net, slow
 
 # -------------------------------------------------------------------------------------------
@@ -53,6 +53,38 @@ def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, chang
     """Queries that meet another group's keys: 6 key heads of 24 heads make 12 on 4 devices, each
     with half of a head's queries beside all of another's."""
     assert_same_on("tensor=4", heads=heads, kv_heads=kv_heads, head_dim=4, **changes)
+
+
+@pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
+    ("tensor=2", 6, 3, {}), ("tensor=2", 9, 3, {}),
+    ("tensor=2", 8, 4, dict(override=("w[qkvo]=-",))),
+    slow("tensor=4", 8, 2, {}), slow("tensor=4", 8, 4, dict(parallel_block=True)),
+    slow("tensor=4", 12, 6, dict(override=("[qk]_norm=-",))),
+    slow("tensor=4", 8, 4, dict(override=("wq=-",))),
+    slow("tensor=4", 8, 4, dict(override=("w[kv]=-",))),
+    slow("pipe=2,tensor=2", 6, 3, dict(microbatches=2, schedule="1f1b")),
+    slow("seq=2,fsdp=2,tensor=2", 6, 3, dict(remat="full"))])
+def test_a_norm_of_all_heads(mesh, heads, kv_heads, changes):
+    """The mean of a device's own heads; one whose gradient each device has of its own heads alone;
+    one of 3 key heads on 2 devices, which have copies; scales that lie where no head does."""
+    assert_same_on(mesh, heads=heads, kv_heads=kv_heads, head_dim=4, qk_norm=True,
+                   qk_norm_wide=True, **changes)
+
+
+def test_a_norm_of_all_heads_is_one_reduction_and_one_back():
+    """The means of queries and of keys, or their gradients, sent each by itself."""
+    def total(q, k, scales):
+        return sum(jnp.sum(jnp.sin(a)) for a in attention.norm_all_heads(q, k, scales, 4, 1e-6))
+
+    B, T, H, K, N, mesh = 2, 8, 4, 2, 6, mesh_of("tensor=2")
+    heads, scales = P(None, None, "tensor"), P(None, "tensor")
+    specs = heads, heads, (scales, scales)
+    args = jnp.ones((B, T, H, N)), jnp.ones((B, T, K, N)), (jnp.ones((1, H, N)),
+                                                            jnp.ones((1, K, N)))
+    step = jax.shard_map(jax.grad(total, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
+    lowered = jax.jit(step).lower(*jax.device_put(args, shardings(specs, mesh)))
+    assert lowered.as_text().count("all_reduce") == 2       # (a compiler may join several)
+    assert shard.collectives(lowered.compile()) == [("all-reduce", "tensor", 2, 2 * 2 * B * T * 4)]
 
 
 @pytest.mark.parametrize("mesh, changes", [
