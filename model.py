@@ -22,7 +22,7 @@ from jax import Array, lax
 
 import shard
 from zigzag.core.errors import fill_in
-from zigzag.core.mesh import cast
+from zigzag.core.mesh import cast, check_ids
 from zigzag.generate import cache as kv_cache
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN, as_llama
@@ -166,6 +166,7 @@ def router_loss(logits, chosen, i, batch, c):
 # The network
 
 def embed(params, tokens, c):
+    check_ids(tokens, c.vocab_size)
     return shard.embed_lookup(params["embed"], tokens) * c.embed_scale
 
 

@@ -68,7 +68,8 @@ class Config(Computed):
     relative_buckets: int = 32    # how many buckets
     relative_distance: int = 128  # and from where all distances are in the last
     relative_shared: bool = True  # one table for all layers
-    pad_id: int = -1              # positions count only tokens other than this; -1: all
+    pad_id: int = -1              # positions count only tokens other than this; -1: all, -2: those
+                                  # that no mask leaves out
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # as much of a head is turned; 0: all
@@ -133,7 +134,7 @@ def check(c: Any) -> None:
                    attn_scale=0, attn_softcap=0, logit_softcap=0, encoder_layers=0, encoder_heads=0,
                    encoder_d_ff=0, source_len=0, image_size=1, patch_size=1, channels=1,
                    token_types=0, labels=0, head_scale=0, layer_groups=0, relative_buckets=2,
-                   relative_distance=2, pad_id=-1, q_rank=0, kv_rank=0,
+                   relative_distance=2, pad_id=-2, q_rank=0, kv_rank=0,
                    v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
                    groups_per_token=1)
     check_heads(c)

@@ -43,7 +43,7 @@ from networks.positions import (
 from networks.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change
-from zigzag.core.mesh import cast, time_parts
+from zigzag.core.mesh import cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
@@ -272,6 +272,7 @@ def _drop(y, c, site, batch):
 def embedding(params, batch, c):
     """The stream [B, T, D] that the layers begin with."""
     if c.own_stem == "tokens":
+        check_ids(batch["tokens"], c.vocab_size)
         x = shard.embed_lookup(params["embed"], batch["tokens"])
         x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
     else:
@@ -366,6 +367,8 @@ def with_positions(batch, c):
         known["token_types"] = jnp.zeros_like(slots)
     if c.pad_id >= 0:
         known["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, slots)
+    if c.pad_id == -2 and "mask" in batch:
+        known["positions"] = counted(shard.whole_time(batch["mask"]) > 0, slots)
     return {**known, **batch}
 
 

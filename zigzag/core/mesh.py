@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
 from jax.extend.core import jaxpr_as_fun
@@ -252,6 +253,18 @@ def cast(tree: Any, dtype: str) -> Any:
         return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
 
     return jax.tree.map_with_path(one, tree) if dtype else tree
+
+
+def check_ids(tokens: Any, vocab_size: int) -> None:
+    """Refuse ids that the vocabulary does not have, where they are numbers: a lookup gives numbers
+    for any. (In a compiled program they are not known yet.)"""
+    if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
+        return
+    ids = np.asarray(tokens)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if vocab_size and wrong.size:
+        raise ConfigError(f"the id {wrong.flat[0]} is not in the vocabulary: expected ids from 0 "
+                          f"to {vocab_size - 1}")
 
 
 def add_to(total: Any, more: Any) -> Any:

@@ -40,6 +40,8 @@ class Family:
                                                 # have all experts, in place of one for each
     seen: Callable[[Fields, Any], Fields] | None = None     # fields that follow from these fields,
                                                 # and from the arrays of a folder
+    check: Callable[[Any, Any, Any], None] | None = None    # (forward, params, a Config): refuses
+                                                # what its class would compute otherwise
     shared: tuple[str, ...] = ()                # keys that its class has, of those that shared
                                                 # translators read for some classes
     neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes

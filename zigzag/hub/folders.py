@@ -67,7 +67,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
                               f"from: a published folder")
         params, config = network.as_published(params, config)
     family = family_of(json.loads(config.published), network.families)
-    write_folder(folder, family, config, network.table(config), params, dtype)
+    write_folder(folder, family, config, network.table(config), params, dtype, network.forward)
 
 
 # -------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def _opt(r):
     width = r["word_embed_proj_dim"] or r["hidden_size"]
     return {**sizes(r), "norm": "layer", "norm_eps": 1e-5, "gated": False, "d_ff": r["ffn_dim"],
             "tied": bool(r["tie_word_embeddings"]), "positions": "learned",
-            "position_offset": 2, "position_rows": r["max_position_embeddings"] + 2,
+            "position_offset": 2, "position_rows": r["max_position_embeddings"] + 2, "pad_id": -2,
             "biases": "qkv,out,mlp", "embed_dim": width,
             "norm_place": "pre" if r["do_layer_norm_before"] else "post",
             "activation": activation(r["activation_function"])}

@@ -44,6 +44,7 @@ from zigzag.hub.published_config import (
     window,
     with_usual_names,
 )
+from zigzag.hub.reference import check_llama
 from zigzag.weights.positions import mscale, parse_scaling
 
 FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
@@ -66,7 +67,9 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked
     family, kind = family_of(record, families), record["model_type"]
     record = with_usual_names(record, family.aliases)
     try:
-        fields = _read(record, family, is_checked, at)
+        fields, r = read_record(record, family, at)
+        if is_checked:
+            r.refuse_unread(family.neutral)
         older = as_older(record, family.shared)
         published = older if older == record or _is_same(older, fields, family) else record
     except ConfigError:
@@ -81,19 +84,16 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked
             "published": json.dumps(published, sort_keys=True), **fields}
 
 
-def _read(record, family, is_checked=True, at=""):
-    """The fields of a record, all of which must have been read, or be neutral."""
+def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, Record]:
+    """The fields of a config.json, and what it notes of which keys were read."""
     r = Record(record, family.defaults, family.shared, at)
-    fields = family.fields(r)
-    if is_checked:
-        r.refuse_unread(family.neutral)
-    return fields
+    return family.fields(r), r
 
 
 def _is_same(record, fields, family):
     """Whether another record leads to the same fields."""
     try:
-        other = _read(record, family)
+        other, _ = read_record(record, family)
     except ConfigError:
         return False
     return {**other, "published": ""} == {**fields, "published": ""}
@@ -475,9 +475,9 @@ def _plain_arrays(c):
 
 
 PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
-                                   arrays=_plain_arrays, stacks=one_stack, fused={
-                                       name: pattern.replace("G", "F") for name, pattern
-                                       in FAMILIES[kind].fused.items()})
+                                   arrays=_plain_arrays, stacks=one_stack, check=check_llama,
+                                   fused={name: pattern.replace("G", "F") for name, pattern
+                                          in FAMILIES[kind].fused.items()})
          for kind in ("llama", "mistral", "mixtral")}
 
 

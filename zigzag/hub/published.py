@@ -508,9 +508,9 @@ class Change:
 
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
-                 dtype: str = "float32") -> None:
+                 dtype: str = "float32", forward: Any = None) -> None:
     """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
-    Every process must call this; process 0 writes."""
+    Every process must call this; process 0 writes. `forward` is what the network computes."""
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
     is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
     if process_allgather(is_taken)[0]:      # (before process 0 writes there)
@@ -523,6 +523,8 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if lost := weights.keys() - placed:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
+    if family.check:
+        family.check(forward, params, config)
     expected = {name: parts for name, parts in expected.items()
                 if not parts[0].again or parts[0].unused}
     adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import json
 import sys
 import types
 
@@ -18,6 +19,8 @@ import sample
 from networks import transformer
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
+from zigzag.hub.llama import as_llama
+from zigzag.hub.reference import llama_logits
 from zigzag.parallel import attention
 from zigzag.tests.common import (
     ROOT,
@@ -250,6 +253,39 @@ def test_a_weight_that_an_edit_took_away_is_no_traceback_at_export(edit, monkeyp
     params = module.init(config.network, jax.random.key(0))
     with pytest.raises(ConfigError, match="the weight layers.w_gate, and this network has not"):
         networks.save_hf(tmp_path / "a", params, config.network)
+
+
+GELU = "an activation"
+
+
+@pytest.mark.parametrize("name", [GELU, "a norm", *sorted(LEAVES_THE_KERNEL)])
+def test_an_edit_that_keeps_the_weights_is_not_exported_as_a_llama(edit, monkeypatch, tmp_path,
+                                                                   name):
+    """Code that computes something else with the options and weights of a LLaMA: a folder that
+    transformers reads, and that says another thing than the model that was trained."""
+    text = (ROOT / "model.py").read_text()
+    line = next(each for each in text.splitlines() if "jax.nn.silu(" in each)
+    monkeypatch.setitem(EDITS, GELU, [(line, line.replace("silu", "gelu"))])
+    monkeypatch.setitem(EDITS, "a norm", [("+ c.norm_eps", "+ 0.1")])
+    module, config = edit(name)
+    params = module.init(config.network, jax.random.key(0))
+    with pytest.raises(ConfigError, match="computes something else: its logits differ by"):
+        networks.save_hf(tmp_path / "a", params, config.network)
+    usual = make(kv_heads=2).network
+    networks.save_hf(tmp_path / "b", model.init(usual, jax.random.key(0)), usual)
+
+
+@pytest.mark.parametrize("changes", [
+    LLAMA, MIXTRAL, dict(LLAMA, tied=True), dict(LLAMA, rope_scaling=json.dumps(dict(
+        rope_type="linear", factor=2.0)))], ids=str)
+def test_the_reference_of_an_export_is_the_model(changes):
+    """Formulas in numpy that refuse a model as it should be, or that agree with anything."""
+    config = make(**changes).network
+    params = model.init(config, jax.random.key(0))
+    params, config = as_llama(params, config)
+    ids = np.arange(20) % config.vocab_size
+    want = model.forward(params, ids[None], config)[0]
+    np.testing.assert_allclose(llama_logits(params, config, ids), want, rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------

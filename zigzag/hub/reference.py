@@ -1,0 +1,90 @@
+"""What transformers computes of a LLaMA or a Mixtral: the formulas, in numpy, on a few tokens.
+
+An edit of model.py that keeps its options and its weights, another activation for example, would be
+exported as a LLaMA that computes something else. So an export compares the two first.
+"""
+
+import dataclasses
+from typing import Any, Callable
+
+import jax
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import flatten
+from zigzag.hub.published import whole
+from zigzag.weights.positions import rotary_rates
+
+TOKENS, LAYERS = 64, 4      # of which an edit that matters only beyond is not found
+
+
+def check_llama(forward: Callable, params: Any, c: Any) -> None:
+    """Refuse a model that is not a LLaMA, or with experts a Mixtral."""
+    c = dataclasses.replace(c, layers=min(c.layers, LAYERS), dtype="float32", dropout=0.0)
+    first = {**params, "layers": {name: w[:c.layers] for name, w in params["layers"].items()}}
+    paths, weights, structure = flatten(first)
+    first = structure.unflatten([whole(w) for w in weights])
+    ids = np.random.default_rng(0).integers(0, c.vocab_size, min(TOKENS, c.seq_len))
+    try:
+        want = llama_logits(first, c, ids)
+        got = np.asarray(jax.jit(lambda params: forward(params, ids[None], c))(first))[0]
+    except KeyError:            # (a weight is missing; write_folder says which)
+        return
+    if not np.isfinite(want).all():
+        return                  # (nor are the weights)
+    error = np.abs(got - want).max() / np.abs(want).max()
+    if not error < 1e-3:        # (rounding leaves 1e-6; half of a model in bfloat16 1e-2)
+        raise ConfigError(
+            f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
+            f"else: its logits differ by {error:.1%} of the largest; undo the edit of its code, or "
+            f"add a family for it (docs: zigzag/hub/llama.py)")
+
+
+def llama_logits(params: Any, c: Any, ids: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of the tokens that follow each of these."""
+    T, w = len(ids), params["layers"]
+    angle = np.arange(T)[:, None, None] * rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)[0]
+    sin, cos = np.sin(angle), np.cos(angle)
+    sees = np.tri(T, dtype=bool)
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * scale
+
+    def rotate(x):
+        a, b = np.split(x, 2, -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = params["embed"][ids] * (c.embed_scale or 1.0)
+    for i in range(c.layers):
+        h = norm(x, w["attn_norm"][i])
+        q, k, v = (np.einsum("td,dhn->thn", h, w[name][i]) for name in ("wq", "wk", "wv"))
+        k, v = (np.repeat(a, c.heads // c.kv_heads, 1) for a in (rotate(k), v))
+        scores = np.einsum("thn,shn->hts", rotate(q), k) * c.head_dim**-0.5
+        shares = _softmax(np.where(sees, scores, -np.inf))
+        x = x + np.einsum("hts,shn,hnd->td", shares, v, w["wo"][i])
+        h = norm(x, w["mlp_norm"][i])
+        layer = {name: weight[i] for name, weight in w.items()}
+        x = x + (_experts(layer, h, c) if c.experts else _swiglu(
+            h, layer["w_gate"], layer["w_up"], layer["w_down"]))
+    head = params["embed"].T if c.tied else params["head"]
+    return (norm(x, params["norm"]) @ head)[:, :c.vocab_size]
+
+
+def _softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def _swiglu(h, gate, up, down):
+    gate = h @ gate
+    return (gate / (1 + np.exp(-gate)) * (h @ up)) @ down
+
+
+def _experts(w, h, c):
+    """Each token's best experts, by shares that add up to 1."""
+    shares = _softmax(h @ w["router"])
+    least = np.sort(shares, -1)[:, -c.experts_per_token, None]
+    shares = np.where(shares >= least, shares, 0)
+    shares /= shares.sum(-1, keepdims=True)
+    return sum(shares[:, e, None] * _swiglu(h, w["e_gate"][e], w["e_up"][e], w["e_down"][e])
+               for e in range(c.experts))
