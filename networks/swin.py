@@ -316,15 +316,22 @@ def _stacks(c):
             for stage, letter in zip(stages(c), LETTERS)}
 
 
+# What transformers 5 calls them where it is asked not to save the original format.
+NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
+         "attention.self.value": "attention.v_proj",
+         "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
+         "output.dense": "mlp.fc2", "self.relative": "relative_position_bias.relative"}
+
+
 def _is_index(c, array):
     """Which row of the table is for each two tokens of a window."""
     return np.array_equal(array, pair_index(record(c)["window_size"]))
 
 
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
-              stacks=_stacks, aliases={"num_attention_heads": "num_heads"}, neutral=keys(
-                  "drop_path_rate encoder_stride hidden_size num_layers out_features out_indices "
-                  "stage_names tie_word_embeddings"))
+              stacks=_stacks, older=NEWER, aliases={"num_attention_heads": "num_heads"},
+              neutral=keys("drop_path_rate encoder_stride hidden_size num_layers out_features "
+                           "out_indices stage_names tie_word_embeddings"))
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
                   gives=lambda c: "classes" if c.head == "classes" else "vectors",

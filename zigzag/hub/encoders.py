@@ -258,7 +258,8 @@ NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_
          "attention.attention.key": "attention.k_proj",
          "attention.attention.value": "attention.v_proj",
          "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
-         "output.dense": "mlp.fc2", "attention.attention.relative": "relative"}
+         "output.dense": "mlp.fc2", "attention.attention.relative": "relative",
+         "encoder.relative_position_bias.": "shared_position_bias."}
 
 
 def _pictures(r):

@@ -50,16 +50,18 @@ class Family:
 
 # Arrays that are no weights: constants that older versions of transformers saved.
 def _is_rates(c, array):
-    dim = c.rotary_dim or c.head_dim
+    dim = getattr(c, "rotary_dim", 0) or c.head_dim
     return array.shape == (dim // 2,) and np.allclose(
         array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.01)    # (of half precision)
 
 
 def _is_causal(c, array):
     """Which keys a query sees: those before it, or of these the last ones."""
+    if array.ndim != 4:
+        return False
     seen = np.tri(array.shape[-1], dtype=bool)
-    return array.ndim == 4 and (np.array_equal(array[0, 0] > 0, seen) or bool(c.window) and (
-        np.array_equal(array[0, 0] > 0, seen & ~np.tri(len(seen), k=-c.window, dtype=bool))))
+    last = seen & ~np.tri(len(seen), k=-c.window, dtype=bool) if c.window else seen
+    return any(np.array_equal(array[0, 0] > 0, mask) for mask in (seen, last))
 
 
 def is_range(c: Any, array: np.ndarray) -> bool:

@@ -110,7 +110,7 @@ def _gpt_neo(r):
     if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
         raise ConfigError(f"config.json: attention_layers {kinds!r:.80}: expected local or global "
                           f"for each of num_layers {r['num_layers']}")
-    local = window({"sliding_window": r["window_size"], "num_hidden_layers": len(kinds)},
+    local = window(r.but(sliding_window=r["window_size"], num_hidden_layers=len(kinds)),
                    [names[kind] for kind in kinds])
     return {**fields, **local, "attn_scale": 1.0,
             "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "positions": "learned",

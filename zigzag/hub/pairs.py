@@ -58,8 +58,9 @@ def _t5_tied(r, fields, folder):
         return {}
     head, *tables = (folder[name] for name in ("lm_head.weight", "shared.weight")
                      if name in folder.arrays)
-    rows = range(0, fields["vocab_size"], 4096)
-    differ = any((head[i:i + 4096] != table[i:i + 4096]).any() for table in tables for i in rows)
+    V = fields["vocab_size"]
+    parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]
+    differ = any((head[part] != table[part]).any() for table in tables for part in parts)
     return {"tied": not differ}
 
 
