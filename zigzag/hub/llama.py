@@ -9,7 +9,6 @@ are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from zigzag.hub.published_config import (
     activation,
     as_older,
     count,
+    factor,
     refuse,
     refuse_other_heads,
     rope,
@@ -294,8 +294,12 @@ def _gemma(r, **of_rope):
     return {**_modern(r.but(hidden_act=r["hidden_activation"]), **of_rope),
             "norm_place": "sandwich", "embed_scale": 0.0,
             "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
-            "attn_softcap": r["attn_logit_softcapping"] or 0.0,
-            "logit_softcap": r["final_logit_softcapping"] or 0.0, **biased(qkv=bias, out=bias)}
+            "attn_softcap": _softcap(r, "attn_logit_softcapping"),
+            "logit_softcap": _softcap(r, "final_logit_softcapping"), **biased(qkv=bias, out=bias)}
+
+
+def _softcap(r, name):
+    return 0.0 if r[name] is None else factor(r, name)
 
 
 def _gemma2(r):
@@ -367,18 +371,11 @@ FAMILIES["olmo2"] = Family(
     shared=HEAD_DIM)
 
 
-def _factor(r, name):
-    """A factor above 0. (To a Config 0 means that it follows from something else.)"""
-    if not 0 < (factor := r[name]) < math.inf:
-        raise ConfigError(f"config.json: {name} {factor!r:.80}: expected a number above 0")
-    return float(factor)
-
-
 def _granite(r):
-    return {**_llama(r), "embed_scale": _factor(r, "embedding_multiplier"),
-            "attn_scale": _factor(r, "attention_multiplier"),
+    return {**_llama(r), "embed_scale": factor(r, "embedding_multiplier"),
+            "attn_scale": factor(r, "attention_multiplier"),
             "residual_scale": float(r["residual_multiplier"]),
-            "head_scale": 1 / _factor(r, "logits_scaling")}
+            "head_scale": 1 / factor(r, "logits_scaling")}
 
 
 FAMILIES["granite"] = Family(

@@ -41,6 +41,8 @@ def _t5(r):
     tied, width = bool(r["tie_word_embeddings"]), count(r, "d_model")
     # (transformers 5 says so apart: it writes that all are tied.)
     is_scaled = bool(r.get("scale_decoder_outputs", tied))
+    if is_scaled and not tied:
+        refuse(r, scale_decoder_outputs=False)
     fields = sizes(r.but(length=LENGTH), "num_layers", "d_model", "num_heads", "length")
     return {**fields, **_t5_mlp(r), "encoder_layers": fields["layers"], "source_len": LENGTH,
             "layers": fields["layers"] if r["num_decoder_layers"] is None else count(

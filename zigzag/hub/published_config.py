@@ -265,6 +265,15 @@ def count(r: Any, name: str, most: int = MOST) -> int:
     return value
 
 
+def factor(r: Record, name: str, least: float = 0.0) -> float:
+    """A factor or a bound: a number above 0. (To a Config 0 is none, or follows from something
+    else.)"""
+    if not _is(float, r[name]) or not r[name] > least:
+        raise ConfigError(f"config.json: {r.at}{name} {r[name]!r:.80}: expected a number above "
+                          f"{least:g}")
+    return float(r[name])
+
+
 def sizes(r: Record, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
           heads: str = "num_attention_heads", seq_len: str = "max_position_embeddings") -> Fields:
     """Sizes under these names."""
@@ -276,8 +285,9 @@ def sizes(r: Record, layers: str = "num_hidden_layers", d_model: str = "hidden_s
 def window(r: Record, kinds: list[str] | None = None) -> Fields:
     """The window of those layers that have one: of all, if there is no list of their kinds."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
-    if not r.get("sliding_window") or not is_used:
+    if not is_used or r.get("sliding_window") is None:
         return {}
+    count(r, "sliding_window", 2**30)
     layers, letters = r["num_hidden_layers"], {"sliding_attention": "l", "full_attention": "g"}
     if kinds is not None and (len(kinds) != layers or set(kinds) - letters.keys()):
         raise ConfigError(f"config.json: layer_types {kinds!r:.80}: expected one of "
@@ -320,6 +330,9 @@ def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_fact
     width = r.get("head_dim") if "head_dim" in r.shared else None
     width = width or r["hidden_size"] // r["num_attention_heads"]
     part_turned = 1.0 if part_turned is None else part_turned
+    if int(width * part_turned) < 2:
+        raise ConfigError(f"config.json: {share} {part_turned!r:.80}: expected a part of a head "
+                          f"that has at least 2 of its {width} numbers")
     scaling = _scaling(r, part, is_newer, bool(of_layers), names or {})
     return dict(rope_theta=float(10000.0 if base is None else base),
                 rotary_dim=0 if part_turned == 1 else int(width * part_turned),
@@ -365,9 +378,12 @@ def refuse_other(r: Record, name: str, *neutral: Any) -> None:
 
 def _scaling(r, part, is_newer, has_kinds, names):
     """The scaling of the rates: what zigzag/weights/positions.py knows."""
-    kind = part.get("rope_type") or part.get("type") or "default"
-    part.get("type")
-    kind = names.get(kind, kind) if isinstance(kind, str) else kind
+    kinds = [names.get(kind, kind) if isinstance(kind, str) else kind
+             for kind in (part.get("rope_type"), part.get("type")) if kind is not None]
+    kind = kinds[0] if kinds else "default"
+    if len(kinds) == 2 and kinds[1] != kind:
+        raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} beside type "
+                          f"{kinds[1]!r:.80}: transformers 5 takes the first, and 4 the second")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} is not known; expected "
                           f"one of {', '.join(SCALINGS)}")

@@ -357,6 +357,7 @@ CONFIGS = [
     (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
                         "high_freq_factor": 1.0}), "low_freq_factor must be below high"),
     (dict(model_type="mistral", sliding_window=2**40), "sliding_window 1099511627776: expected"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window 0: expected a whole number"),
     (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling"),
     (dict(rope_scaling={"rope_type": "linear", "factor": 0}), "rope_scaling"),
     (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "rope_scaling"),
