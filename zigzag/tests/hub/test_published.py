@@ -470,6 +470,19 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
             networks.load_hf(tmp_path / "a", **{name: 3})
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_ids_that_are_not_in_the_vocabulary(tmp_path, model_type):
+    """A lookup of any id gives numbers: those of the padding, or of the last row."""
+    save(tmp_path / "m", {**LLAMA, "model_type": model_type})
+    params, config = networks.load_hf(tmp_path / "m")
+    network = networks.network_of(config)
+    for wrong in (131, 135, 10**6, -1):
+        for array in (np.array, jnp.array):
+            with pytest.raises(ConfigError, match=f"the id {wrong} is not in the vocabulary: exp"):
+                network.forward(params, array([[1, wrong]]), config)
+    assert network.forward(params, np.array([[0, 130]]), config).shape == (1, 2, 131)
+
+
 @pytest.mark.parametrize("changes, network", [
     ({}, "decoder"), (dict(model_type="mistral", sliding_window=None), "decoder"),
     (dict(model_type="mistral", sliding_window=8), "transformer"),

@@ -394,6 +394,29 @@ def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     test_defaults_are_those_of_the_class("phi")
 
 
+@pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.slow), *(
+    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "bloom", "falcon rw"))])
+@pytest.mark.parametrize("mesh", ["", "tensor=2"])
+def test_a_mask_at_the_left_is_as_in_transformers(name, mesh):
+    """OPT counts positions along the mask, and the others along the row: of a row with padding at
+    its left OPT's logits were another model's. (Its loss on seq is that of one device.)"""
+    torch, transformers = peer("torch"), peer("transformers")
+    folder, tokens = reference(name).folder, reference(name).batch["tokens"]
+    mask = (np.arange(T) >= np.array([[0], [5], [9], [1]])).astype(np.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **attention(name)).eval()
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long())
+    mesh = mesh_of(mesh) if mesh else None
+    params, config = networks.load_hf(folder, mesh)
+    got = logits_of(params, config, tokens, mesh, mask=mask)
+    assert_close(got * mask[..., None], want.logits.numpy() * mask[..., None], 1e-5)
+    if name == "opt" and mesh is None:
+        params, config, _, _ = loaded(name)
+        batch = {**reference(name).batch, "mask": mask, "weights": mask}
+        sums = [sums_and_gradients(config, axes, params, batch)[1][:2] for axes in ("", "seq=2")]
+        np.testing.assert_allclose(*sums, rtol=2e-6)
+
+
 # Megatron's table: heads, hidden and the vocabulary out of the stream are columns, into it rows.
 COLUMNS, ROWS_OF = P(None, None, "tensor"), P(None, "tensor")
 BY_HAND = [(r"\.w([qkv]|_gate|_up)(_bias)?$|\.e_down$", COLUMNS),
