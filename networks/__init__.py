@@ -21,7 +21,7 @@ from networks import blip2, clip, sam, swin, transformer
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.hub import folders
-from zigzag.hub.llama import PLAIN_OPTIONS
+from zigzag.hub.llama import PLAIN_OPTIONS, family_of
 from zigzag.hub.published import read_config
 from zigzag.weights.network import Network, Params
 from zigzag.weights.positions import scaling_type
@@ -95,6 +95,7 @@ def network_of_folder(folder: str | Path) -> Network:
     record = read_config(folder)
     if record["model_type"] in KINDS:
         return KINDS[record["model_type"]]
+    family_of(record, others=KINDS)     # (is there one?)
     return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
 
 

@@ -34,7 +34,7 @@ from zigzag.core.mesh import cast
 from zigzag.generate import decoding
 from zigzag.hub import llama
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count, refuse
+from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -62,6 +62,7 @@ def published(c: Any) -> Record:
 
 
 def _fields(r):
+    refuse_other_classes(r, "Blip2ForConditionalGeneration", "Blip2Model")
     refuse(r, use_decoder_only_language_model=True)
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
     if text["model_type"] != "opt":

@@ -27,7 +27,7 @@ from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import BATCH_AXES, cast, varying
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count
+from zigzag.hub.published_config import Record, count, refuse_other_classes
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -58,6 +58,7 @@ def _part(r, name, defaults):
 
 
 def _fields(r):
+    refuse_other_classes(r, "CLIPModel")
     text = _part(r, "text_config", TEXT)
     towers.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")

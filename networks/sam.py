@@ -34,7 +34,7 @@ from networks.transformer import feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.hub.family import Family, biased, columns, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, activation, count, sizes
+from zigzag.hub.published_config import Record, activation, count, refuse_other_classes, sizes
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul
 from zigzag.weights import lora
@@ -258,6 +258,7 @@ def _fields(r):
 
 def _fields_of_whole(r):
     """The fields of a SamModel: its image encoder alone is read, trained and saved."""
+    refuse_other_classes(r, "SamModel")
     own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}
     return {**_fields(r.part("vision_config", DEFAULTS, own)),

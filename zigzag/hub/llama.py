@@ -9,7 +9,7 @@ are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 
@@ -50,12 +50,14 @@ from zigzag.weights.positions import mscale, parse_scaling
 FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
 
 
-def family_of(record: Fields, families: dict[str, Family] = FAMILIES) -> Family:
-    """The family of a published config.json."""
+def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
+              others: Iterable[str] = ()) -> Family:
+    """The family of a published config.json. (There are `others`, elsewhere.)"""
     kind = record["model_type"]
     if kind not in families:
-        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(families)}"
-                          + did_you_mean(kind[:80], families))
+        known = sorted({*families, *others})
+        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(known)}"
+                          + did_you_mean(kind[:80], known))
     return families[kind]
 
 

@@ -245,6 +245,14 @@ def refuse_other_heads(r: Record) -> None:
                           f"model_type {r.kind}: only a language model's head is")
 
 
+def refuse_other_classes(r: Record, *known: str) -> None:
+    """Refuse a model of another class than these, if the file names one."""
+    names = r.get("architectures")
+    if names and names[0] not in known:
+        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
+                          f"model_type {r.kind}, only {', '.join(known)}")
+
+
 LANGUAGE_MODELS = r"(?<!Encoder)(?<!DoubleHeads)Model$|For(CausalLM|ConditionalGeneration)$"
 
 

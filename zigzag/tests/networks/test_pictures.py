@@ -302,9 +302,13 @@ def test_meshes_that_would_compute_nonsense(kind, mesh, why):
         train.check_transformer(change(config, dropout=0.1), mesh_of("data=2"))
 
 
+CLASSES = {"swin": "SwinForImageClassification", "sam": "SamModel",
+           "sam_vision_model": "SamVisionModel"}
+
+
 def config_of(kind, **changes):
     record = {"model_type": kind, **(SWIN if kind == "swin" else SAM),
-              "architectures": ["SwinForImageClassification"], **changes}
+              "architectures": [CLASSES[kind]], **changes}
     return run_of(networks.KINDS[kind].config(**fields_of(record, networks.KINDS[kind].families)))
 
 
