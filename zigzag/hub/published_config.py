@@ -130,18 +130,16 @@ class Record:
         other.defaults = {**self.defaults, **changes}
         return other
 
-    def unread(self) -> list[str]:
-        """The keys that were not read, with those of parts as part.key."""
-        mine = [self.at + name for name in self.given if name not in self.has_read]
-        return mine + [name for part in self.parts.values() for name in part.unread()]
+    def unread(self) -> dict[str, "Record"]:
+        """The keys that were not read, those of parts as part.key, and whose they are."""
+        mine = {self.at + name: self for name in self.given if name not in self.has_read}
+        return mine | {path: owner for part in self.parts.values()
+                       for path, owner in part.unread().items()}
 
     def refuse_unread(self, neutral: Sequence[str]) -> None:
         """Refuse a key that nobody read and that may matter."""
-        for path in self.unread():
-            *parts, name = path.removeprefix(self.at).split(".")
-            owner = self
-            for part in parts:
-                owner = owner.parts[part]
+        for path, owner in self.unread().items():
+            name = path.removeprefix(owner.at)
             if name in NEUTRAL or name in neutral or path in neutral:
                 continue
             if name in OFF:
