@@ -408,6 +408,7 @@ def _scaling(r, part, is_newer, has_kinds, names):
     if kind == "dynamic":
         scaling["original_max_position_embeddings"] = longest
         part.get("original_max_position_embeddings")
+    part.get("finetuned")       # (which the first files with yarn have)
     for name in SCALINGS[kind]:
         if name not in scaling and name in NEEDED:
             raise ConfigError(f"config.json: {part.at}{name} is missing, for the rope_type {kind}")
