@@ -20,6 +20,7 @@ from zigzag.tests.hub.option_cases import (
     Case,
     bases,
     cases_of,
+    changed,
     rope_specs,
     speaks_5,
     values_of,
@@ -111,6 +112,34 @@ def test_all_options(name, part):
     """As the sample of them, of what nobody thought of."""
     assert_outcomes([case for case in cases_of(name)
                      if not case.edits or case.number % PARTS == part])
+
+
+# -------------------------------------------------------------------------------------------
+# Keys that nobody reads
+
+WITHIN = ("rope_parameters", "rope_scaling", "text_config", "vision_config", "qformer_config")
+
+
+def record_of(base):
+    """config.json of a base, as transformers writes it."""
+    config = base.config()
+    config.architectures = [base.model]
+    return json.loads(config.to_json_string())
+
+
+@pytest.mark.parametrize("value", [1, 0, None, False, "x", [], {"a": 1}], ids=str)
+@pytest.mark.parametrize("name", BASES)
+def test_a_key_that_nobody_reads_is_refused(name, value):
+    """Somebody's own option, at the top and in each part: it loads, and computes something else."""
+    base = bases()[name]
+    record, families = record_of(base), {base.family: EACH_FAMILY[base.family]}
+    llama.fields_of(record, families)
+    for path in ["zz", *(f"{part}.zz" for part in record if part in WITHIN and record[part])]:
+        if path.startswith("rope") and record.get("alibi"):
+            continue        # (of a Falcon without rotary positions)
+        with pytest.raises(ConfigError, match=f"'{path}' .* is not known for model_type") as e:
+            llama.fields_of(changed(record, [(path, value)]), families)
+        assert "\n" not in str(e.value)
 
 
 # -------------------------------------------------------------------------------------------
