@@ -63,7 +63,9 @@ def published(c: Any) -> Record:
 
 def _fields(r):
     refuse_other_classes(r, "Blip2ForConditionalGeneration", "Blip2Model")
-    refuse(r, use_decoder_only_language_model=True)
+    if not r.get("use_decoder_only_language_model", True):
+        raise ConfigError("config.json: use_decoder_only_language_model false is not supported: "
+                          "only OPT as the language model is")
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
     if text["model_type"] != "opt":
         raise ConfigError(f"config.json, text_config: a language model of model_type "
@@ -84,6 +86,7 @@ def _fields(r):
 
 def _vision(r):
     r = r.part("vision_config", VISION)
+    refuse(r, num_channels=3)       # (its class does not look at it)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
     return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
 
@@ -178,7 +181,8 @@ def _stacks(c):
 
 FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
                              ignored={r".*\.position_ids": is_range},
-                             neutral=keys("image_text_hidden_size tie_word_embeddings "
+                             neutral=keys("vision_config.projection_dim "
+                                          "image_text_hidden_size tie_word_embeddings "
                                           "qformer_config.encoder_hidden_size "
                                           "qformer_config.max_position_embeddings "
                                           "qformer_config.vocab_size"))}

@@ -288,7 +288,7 @@ def _stacks(c):
     return {"l": [(run.name, run.numbers) for run in runs(c)]}
 
 
-IN_VISION = "num_pos_feats scale mlp_ratio tie_word_embeddings"
+IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
 OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
                              r"shared_image_embedding\..*"), "^SamModel$")
 FAMILIES = {

@@ -330,8 +330,8 @@ def _is_index(c, array):
 
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
               stacks=_stacks, older=NEWER, aliases={"num_attention_heads": "num_heads"},
-              neutral=keys("drop_path_rate encoder_stride hidden_size num_layers out_features "
-                           "out_indices stage_names tie_word_embeddings"))
+              neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
+                              out_indices path_norm stage_names tie_word_embeddings"""))
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
                   gives=lambda c: "classes" if c.head == "classes" else "vectors",

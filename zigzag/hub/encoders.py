@@ -49,6 +49,10 @@ def classed(r, **heads):
     kind = "".join(part.capitalize() for part in r["model_type"].split("_"))
     kind = {"Vit": "ViT"}.get(kind, kind)
     known = {f"{kind}{end}": fields for end, fields in heads.items()}
+    if "architectures" not in r:
+        raise ConfigError(f'config.json does not say architectures, the class that its weights are '
+                          f'of; add it: "architectures": ["{[*known][0]}"], for example (expected '
+                          f"one of {', '.join(known)})")
     if names[0] not in known:
         raise ConfigError(f"config.json: architectures {given!r:.80} is not supported for "
                           f"model_type {r['model_type']}, only {', '.join(known)}")

@@ -66,7 +66,8 @@ def _gpt2_arrays(c):
 
 
 GPT["gpt2"] = Family(_gpt2, _gpt2_arrays, GPT2, "transformer.", MASKS, aliases=GPT2_NAMES,
-                     neutral=keys("reorder_and_upcast_attn summary_proj_to_labels n_ctx"))
+                     neutral=keys("""reorder_and_upcast_attn summary_proj_to_labels n_ctx n_special
+                                     predict_special_tokens"""))
 
 
 def _gptj(r):
@@ -263,7 +264,8 @@ GPT["falcon"] = Family(
      "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
      "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"},
     # (The second row: where positions are ALiBi's.)
-    neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn
+    neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn ff_factor
+                    apply_residual_connection_post_layernorm
                     rope_theta rope_scaling rope_parameters"""))
 
 

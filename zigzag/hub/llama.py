@@ -350,7 +350,7 @@ GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
           "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
           "final_logit_softcapping": None, "attn_logit_softcapping": None}
 FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more,
-                            shared=HEAD_DIM, neutral=keys("hidden_act"))
+                            shared=HEAD_DIM, neutral=keys("hidden_act sliding_window_size"))
 FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more,
                                  shared=HEAD_DIM,
                                  neutral=keys("hidden_act _sliding_window_pattern"))
@@ -491,7 +491,8 @@ def _qwen3_moe(r):
     if dense != list(range(len(dense))):
         raise ConfigError(f"config.json: mlp_only_layers {dense!r:.80} is not supported, only the "
                           f"first ones")
-    refuse(r, decoder_sparse_step=1)
+    refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
+           shared_expert_intermediate_size=0)
     return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
             "dense_layers": len(dense), "experts_per_token": r["num_experts_per_tok"],
             "router_norm": bool(r["norm_topk_prob"]),

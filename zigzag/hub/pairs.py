@@ -167,8 +167,9 @@ PAIRS["bart"] = Family(
     {r"(.*\.)?version": lambda c, array: array.size == 1}, optional=("final_logits_bias",),
     aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
              "num_hidden_layers": "encoder_layers"},
-    neutral=keys("classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step "
-                 "do_blenderbot_90_layernorm"))
+    neutral=keys("""classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step
+                    do_blenderbot_90_layernorm student_encoder_layers student_decoder_layers
+                    replacing_rate"""))
 
 
 def _whisper(r):

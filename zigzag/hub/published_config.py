@@ -34,9 +34,12 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 # Keys of any config.json that cannot change what a model computes: how it was made, how text is
 # generated, what is returned, what its ids and labels are called, and what training alone uses.
 NEUTRAL = frozenset("""
-    _name_or_path name_or_path _commit_hash transformers_version architectures auto_map
+    _name_or_path name_or_path name _commit_hash transformers_version architectures auto_map
     custom_pipelines tokenizer_class processor_class finetuning_task task_specific_params
-    license model_type dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
+    license language author created_date internal_version unsloth_fixed unsloth_version
+    sentence_transformers sbert_ce_default_activation_function transformers.js_config
+    xla_device _flash_attn_2_enabled use_flash_attn use_flash_attention use_flash_attention_2
+    model_type dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
     return_dict return_dict_in_generate output_attentions output_hidden_states output_scores
     output_logits output_past output_router_logits router_aux_loss_coef use_cache
     attn_implementation _attn_implementation _attn_implementation_autoset
@@ -51,11 +54,18 @@ NEUTRAL = frozenset("""
     num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_decoder_ids
+    eos_token_ids min_p top_h epsilon_cutoff eta_cutoff penalty_alpha encoder_repetition_penalty
+    guidance_scale renormalize_logits force_words_ids constraints sequence_bias stop_strings
+    token_healing watermarking_config max_time low_memory cache_implementation cache_config
+    compile_config disable_compile prefill_chunk_size max_cache_len return_legacy_cache
+    dola_layers is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold assistant_early_exit assistant_lookbehind
+    prompt_lookup_num_tokens max_matching_ngram_size target_lookbehind
     attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob
     classifier_dropout activation_dropout dropout dropout_rate embd_pdrop resid_pdrop attn_pdrop
     layerdrop encoder_layerdrop decoder_layerdrop is_decoder
-    max_sequence_length cache_implementation transformers.js_config
+    max_sequence_length model_max_length tokenizer_model_max_length
 """.split())
 
 
@@ -63,9 +73,12 @@ NEUTRAL = frozenset("""
 # them.
 OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            cross_attention_hidden_size=None, tie_encoder_decoder=False, pruned_heads=None,
-           quantization_config=None, quantization_bit=None, per_layer_config=None,
+           per_layer_config=None, pretraining_tp=1,
            sliding_window=None, use_sliding_window=False, layer_types=None, attention_bias=False,
            mlp_bias=False, rope_scaling=None, partial_rotary_factor=1.0)
+
+
+QUANTIZED = ("quantization_config", "quantization", "quantization_bit")
 
 
 # -------------------------------------------------------------------------------------------
@@ -137,18 +150,26 @@ class Record:
                        for path, owner in part.unread().items()}
 
     def refuse_unread(self, neutral: Sequence[str]) -> None:
-        """Refuse a key that nobody read and that may matter."""
+        """Refuse keys that nobody read and that may matter."""
+        unknown = []
         for path, owner in self.unread().items():
             name = path.removeprefix(owner.at)
             if name in NEUTRAL or name in neutral or path in neutral:
                 continue
+            if name in QUANTIZED and owner.given[name]:
+                raise ConfigError(f"config.json: {path}: the weights are quantized, and only "
+                                  f"float32, bfloat16 and float16 are read; take a copy in "
+                                  f"bfloat16")
             if name in OFF:
                 refuse(owner, **{name: OFF[name]})
-                continue
+            elif name not in QUANTIZED:
+                unknown.append(f"{path!r:.80} {json.dumps(owner.given[name])[:80]}")
+        if unknown:
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ConfigError(
-                f"config.json: {path!r:.80} {json.dumps(owner.given[name])[:80]} is not known for "
-                f"model_type {self.kind}, and may change what the model computes; if it does not, "
-                f"take it out of the file")
+                f"config.json: not known for model_type {self.kind}: {', '.join(unknown[:5])}"
+                f"{more}. This may change what the model computes; if its class in transformers "
+                f"does not look at it, take it out of the file")
 
 
 def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
@@ -240,13 +261,14 @@ def refuse_other_heads(r: Record) -> None:
     name = names[0] if isinstance(names, list) and names else None
     if name is not None and not re.search(LANGUAGE_MODELS, str(name)):
         raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
-                          f"model_type {r.kind}: only a language model's head is")
+                          f"model_type {r.kind}; expected a language model, ...ForCausalLM or "
+                          f"...ForConditionalGeneration")
 
 
 def refuse_other_classes(r: Record, *known: str) -> None:
     """Refuse a model of another class than these, if the file names one."""
     names = r.get("architectures")
-    if names and names[0] not in known:
+    if names and not (isinstance(names, list) and names[0] in known):
         raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
                           f"model_type {r.kind}, only {', '.join(known)}")
 

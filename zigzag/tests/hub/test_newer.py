@@ -101,7 +101,7 @@ def test_a_tokenizer_that_transformers_saves(tmp_path):
     ("bert", "bert.pooler.dense.bias", lambda: np.ones(48), None),
     ("bert", "cls.seq_relationship.bias", lambda: np.ones(2), "is no part of a model of archit"),
     ("bert classes", "cls.seq_relationship.bias", lambda: np.ones(2), "is no part of a model of"),
-], ids=str)
+])
 def test_an_ignored_array_has_a_reason(name, array, value, words):
     """Of a buffer its name was enough: a mask that is none, positions that begin elsewhere."""
     folder = options.folder_of_base(name)

@@ -26,10 +26,10 @@ from zigzag.tests.hub.option_cases import (
     values_of,
 )
 
-EVERY = 45      # (one case in so many takes two minutes on two cores)
+EVERY = 240     # (one case in so many, and all causes, takes less than a minute on two cores)
 PARTS = 3       # of a base's cases, so that workers have about as much each
-# Of the cases that transformers reads, where there are some. Fewer, and we refuse what we compute.
-LEAST_EQUAL = 0.4
+# Of the folders that transformers writes and reads. Fewer, and we refuse what we could compute.
+LEAST_EQUAL = 0.6
 
 
 # -------------------------------------------------------------------------------------------
@@ -83,15 +83,16 @@ def found():
 
 def assert_outcomes(cases):
     """None is silently wrong and none crashes; a model as it is loads; and enough do."""
-    kinds, bad = collections.Counter(), []
+    kinds, written, bad = collections.Counter(), collections.Counter(), []
     for case in cases:
         got = options.run(case)
         kinds[got.kind] += 1
+        written[got.kind] += case.way == "made"
         if got.kind in ("wrong", "crashed") or not case.edits and got.kind != "equal":
             bad.append(f"{got.kind}: {case}: {got.text}")
-    read = len(cases) - kinds["rejected"] - kinds["theirs"]
-    if read > 20 and kinds["equal"] < LEAST_EQUAL * read:
-        bad.append(f"of {read} cases that transformers reads only {kinds['equal']} are equal")
+    read = written["equal"] + written["refused"]
+    if read > 20 and written["equal"] < LEAST_EQUAL * read:
+        bad.append(f"of {read} folders by transformers only {written['equal']} are equal")
     assert not bad, f"{len(bad)} of {len(cases)} cases ({dict(kinds)}):\n" + "\n".join(bad)
 
 
@@ -127,7 +128,7 @@ def record_of(base):
     return json.loads(config.to_json_string())
 
 
-@pytest.mark.parametrize("value", [1, 0, None, False, "x", [], {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", [1, None, {"a": 1}], ids=str)
 @pytest.mark.parametrize("name", BASES)
 def test_a_key_that_nobody_reads_is_refused(name, value):
     """Somebody's own option, at the top and in each part: it loads, and computes something else."""
@@ -137,7 +138,7 @@ def test_a_key_that_nobody_reads_is_refused(name, value):
     for path in ["zz", *(f"{part}.zz" for part in record if part in WITHIN and record[part])]:
         if path.startswith("rope") and record.get("alibi"):
             continue        # (of a Falcon without rotary positions)
-        with pytest.raises(ConfigError, match=f"'{path}' .* is not known for model_type") as e:
+        with pytest.raises(ConfigError, match=f"not known for model_type .*'{path}' ") as e:
             llama.fields_of(changed(record, [(path, value)]), families)
         assert "\n" not in str(e.value)
 
@@ -205,7 +206,7 @@ def assert_neutral(name, every):
 def test_some_neutral_keys_are_neutral(name):
     """A key on the list of those that we need not read, which changes what transformers computes.
     """
-    assert_neutral(name, 12)
+    assert_neutral(name, 96)
 
 
 @pytest.mark.parametrize("name", [full(name) for name in EACH_FAMILY])
