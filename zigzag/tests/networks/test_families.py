@@ -545,8 +545,7 @@ REFUSED = [
     ("deepseek_v3", dict(attention_bias=True)), ("deepseek_v3", dict(scoring_func="softmax")),
     ("deepseek_v3", dict(topk_method="greedy")), ("starcoder2", dict(norm_type="rms_norm")),
     ("starcoder2", dict(mlp_type="gated")), ("smollm3", dict(use_sliding_window=False)),
-    ("llama", dict(is_causal=False)),
-    ("llama", dict(quantization_config={"bits": 4}))]
+    ("llama", dict(is_causal=False))]
 
 
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
