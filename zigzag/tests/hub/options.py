@@ -170,7 +170,8 @@ def batch_of(base, config):
             return {"tokens": tokens, "source": frames.astype(np.float32)}
         return {"tokens": tokens, "source": _ids(rng, (rows, 17)),
                 "source_mask": (np.arange(17) < np.array([[17], [12]])).astype(np.float32)}
-    tokens, time = _ids(rng, (rows, 16), 8), 16
+    # (No id of an end, given or edited, stands in the padding, whose vectors are no one's.)
+    tokens, time = _ids(rng, (rows, 16), 20), 16
     mask = mask[:, :time]
     if base.kind == "clip":
         end = base.fields["text_config"]["eos_token_id"]
