@@ -296,7 +296,7 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
     """The likeliest ids that follow each picture and its prompt, one after the other, up to eos.
     Without prompts the text begins. On a mesh the compiler splits this."""
     r = published(config)
-    image, text = [r["image_token_index"]] * r["num_query_tokens"], r["text_config"]
+    image, text = [r["image_token_index"]] * r["num_query_tokens"], r.part("text_config", OPT)
     prompts = [[*image, *prompt] for prompt in prompts or [[text["bos_token_id"]]] * len(source)]
     longest = max(map(len, prompts))
     start = np.array([longest - len(prompt) for prompt in prompts], np.int32)

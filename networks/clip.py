@@ -131,7 +131,8 @@ def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: An
     c, w, known = transformer.prepare_batch(params["text"], batch, config)
     x = transformer.trunk(w, c, known, specs=specs and specs["text"])
     # The model reads a text from its end, where there is the largest id of all, or the first eos.
-    eos, tokens = published(config)["text_config"]["eos_token_id"], batch["tokens"]
+    eos = _part(published(config), "text_config", TEXT)["eos_token_id"]
+    tokens = batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
     x = jnp.take_along_axis(shard.whole_time(x), end[:, None, None], 1)[:, 0]
     return _projected(params["text_projection"], transformer.norm(w, "norm", x, c), c)

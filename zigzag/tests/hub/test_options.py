@@ -17,6 +17,7 @@ from zigzag.tests.hub import options
 from zigzag.tests.hub.option_cases import (
     BASES,
     FOREIGN,
+    REMOVED,
     Case,
     bases,
     cases_of,
@@ -75,6 +76,8 @@ def found():
                   ("gemma3", [("rope_parameters", dict(rope_type="default", rope_theta=500.0))]),
                   ("gemma3", [("rope_parameters", NESTED),
                               ("rope_scaling", dict(rope_type="linear", factor=4.0))])]
+    # (What the compiled function looks up, not the fields.)
+    edits += [(name, [("text_config.eos_token_id", REMOVED)]) for name in ("clip", "blip2")]
     return [Case(name, tuple(each), "edited") for name, each in edits]
 
 
