@@ -4,6 +4,8 @@ In names {s} numbers the encoder's layers (those of the source), {m} the decoder
 what a family is.
 """
 
+import json
+
 from zigzag.core.errors import ConfigError
 from zigzag.hub.family import Family, columns, head, keys, layer_norm, rows, under
 from zigzag.hub.published_config import (
@@ -58,12 +60,20 @@ def _t5_tied(r, fields, folder):
     """A T5 that transformers 5 has saved is untied where its head differs from its embedding."""
     if "scale_decoder_outputs" not in r or not fields["tied"]:
         return {}
-    head, *tables = (folder[name] for name in ("lm_head.weight", "shared.weight")
-                     if name in folder.arrays)
-    V = fields["vocab_size"]
+    names = [name for name in ("lm_head.weight", "shared.weight") if name in folder.arrays]
+    shapes = {folder.kind(name)[0] for name in names}
+    if len(names) < 2 or len(shapes) > 1 or () in shapes:       # (which is refused later)
+        return {}
+    head, table = (folder[name] for name in names)
+    V = shapes.pop()[0]
     parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]
-    differ = any((head[part] != table[part]).any() for table in tables for part in parts)
-    return {"tied": not differ}
+    differ = any((head[part] != table[part]).any() for part in parts)
+    if not differ or fields["head_scale"]:
+        return {"tied": not differ}
+    # (It is written as transformers 4 says it, which 5 reads too.)
+    older = {name: value for name, value in r.items() if name != "scale_decoder_outputs"}
+    return {"tied": False, "published": json.dumps({**older, "tie_word_embeddings": False},
+                                                   sort_keys=True)}
 
 
 def _t5_attention(name, ours=""):

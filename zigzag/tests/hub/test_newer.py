@@ -146,6 +146,8 @@ def test_t5_that_is_untied_while_its_config_says_tied(tmp_path):
     networks.save_hf(tmp_path / "out", params, ours)
     again, _ = options.theirs(base, tmp_path / "out", batch, strict=True)
     assert options.far(again, want) < options.CLOSE
+    record = json.loads((tmp_path / "out/config.json").read_text())     # (which version 4 obeys)
+    assert not record["tie_word_embeddings"] and "scale_decoder_outputs" not in record
     edit_arrays(tmp_path / "m", lambda arrays: arrays | {
         "lm_head.weight": arrays["shared.weight"].copy()})
     assert networks.load_hf(tmp_path / "m")[1].tied
