@@ -52,7 +52,8 @@ def published(c: Any) -> Record:
 
 def _part(r, name, defaults):
     given = r.plain(name)
-    if own := r.plain(f"{name}_dict"):      # of older files, which counts where they differ
+    own = r.plain(f"{name}_dict")
+    if isinstance(own, dict):       # of older files, which counts where they differ
         given = {**(given or {}), **defaults, **own}
     return r.part(name, defaults, given)
 

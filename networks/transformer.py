@@ -287,6 +287,7 @@ def embedding(params, batch, c):
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + jnp.asarray(table)[places].astype(x.dtype)
     if c.token_types:
+        check_ids(batch["token_types"], c.token_types, "the table of token types")
         x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
     if c.embed_norm:
         x = norm(params, "embed_norm", x, c)

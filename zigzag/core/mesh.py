@@ -255,7 +255,7 @@ def cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map_with_path(one, tree) if dtype else tree
 
 
-def check_ids(tokens: Any, vocab_size: int) -> None:
+def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:
     """Refuse ids that the vocabulary does not have, where they are numbers: a lookup gives numbers
     for any. (In a compiled program they are not known yet.)"""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
@@ -263,8 +263,8 @@ def check_ids(tokens: Any, vocab_size: int) -> None:
     ids = np.asarray(tokens)
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if vocab_size and wrong.size:
-        raise ConfigError(f"the id {wrong.flat[0]} is not in the vocabulary: expected ids from 0 "
-                          f"to {vocab_size - 1}")
+        raise ConfigError(f"the id {wrong.flat[0]} is not in {where}: expected ids from 0 to "
+                          f"{vocab_size - 1}")
 
 
 def add_to(total: Any, more: Any) -> Any:

@@ -107,6 +107,10 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     return record
 
 
+# What follows from a published folder, whose name is compared, by the version that reads it.
+FOLLOWS = ("published", "pad_id")
+
+
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
                      needs: Sequence[str] = ()) -> None:
     """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
@@ -122,6 +126,8 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
             raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
                               f"another --out")
     for name, value in json.loads(json.dumps(now)).items():     # as config.json has it
+        if name in FOLLOWS:
+            continue
         is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
         if name == "network" and old[name] != value:
             raise ConfigError(f"--out {out} holds a run of the network {old[name]}, and this "

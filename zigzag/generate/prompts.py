@@ -258,7 +258,10 @@ def whole_context(c: Any) -> Any:
     """The configuration of a fine-tuned run, with the whole context of its published model: it may
     have been trained on shorter rows."""
     record = json.loads(c.published or "{}")
-    context = fields_of(record, is_checked=False)["seq_len"] if record else 0
+    try:
+        context = fields_of(record, is_checked=False)["seq_len"] if record else 0
+    except ConfigError:     # (an earlier version accepted it)
+        context = 0
     return change(c, seq_len=max(c.seq_len, context))
 
 

@@ -29,12 +29,12 @@ from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, 
 
 ENCODERS: dict[str, Family] = {}
 
-# Buffers, and what the classes of masked language models lack. (Those for pretraining have it.)
+# Buffers; and what follows the last layer on another way than to the head that is read, which
+# BERT's own folders have too. (They are ignored only where they are no part of the model.)
 LEFT_OUT = {r".*embeddings\.position_ids": is_range,
             r".*embeddings\.token_type_ids": lambda c, array: not array.any(),
-            r"(\w+\.)?pooler\..*": "For(MaskedLM|PreTraining)$",
-            r"cls\.seq_relationship\..*": "ForPreTraining$",
-            r"sop_classifier\..*": "ForPreTraining$"}
+            r"(\w+\.)?pooler\..*": "", r"cls\.seq_relationship\..*": "",
+            r"sop_classifier\..*": ""}
 # In folders by the oldest versions, BERT's own for example.
 OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 

@@ -52,7 +52,7 @@ class Family:
 def _is_rates(c, array):
     dim = getattr(c, "rotary_dim", 0) or c.head_dim
     return array.shape == (dim // 2,) and np.allclose(
-        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.01)    # (of half precision)
+        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.05)    # (of half precision)
 
 
 def _is_causal(c, array):

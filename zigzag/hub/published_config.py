@@ -7,7 +7,7 @@ transformers takes by default: many of these files leave out much, and few of th
 in the shapes of the weights.
 
 Two generations of transformers write, and read, such files. Where 4 and 5 would compute different
-models from the same file, it is refused.
+models from the same file, it is refused; a file that 5 alone writes is read as 5 reads it.
 """
 
 import copy
@@ -409,6 +409,12 @@ def _scaling(r, part, is_newer, has_kinds, names):
     kinds = [names.get(kind, kind) if isinstance(kind, str) else kind
              for kind in (part.get("rope_type"), part.get("type")) if kind is not None]
     kind = kinds[0] if kinds else "default"
+    # (In such a class 5 does not look at `type` in rope_scaling, nor for truncate where it lies.)
+    if has_kinds and not is_newer and "rope_type" not in part and kind != "default":
+        raise ConfigError(f"config.json: {part.at}type {kind!r:.80}: expected it as rope_type; as "
+                          f"type it is for transformers 4 alone")
+    if has_kinds and not part.get("truncate", True):
+        refuse(part, truncate=True)
     if len(kinds) == 2 and kinds[1] != kind:
         raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} beside type "
                           f"{kinds[1]!r:.80}: transformers 5 takes the first, and 4 the second")
@@ -425,7 +431,7 @@ def _scaling(r, part, is_newer, has_kinds, names):
         scaling["original_max_position_embeddings"] = trained
         if kind == "longrope":
             scaling["factor"] = _longrope_factor(scaling, top, trained, longest, is_newer)
-    else:       # (whatever the file says of it)
+    elif not has_kinds:     # (whatever the file says of it)
         r.get("original_max_position_embeddings")
     if kind == "dynamic":
         scaling["original_max_position_embeddings"] = longest
