@@ -26,7 +26,7 @@ from zigzag.weights.network import Computed, Network, Params
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     """The configuration of a published model, but for these fields, which may say how it is trained
     and computed."""
-    may = {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
+    may = _may_change(network)
     if other := fields.keys() - may:
         raise ConfigError(f"{folder}: {min(other)} is what its config.json says, and its weights "
                           f"are made for that; what may be given is {', '.join(sorted(may))}")
@@ -35,6 +35,11 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     if seen := family_of(record, network.families).seen:
         found |= seen(record, found, Folder(folder))
     return as_config(network.config, Path(folder) / "config.json", found | fields)
+
+
+def _may_change(network):
+    """The options that say how a published model is trained and computed, and no more."""
+    return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
 
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, **fields: Any
@@ -66,8 +71,30 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
             raise ConfigError(f"the network {network.name} is saved only as what it was loaded "
                               f"from: a published folder")
         params, config = network.as_published(params, config)
+    else:
+        _check_described(network, config)
     family = family_of(json.loads(config.published), network.families)
     write_folder(folder, family, config, network.table(config), params, dtype, network.forward)
+
+
+# Options that follow from a folder's arrays, or from the version that reads it.
+SEEN = {"tied", "pool_dense", "pad_id", "published"}
+
+
+def _check_described(network, config):
+    """Refuse options that are others than in the config.json that would be written."""
+    may = _may_change(network)
+    given = {name: getattr(config, name) for name in may if hasattr(config, name)}
+    try:
+        found = fields_of(json.loads(config.published), network.families, is_checked=False)
+        there = as_config(network.config, "config.json", found | given)
+    except ConfigError:         # (of a run that an earlier version made of what is refused now)
+        return
+    for f in dataclasses.fields(config):
+        mine, theirs = getattr(config, f.name), getattr(there, f.name)
+        if mine != theirs and f.name not in may | SEEN:
+            raise ConfigError(f"{f.name} {mine!r:.80} is not what the published config.json says, "
+                              f"{theirs!r:.80}, and that is what would be written")
 
 
 # -------------------------------------------------------------------------------------------

@@ -470,6 +470,19 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
             networks.load_hf(tmp_path / "a", **{name: 3})
 
 
+@pytest.mark.parametrize("model_type, option", [
+    ("llama", "rope_theta"), ("llama", "norm_eps"), ("qwen2", "rope_theta"),
+    ("qwen2", "attn_scale")])
+def test_an_option_that_was_changed_is_not_exported(tmp_path, model_type, option):
+    """Another rope_theta after loading: the export said the old one."""
+    save(tmp_path / "m", {**LLAMA, "model_type": model_type})
+    params, config = networks.load_hf(tmp_path / "m")
+    config = dataclasses.replace(config, seq_len=9, dropout=0.1)
+    networks.save_hf(tmp_path / "a", params, config)
+    with pytest.raises(ConfigError, match=f"{option} 3.0 is not what the published config.json"):
+        networks.save_hf(tmp_path / "b", params, dataclasses.replace(config, **{option: 3.0}))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_ids_that_are_not_in_the_vocabulary(tmp_path, model_type):
     """A lookup of any id gives numbers: those of the padding, or of the last row."""
