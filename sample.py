@@ -16,6 +16,11 @@ has the loops, and splits weights, rows and cache over a mesh.
     python sample.py --run out --prompt "def main("
 """
 
+if __name__ == "__main__":
+    from zigzag.core.large_pages import restart_with_large_pages
+
+    restart_with_large_pages()
+
 import functools
 from pathlib import Path
 from typing import Any, Iterator, Sequence

@@ -17,6 +17,11 @@ zigzag/run/plan.py finds out how a loss runs on a mesh, zigzag/run/custom_loss.p
 loss on the mesh with the same loss on one device.
 """
 
+if __name__ == "__main__":
+    from zigzag.core.large_pages import restart_with_large_pages
+
+    restart_with_large_pages()
+
 import contextlib
 import dataclasses
 import functools

@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 import model
 import train
 from networks import transformer
-from zigzag.core import mesh
+from zigzag.core import large_pages, mesh
 from zigzag.core.flags import flag_rows
 from zigzag.tests.common import ROOT, SMALL, command, mesh_of
 from zigzag.tests.readme import FLAGS
@@ -26,6 +27,31 @@ def test_importing_takes_no_device():
     done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(large_pages._glibc_version() < (2, 35), reason="another libc")
+@pytest.mark.parametrize("file", ["train.py", "sample.py"])
+def test_a_command_starts_with_large_pages(file):
+    """The restart lost in an edit (the CPU step takes a quarter longer), after jax is imported (the
+    first command takes seconds longer), again and again, or though it was switched off."""
+    code = f"""
+import os, runpy, sys
+def execv(path, words):
+    assert "jax" not in sys.modules and path == words[0] == sys.executable, words
+    print("again with", os.environ["GLIBC_TUNABLES"], words[-1])
+os.execv = execv
+runpy.run_path({file!r}, run_name="__main__")"""
+
+    def started(**variables):
+        environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+        done = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, text=True,
+                              capture_output=True, env=environment | variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[0]
+
+    assert started() == "again with glibc.malloc.hugetlb=1 --help"
+    assert started(GLIBC_TUNABLES="glibc.malloc.hugetlb=1").startswith(f"python {file}")
+    assert started(ZIGZAG_LARGE_PAGES="0").startswith(f"python {file}")
 
 
 def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
