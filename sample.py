@@ -22,8 +22,9 @@ if __name__ == "__main__":
     restart_with_large_pages()
 
 import functools
+import warnings
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ from zigzag.generate.prompts import (
     whole_context,
 )
 from zigzag.generate.rows import (
-    cut_at_end,
+    Windows,
     on_host,
     overlapping_windows,
     pad_rows,
@@ -71,7 +72,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
-             logprobs: bool = False, tokenizer: Any = None) -> list:
+             logprobs: bool = False, tokenizer: Any = None, stop_at_context: bool = False
+             ) -> list:
     """The new ids of each prompt: `tokens` of them, or those before the first id in `stop`, or up
     to a text in it (give the tokenizer). With logprobs, pairs (ids, log-probability of each).
 
@@ -80,7 +82,11 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
     likeliest. repetition_penalty makes ids less likely that the row has already. The ids depend on
     a prompt and its seed, not on the rest of the batch; seed is one number, or one for each prompt.
     An encoder-decoder takes a source for each prompt (ids, or what its stem reads); its prompts are
-    [[zigzag.hub.llama.start_id(config)]]."""
+    [[zigzag.hub.llama.start_id(config)]].
+
+    The context is config.seq_len tokens. A row that has filled it goes on from its last half, read
+    again at positions from 0; with stop_at_context it ends. A longer prompt keeps its end.
+    A warning says either."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
@@ -90,7 +96,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
     piece = 16 if texts else tokens         # (a stop text is looked for after each piece)
     for new in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
                       min_p, repetition_penalty, [i for i in stop if i not in texts], piece,
-                      logprobs=True):
+                      True, stop_at_context):
         for (ids, logs), (new_ids, new_logs) in zip(results, new):
             ids.extend(new_ids)
             logs.extend(new_logs)
@@ -107,30 +113,39 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
            seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
            repetition_penalty: float = 1.0, stop: Sequence[int] = (), piece: int = 8,
-           logprobs: bool = False) -> Iterator[list]:
+           logprobs: bool = False, stop_at_context: bool = False,
+           say: Callable[[str], Any] = warnings.warn) -> Iterator[list]:
     """What generate returns, piece by piece: a list with the next ids of each prompt. The first
     piece has one id of each, the others at most `piece`. A prompt that has ended has none."""
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stop = decoding.end_ids(stop, config.vocab_size)
+    text = Windows(_check_writes(config, "sample"), prompts, config, tokens, stop_at_context, say)
     with decoding.mesh_of_weights(params):
-        rows, params = _prompt_arrays(prompts, config, tokens, source), for_decoding(params, config)
-        seeds = seeds_of(rows, seed, count=len(prompts))
-        state, length = _first_ids(params, rows, config, tokens, sampling, seeds, stop)
-    sent, unfinished = 0, np.ones(len(prompts), bool)
+        params = for_decoding(params, config)
+        rows = _prompt_arrays(text.rows, config, min(tokens, text.room()), source)
+        state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, count=len(
+            prompts)), stop, sampling, config.vocab_size)
+        state, length = _first_ids(params, rows, config, min(tokens, text.room()), sampling, state)
+    sent, full = 0, text.room()
     while True:
         count = min(int(on_host(state["count"])), tokens)
         ids, logs = (on_host(state[name])[:len(prompts), sent:count].tolist()
                      for name in ("ids", "logprobs"))
-        lengths = [len(cut_at_end(stop, row)) * goes_on for row, goes_on in zip(ids, unfinished)]
+        lengths = text.add(ids, stop)
         new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
         yield new if logprobs else [ids for ids, _ in new]
-        unfinished &= np.array(lengths) == count - sent
         sent = count
-        if sent >= tokens or not unfinished.any():
+        if sent >= tokens or not text.unfinished.any():
             return
         with decoding.mesh_of_weights(params):
-            state = _decode(params, state, np.int32(min(sent + piece, tokens)), config, length,
-                            sampling)
+            if sent == full:
+                text.keep_last_half()
+                full = sent + text.room()
+                rows = _prompt_arrays(text.rows, config, text.room(), None)
+                state, length = _first_ids(params, rows, config, text.room(), sampling, state, sent)
+            else:
+                limit = np.int32(min(sent + piece, tokens, full))
+                state = _decode(params, state, limit, config, length, sampling)
 
 
 def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
@@ -274,13 +289,14 @@ def _sum_logprobs(params, rows, weights, config):
     return sum(on_host(out["sums"]) for out, _ in _forward_chunks(params, rows, config, 0, chunk))
 
 
-def _first_ids(params, rows, config, tokens, sampling, seeds, ends):
-    """The state after each prompt's first new id, and the length that scales positions."""
+def _first_ids(params, rows, config, tokens, sampling, written, count=0):
+    """The state that has read these rows, and one more id for each beside the `count` that were
+    written before; and the length that scales positions. The cache has room for `tokens` more."""
+    written = {name: x for name, x in written.items() if name not in ("cache", "start", "slot")}
     state, length = _prefill(params, rows, config, tokens)
     logits = state.pop("logits")
-    state |= decoding.empty_ids(len(rows["start"]), padded_length(tokens), seeds, ends)
-    if sampling.repetition_penalty != 1:
-        state["seen"] = decoding.ids_seen(rows["tokens"], rows["start"], config.vocab_size)
+    # (New id number n is in slot + n.)
+    state = written | state | {"slot": state["slot"] - np.int32(count)}
     return _choose_ids(state, logits, config, sampling), length
 
 
@@ -347,8 +363,9 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
         state |= {"ends": np.array(ends or [-1], np.int32), "limit": tokens}
         best = _beam_search(params, state, config, length, beams, tokens, 1.0, False)
         return best["finished"][:count, 0]
-    seeds = seeds_of(rows, seed, jnp)
-    state, length = _first_ids(params, rows, config, tokens, sampling, seeds, ends)
+    state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, jnp), ends,
+                               sampling, config.vocab_size)
+    state, length = _first_ids(params, rows, config, tokens, sampling, state)
     return _decode(params, state, tokens, config, length, sampling)["ids"][:count, :tokens]
 
 

@@ -103,12 +103,18 @@ def ids_seen(tokens: Array, start: Array, vocab_size: int) -> Array:
     return jnp.zeros((len(tokens), vocab_size), bool).at[rows, tokens].max(real)
 
 
-def empty_ids(rows: int, size: int, seeds: Array, ends: Sequence[int]) -> dict[str, Any]:
-    """What the state has beside the cache, before the first id is chosen."""
-    return {"ids": np.zeros((rows, size), np.int32), "logprobs": np.zeros((rows, size), np.float32),
-            "count": np.int32(0), "seeds": seeds, "ended": np.zeros(rows, bool),
-            # (-1 is no id. Eight or fewer ends are always 8, so that others compile nothing.)
-            "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
+def empty_ids(rows: dict[str, Any], size: int, seeds: Array, ends: Sequence[int],
+              sampling: Sampling, vocab_size: int) -> dict[str, Any]:
+    """What the state has beside the cache, before the first id is chosen: room for `size` ids of
+    each row."""
+    count = len(rows["tokens"])
+    state = {"ids": np.zeros((count, size), np.int32), "count": np.int32(0), "seeds": seeds,
+             "logprobs": np.zeros((count, size), np.float32), "ended": np.zeros(count, bool),
+             # (-1 is no id. Eight or fewer ends are always 8, so that others compile nothing.)
+             "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
+    if sampling.repetition_penalty != 1:
+        state["seen"] = ids_seen(rows["tokens"], rows["start"], vocab_size)
+    return state
 
 
 def append_ids(state: dict[str, Any], logits: Array, sampling: Sampling) -> dict[str, Any]:

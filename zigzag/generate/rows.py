@@ -6,7 +6,9 @@ their number to one that divides over the mesh.
               ^ all rows choose their first new id at the same place
 """
 
-from typing import Any, Iterator, Sequence
+import sys
+import warnings
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -142,6 +144,60 @@ def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, coun
 
 # -------------------------------------------------------------------------------------------
 # Ends and windows
+
+class Windows:
+    """What each row of a text has in its context: the end of its prompt and what is written, and,
+    when the context is full, its last half. (What an encoder-decoder writes ends with its
+    positions.)"""
+
+    def __init__(self, network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
+                 stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn):
+        longest = _check_ids("prompt", prompts, c)
+        self.context = size = context_of(network, c)
+        self.rows = [list(prompt[-size:]) for prompt in prompts]
+        self.unfinished = np.ones(len(prompts), bool)
+        # How many more ids each row may have.
+        self.left = [size - len(row) + 1 if stop_at_context else sys.maxsize for row in self.rows]
+        if longest > size:
+            say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
+                f"last {size:,} are read")
+        if min(longest, size) + tokens - 1 > size and not stop_at_context:
+            say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
+                f"its last {self._half():,} (stop_at_context ends it there)")
+
+    def _half(self):
+        return max(1, self.context // 2)
+
+    def room(self) -> int:
+        """How many new ids there may be until the longest row that goes on is full. (Its last one
+        is not read.)"""
+        return self.context + 1 - max(len(row) for row, goes_on in zip(self.rows, self.unfinished)
+                                      if goes_on)
+
+    def add(self, ids: Sequence[Sequence[int]], ends: Sequence[int]) -> list[int]:
+        """Add the next ids of each row, before the first of its `ends`. Returns how many."""
+        lengths = []
+        for n, (row, new) in enumerate(zip(self.rows, ids, strict=True)):
+            kept = cut_at_end(ends, new)[:self.left[n]] if self.unfinished[n] else []
+            row.extend(kept)
+            self.left[n] -= len(kept)
+            self.unfinished[n] &= len(kept) == len(new) and self.left[n] > 0
+            lengths.append(len(kept))
+        return lengths
+
+    def keep_last_half(self) -> None:
+        """Drop the first half of each row that is full, and most of a row that has ended."""
+        self.rows = [row[-1:] if not goes_on else row if len(row) <= self.context else
+                     row[-self._half():] for row, goes_on in zip(self.rows, self.unfinished)]
+
+
+def context_of(network: Network, c: Any) -> int:
+    """How many tokens a row may have: as many as in training, and as there are positions. Any
+    number for an encoder-decoder, which refuses what it has no positions for."""
+    if network.source_shape(c) is not None:
+        return sys.maxsize
+    return min(c.seq_len, network.max_positions(c))
+
 
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first one in `ends`."""

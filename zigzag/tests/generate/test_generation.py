@@ -127,7 +127,7 @@ def small_chunks(monkeypatch):
 def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh):
     """A new token that takes the slot of one which a query of the same chunk still sees."""
     params, config, source = loaded(name)
-    config = change(config, seq_len=40)
+    config = change(config, seq_len=64)
     prompts = prompts_of(config, (40, 9, 23, 1))
     on = placed(params, config, mesh) if mesh else params
     found = sample.generate(on, prompts, config, 21, temperature=0, logprobs=True, source=source)
@@ -146,7 +146,7 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
 @pytest.mark.full
 def test_a_window_rolls_at_the_real_size(mesh):
     """The same with the real chunks: of 1088 slots a window of 100 keeps 512."""
-    config = make(layers=2, seq_len=1024, window=100, local_layers="lg", heads=4, kv_heads=2)
+    config = make(layers=2, seq_len=1088, window=100, local_layers="lg", heads=4, kv_heads=2)
     params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
     layer = transformer.cache_layer(config, 0)
     assert cache.new_layer(layer, 1, 1088, "float32")["k"].shape[2] == 512

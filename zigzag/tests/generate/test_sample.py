@@ -261,7 +261,8 @@ def test_the_cache_is_donated(trained, mesh):
         params = sample.for_decoding(params, config)
         rows = prompt_arrays(networks.network_of(config), PROMPTS, config, 8, None)
         sampling = decoding.Sampling()
-        state, length = sample._first_ids(params, rows, config, 8, sampling, seeds_of(rows, 0), ())
+        state = decoding.empty_ids(rows, 16, seeds_of(rows, 0), (), sampling, config.vocab_size)
+        state, length = sample._first_ids(params, rows, config, 8, sampling, state)
         limit = np.int32(8)
         compiled = sample._decode.lower(params, state, limit, config, length, sampling).compile()
     assert "input_output_alias" in compiled.as_text()
@@ -361,13 +362,13 @@ def test_bad_options_are_refused(trained, options, words):
 
 
 def test_what_is_too_much_is_refused(trained):
-    """A beam that has no first id; a prompt of which the end alone is read."""
+    """A beam that has no first id; a prompt that is searched from its end alone."""
     params, config = trained
     for beams in (0, 62):
         with pytest.raises(ConfigError, match=f"beams {beams}: expected 1 to 61"):
             sample.beam_search(params, [[1]], config, beams)
     with pytest.raises(ConfigError, match="has 17 tokens; the model's context has 16"):
-        sample.generate(params, [[1] * 17], config)
+        sample.beam_search(params, [[1] * 17], config)
     assert sample.generate(params, [[1], [2]], config, tokens=0) == [[], []]
     for call, words in (
             (lambda: sample.generate(params, [[1]], config, tokens=-1), "tokens -1"),
@@ -400,14 +401,68 @@ def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
     assert len({tuple(ids) for ids, _ in found}) == 3
 
 
-def test_positions_end_for_each_row_by_itself():
-    """The last new id needs no position; all others do."""
-    config = make(seq_len=16, positions="learned")
-    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
-    assert len(sample.generate(params, [[1] * 16], config, 1)[0]) == 1
-    assert len(sample.generate(params, [[1] * 10], config, 7)[0]) == 7
-    with pytest.raises(ConfigError, match="11 tokens and 7 new ones: .*positions for 16"):
-        sample.generate(params, [[1] * 11], config, 7)
+# -------------------------------------------------------------------------------------------
+# Texts that are longer than the context
+
+def written_without_a_cache(params, config, prompt, tokens):
+    """The greedy ids of a loop that runs forward on the last half of each full context."""
+    forward, C = jax.jit(lambda row: net.forward(params, row, config)), config.seq_len
+    row, new = list(prompt[-C:]), []
+    for _ in range(tokens):
+        row = row if len(row) <= C else row[-(C // 2):]
+        logits = forward(jnp.asarray([row + [0] * (C - len(row))]))
+        new.append(int(jnp.argmax(logits[0, len(row) - 1])))
+        row.append(new[-1])
+    return new
+
+
+@pytest.fixture(scope="module", params=[{}, {"positions": "learned", "position_rows": 16}],
+                ids=["rotary", "learned"])
+def moved(request):
+    """Weights that never write the same id for long, with a context of 16."""
+    config = make(seq_len=16, **request.param)
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(1))
+    return jax.tree.map(lambda w: 3 * w, params), config
+
+
+LONG = [[3, 4, 5], list(range(20, 36)), [7], list(range(30, 55))]
+
+
+def test_a_full_context_goes_on_from_its_last_half(moved):
+    """Positions beyond training, where text turns to gibberish; a row that is cut when another is
+    full; a prompt of which the beginning is read."""
+    params, config = moved
+    with pytest.warns(UserWarning) as said:
+        got = sample.generate(params, LONG, config, 4 * 16, 0)
+    assert [str(w.message).split(":")[0] for w in said] == [
+        "a prompt has 25 tokens, and the context of this model is 16",
+        "the context of this model is 16 tokens"]
+    for prompt, new in zip(LONG, got):
+        assert new == written_without_a_cache(params, config, prompt, 64)
+    assert len({tuple(new[-16:]) for new in got}) > 1 and len(set(got[0])) > 8
+
+
+@pytest.mark.filterwarnings("ignore:.*context")
+@pytest.mark.parametrize("mesh", ["tensor=2", slow("data=2,fsdp=2"), slow("seq=2,pipe=2")])
+def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
+    """Rows that fill up a group of devices, which are full too; another order of random numbers."""
+    params, config = moved
+    for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
+        want = sample.generate(params, LONG, config, 40, **options)
+        assert sample.generate(placed(params, config, mesh_of(mesh)), LONG, config, 40, **options
+                               ) == want
+        alone, = sample.generate(params, LONG[:1], config, 40, **options)
+        assert alone == want[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*context")
+def test_a_text_may_end_with_the_context(moved):
+    """Rows that end when the first is full, or when the last is."""
+    params, config = moved
+    got = sample.generate(params, LONG, config, 40, 0, stop_at_context=True)
+    assert [len(new) for new in got] == [14, 1, 16, 1]
+    assert got == [new[:len(short)] for new, short in zip(
+        sample.generate(params, LONG, config, 40, 0), got)]
 
 
 @pytest.mark.parametrize("prompts, word", [
