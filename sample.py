@@ -45,12 +45,13 @@ from zigzag.generate.cache import CHUNK
 from zigzag.generate.prompts import (
     Config,
     Prompt,
-    given_lines,
+    given_text,
     make_prompts,
     prompt_texts,
     step_of,
     whole_context,
 )
+from zigzag.generate.reading import Passes
 from zigzag.generate.rows import (
     Windows,
     on_host,
@@ -72,8 +73,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
-             logprobs: bool = False, tokenizer: Any = None, stop_at_context: bool = False
-             ) -> list:
+             logprobs: bool = False, tokenizer: Any = None, stop_at_context: bool = False,
+             say: Callable[[str], Any] = warnings.warn) -> list:
     """The new ids of each prompt: `tokens` of them, or those before the first id in `stop`, or up
     to a text in it (give the tokenizer). With logprobs, pairs (ids, log-probability of each).
 
@@ -86,7 +87,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
 
     The context is config.seq_len tokens. A row that has filled it goes on from its last half, read
     again at positions from 0; with stop_at_context it ends. A longer prompt keeps its end.
-    A warning says either."""
+    `say` is told either."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
@@ -96,7 +97,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
     piece = 16 if texts else tokens         # (a stop text is looked for after each piece)
     for new in stream(params, prompts, config, tokens, temperature, top_k, top_p, seed, source,
                       min_p, repetition_penalty, [i for i in stop if i not in texts], piece,
-                      True, stop_at_context):
+                      True, stop_at_context, say):
         for (ids, logs), (new_ids, new_logs) in zip(results, new):
             ids.extend(new_ids)
             logs.extend(new_logs)
@@ -240,15 +241,18 @@ def _new_cache(params, rows, config, slots):
 @jax.jit(static_argnames=("config", "length"), donate_argnames="cache")
 def _forward_chunk(params, cache, rows, config, length):
     """Run the rows' tokens [B, T] through the network: the cache with them in it, and the logits
-    [B, V] after the last. If rows have targets, the weighted sum of their log-probabilities [B]
-    takes the place of the logits."""
+    [B, V] after the last one, or after number `last`. If rows have targets, the weighted sum of
+    their log-probabilities [B] takes the place of the logits."""
     network = networks.network_of(config)
 
     def forward(params, specs, state):
         x, cache = network.extend(params, state["cache"], state["tokens"], state["slot"],
                                   state["start"], config, length, specs)
         if "targets" not in state:
-            return {"cache": cache, "logits": network.head_logits(params, x[:, -1:], config)[:, 0]}
+            last = x[:, -1:]
+            if "last" in state:
+                last = jax.lax.dynamic_slice_in_dim(x, state["last"], 1, 1)
+            return {"cache": cache, "logits": network.head_logits(params, last, config)[:, 0]}
         logs = jax.nn.log_softmax(network.head_logits(params, x, config))
         logs = jnp.take_along_axis(logs, state["targets"][..., None], 2)[..., 0]
         return {"cache": cache, "sums": jnp.sum(logs * state["weights"], 1)}
@@ -414,18 +418,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
         if config.system and not is_chat:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
-        lines = given_lines(config)     # (first: a missing file should not wait for a model)
+        text = given_text(config)       # (first: a missing file should not wait for a model)
         params, c, tokenizer = load_model(config)
         network = networks.network_of(c)
-        writer = Writer(generate, stream, beam_search, score, config, network, params, c, tokenizer)
+        passes = Passes(_new_cache, _forward_chunk, _choose_ids, _decode)
+        writer = Writer(generate, stream, beam_search, score, passes, config, network, params, c,
+                        tokenizer)
         if config.bench:
             bench(stream, writer.params, c, config.model)
         elif config.score:
-            writer.score_texts(lines)
+            writer.score_texts(text)
         elif is_chat:
             writer.converse()
         else:
-            texts = prompt_texts(config, lines, has_input)
+            texts = prompt_texts(config, text, has_input)
             writer.write(make_prompts(network, c, tokenizer, texts, config.source))
 
 

@@ -9,11 +9,12 @@ that transformers gives it. (The sandbox does not limit time or memory.)
 import datetime
 import json
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
 from zigzag.disk.tokenizers import read_record
-from zigzag.generate.prompts import Prompt, TooLong, check_length
+from zigzag.generate.prompts import Prompt
+from zigzag.generate.rows import context_of
 from zigzag.weights.network import Network
 
 
@@ -43,19 +44,31 @@ class Conversation:
     """A conversation with the model of this tokenizer and configuration, by its template."""
 
     def __init__(self, network: Network, tokenizer: Any, c: Any, system: str = ""):
-        self.network, self.tokenizer, self.c = network, tokenizer, c
-        self.system = [{"role": "system", "content": system}] if system else []
-        self.messages = []
+        self.tokenizer, self.context = tokenizer, context_of(network, c)
+        self.begin(system)
 
-    def ask(self, text: str) -> Prompt:
-        """The prompt of what the model says to this text."""
-        now = [*self.system, *self.messages, {"role": "user", "content": text}]
-        ids = self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
-        try:
-            return Prompt(text, check_length(self.network, ids, self.c, "the conversation"))
-        except TooLong as e:
-            self.messages = []
-            raise TooLong(f"{e}; the next line begins a new one") from None
+    def begin(self, system: str) -> None:
+        """Begin anew, with this system message."""
+        self.system, self.messages = system, []
+
+    def ask(self, text: str, say: Callable[[str], Any]) -> Prompt:
+        """The prompt of what the model says to this text. The oldest turns are dropped when less
+        than a quarter of the context is left for the answer."""
+        count = len(self.messages)
+        while True:
+            ids = self._ids(text)
+            if len(ids) <= self.context * 3 // 4 or not self.messages:
+                break
+            self.messages = self.messages[2:]
+        if dropped := count - len(self.messages):
+            say(f"the context of this model is {self.context:,} tokens: the oldest {dropped} "
+                f"messages are forgotten")
+        return Prompt(text, ids)
+
+    def _ids(self, text):
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        now = [*system, *self.messages, {"role": "user", "content": text}]
+        return self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
 
     def keep(self, text: str, answer: str) -> None:
         """What was said, for what is said later."""

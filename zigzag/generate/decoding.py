@@ -254,7 +254,7 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
 # -------------------------------------------------------------------------------------------
 # Decoding on a mesh: which device has which rows, weights and parts of the cache
 
-REPLICATED = {"count", "slot", "ends", "limit"}      # of a state: the same for all rows
+REPLICATED = {"count", "slot", "last", "ends", "limit"}      # of a state: the same for all rows
 
 
 @contextlib.contextmanager

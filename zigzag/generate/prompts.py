@@ -23,6 +23,7 @@ from zigzag.disk.checkpoint import best_step
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
+from zigzag.generate.rows import context_of
 from zigzag.hub.llama import fields_of, special_ids
 from zigzag.weights.network import Network
 
@@ -41,14 +42,18 @@ class Config:
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
     source: str = ""            # or what an encoder reads that reads no text: a .npy file
     system: str = ""            # what the model is told before a conversation
-    score: str = ""             # instead, how likely each text of this file is: lines, or objects
-                                # with "text" (for an encoder-decoder: "source" and "target")
+    score: str = ""             # instead, how likely the text of this file is, or each text of a
+                                # file of objects with "text" (for an encoder-decoder: "source" and
+                                # "target")
+    by: str = ""                # with --score: line, to score each line of a text by itself
     bench: bool = False         # instead, how fast it generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
     batch: int = 8              # how many prompts or texts are computed together
     tokens: int = 256           # how many new ids
     stop: tuple = ()            # texts before which an answer ends
+    stop_at_context: bool = False       # end where the context is full; else the text goes on from
+                                        # the last half of it
     temperature: float = 0.8    # 0: greedy
     top_k: int = 0              # keep the k likeliest ids; 0: all
     top_p: float = 1.0          # keep the likeliest with this probability together
@@ -84,6 +89,11 @@ def _check_flags(config):
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if config.logprobs and (not config.json or config.beams):
         raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
+    if config.by not in ("", "line"):
+        raise ConfigError(f"--by {config.by}: expected line; without it, --score reads running "
+                          f"text as one document")
+    if config.by and not config.score:
+        raise ConfigError(f"--by {config.by}: says how --score reads a file; give --score too")
     if config.beams and config.score:
         raise ConfigError("--beams and --score: give one of them")
     if config.length_penalty != 1 and not config.beams:
@@ -116,60 +126,73 @@ def step_of(run: str, step: str) -> int | None:
     return int(step)
 
 
-def read_lines(path: str, flag: str) -> list[tuple[str, str]]:
-    """(its place, for messages; the line) of each line that is not blank."""
-    name = f"{flag} {path}" if path != "-" else "standard input"
+def read_text(path: str, flag: str, expected: str = "a text on each line") -> str:
+    """The text of a file, or of standard input (-)."""
+    name = _name(path, flag)
     try:
         raw = Path(path).read_bytes() if path != "-" else _standard_input()
     except OSError as e:
-        raise ConfigError(f"{name}: {e.strerror or e}; expected a file with a text on each line"
-                          ) from None
+        raise ConfigError(f"{name}: {e.strerror or e}; expected a file with {expected}") from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
                           ) from None
-    lines = [(f"{name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
-             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if flag and not lines:
-        raise ConfigError(f"{name}: no text in it; expected one on each line")
-    return lines
+    if flag and not text.strip():
+        raise ConfigError(f"{name}: no text in it; expected {expected}")
+    return text
+
+
+def _name(path, flag):
+    return f"{flag} {path}" if path != "-" else "standard input"
 
 
 def _standard_input():
     return sys.stdin.buffer.read() if sys.stdin else b""    # (None: it was closed)
 
 
+def split_lines(text: str, path: str, flag: str) -> list[tuple[str, str]]:
+    """(its place, for messages; the line) of each line that is not blank."""
+    return [(f"{_name(path, flag)} line {number}", line.rstrip("\r"))   # (only \n ends a line)
+            for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
 def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: str
                 ) -> list[tuple[str, ...]]:
     """The texts of each line: these fields of a JSON object, or the line itself (only where there
     is one field)."""
-    if len(fields) == 1 and not path.endswith((".jsonl", ".json")) and not (
-            lines and _is_object(lines[0][1], fields[0])):
+    if len(fields) == 1 and not has_objects(lines, fields[0], path):
         return [(line,) for _, line in lines]
     return [texts_of(line.encode(), where, fields) for where, line in lines]
 
 
-def given_lines(config: Any) -> list[tuple[str, str]]:
-    """The lines of the file that the command line names, if it names one."""
+def has_objects(lines: Sequence[tuple[str, str]], field: str, path: str) -> bool:
+    """Whether the lines of a file are JSON objects: by its name, or by the first of them."""
+    return path.endswith((".jsonl", ".json")) or bool(lines) and _is_object(lines[0][1], field)
+
+
+def given_text(config: Any) -> str:
+    """The text of the file that the command line names, if it names one."""
     if config.score:
-        return read_lines(config.score, "--score")
-    return read_lines(config.prompts, "--prompts") if config.prompts else []
+        return read_text(config.score, "--score", "a text")
+    return read_text(config.prompts, "--prompts") if config.prompts else ""
 
 
-def prompt_texts(config: Any, lines: Sequence[tuple[str, str]], has_input: bool) -> list[str]:
-    """The prompts, from a file, the command line or standard input. An empty standard input is one
-    empty prompt: the beginning of a document."""
+def prompt_texts(config: Any, text: str, has_input: bool) -> list[str]:
+    """The prompts, from a file's text, the command line or standard input. An empty standard input
+    is one empty prompt: the beginning of a document."""
     if has_input and not config.prompts:
         return [config.prompt]
-    lines = lines or read_lines("-", "")
+    lines = split_lines(text, config.prompts, "--prompts") if text else split_lines(
+        read_text("-", ""), "-", "")
     return [text for text, in parse_lines(lines, ["prompt"], config.prompts)] or [""]
 
 
 def file_prompts(path: str, flag: str) -> list[str]:
     """The prompts of a file."""
-    return [text for text, in parse_lines(read_lines(path, flag), ["prompt"], path)]
+    lines = split_lines(read_text(path, flag), path, flag)
+    return [text for text, in parse_lines(lines, ["prompt"], path)]
 
 
 def _is_object(line, field):
@@ -216,7 +239,7 @@ def reads_text(network: Network, c: Any) -> bool:
 def _make_prompt(network, c, tokenizer, text, source, what):
     shape, is_text = network.source_shape(c), reads_text(network, c)
     if shape is None:
-        return Prompt(text, check_length(network, tokenizer.prompt(text), c, what), begin=text)
+        return Prompt(text, tokenizer.prompt(text), begin=text)
     if is_text and not text.strip():
         raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
     encoder_input = tokenizer.with_ends(text) if is_text else load_source(source, shape)
@@ -235,13 +258,16 @@ def load_source(path: str, shape: tuple[int, ...]) -> np.ndarray:
                           f"{list(shape)} ({one_line(e)})") from None
 
 
-def scored_texts(network: Network, c: Any, tokenizer: Tokenizer,
-                 lines: Sequence[tuple[str, str]], path: str
+def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path: str,
+                 by_line: bool
                  ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
-    """The texts to score, their ids, and the encoder's inputs (None without one). The first id of
-    each is not scored: it is the tokenizer's start id or, if it has none, the text's first."""
+    """The texts to score, their ids, and the encoder's inputs (None without one). Running text is
+    one document, or one for each line. The first id of each is not scored: it is the tokenizer's
+    start id or, if it has none, the text's first."""
+    lines = split_lines(text, path, "--score")
     if network.source_shape(c) is None:
-        texts = [text for text, in parse_lines(lines, ["text"], path)]
+        is_document = not by_line and not has_objects(lines, "text", path)
+        texts = [text] if is_document else [text for text, in parse_lines(lines, ["text"], path)]
         return texts, [tokenizer.prompt(text) for text in texts], None
     if not reads_text(network, c):
         raise ConfigError(f"--score {path}: this model's encoder reads arrays "
@@ -265,15 +291,9 @@ def whole_context(c: Any) -> Any:
     return change(c, seq_len=max(c.seq_len, context))
 
 
-def check_length(network: Network, ids: Sequence[int], c: Any, what: str) -> Sequence[int]:
-    """The ids of a prompt. Refuses those that are longer than the context."""
-    limit = min(c.seq_len, network.max_positions(c))
-    if len(ids) > limit:
-        raise TooLong(f"{what} has {len(ids):,} tokens; the model's context has room for {limit:,}")
-    return ids
-
-
 def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) -> int:
-    """`tokens`, or fewer if the model has no positions for so many after this prompt. (The last new
-    id is not read, and needs none.)"""
-    return min(tokens, network.max_positions(c) - len(ids) + 1)
+    """`tokens`, or fewer if there is no room for so many after this prompt, in the context of a
+    decoder or the positions of an encoder-decoder. (The last new id is not read, and needs none.)
+    """
+    room = min(context_of(network, c), network.max_positions(c)) - len(ids) + 1
+    return max(1, min(tokens, room))

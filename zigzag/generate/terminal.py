@@ -3,7 +3,9 @@
     Answer          the text of an answer, from ids that arrive one after the other
     show            print several answers in order: live on a terminal, else whole, or as JSON
     show_scores     print a table of texts and their log-probabilities
+    note            a line about what is going on, on stderr
     ctrl_c          the first Ctrl-C stops an answer, not the program
+    in_background   an iterator that a thread runs, so that Ctrl-C is seen while jax compiles
     converse        read lines from a person and answer each
     ends_quietly    a closed pipe (| head -1) is no error
 
@@ -20,12 +22,14 @@ import itertools
 import json
 import math
 import os
+import queue
 import re
 import signal
 import sys
+import threading
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
-from zigzag.core.errors import RunError
+from zigzag.core.errors import ConfigError, RunError
 from zigzag.generate.prompts import Prompt, TooLong
 
 # -------------------------------------------------------------------------------------------
@@ -33,14 +37,15 @@ from zigzag.generate.prompts import Prompt, TooLong
 
 class Answer:
     """The text of at most `tokens` ids that follow a prompt. It ends before the first stop text.
-    `more` are further fields of its JSON; a list has one item for each id."""
+    `room` is how many ids fit into the context, where it ends there. `more` are further fields of
+    its JSON; a list has one item for each id."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
-                 stop: Sequence[str] = (), **more: Any):
-        self.decode, self.prompt, self.tokens, self.stop, self.more = (
-            decode, prompt, tokens, stop, more)
+                 stop: Sequence[str] = (), room: int = sys.maxsize, **more: Any):
+        self.decode, self.prompt, self.tokens, self.stop, self.room, self.more = (
+            decode, prompt, tokens, stop, room, more)
         self.ids, self.text = [], ""        # (its end may still be the beginning of a stop)
-        self.reason = ""        # why it has ended: stop, length
+        self.reason = ""        # why it has ended: stop, length, context
         # Only a window of the last ids is decoded again. Some tokenizers drop a space where a text
         # begins, so the window begins with ids whose text, `known` characters, is shown already.
         self.window, self.mark = list(prompt.ids), len(prompt.ids)
@@ -53,9 +58,11 @@ class Answer:
                 self.ids.append(i)
                 self.window.append(i)
                 self._decode_window()
-        if not self.reason and (not len(ids) or len(self.ids) >= self.tokens):
+        count = len(self.ids)
+        if not self.reason and (not len(ids) or count >= self.tokens):
             self._decode_window(is_end=True)
-            self.reason = self.reason or ("length" if len(self.ids) >= self.tokens else "stop")
+            self.reason = self.reason or ("length" if count >= self.tokens else
+                                          "context" if count >= self.room else "stop")
 
     def _decode_window(self, is_end=False):
         """Decode the window, without a last character whose bytes are not complete."""
@@ -148,6 +155,11 @@ def write(text: str, end: str = "\n") -> None:
     print(CONTROL.sub("\ufffd", text), end=end, flush=True)
 
 
+def note(text: str) -> None:
+    """Say what a person should know, beside what is printed."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 def _json(record):
     encoding = sys.stdout and sys.stdout.encoding or ""
     return json.dumps(record, ensure_ascii=not encoding.lower().startswith("utf"))
@@ -197,33 +209,120 @@ def ctrl_c() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, usual)
 
 
-def converse(greeting: str, answer: Callable[[str, list[int]], None]) -> None:
+# Held by the thread that uses the model.
+_at_work = threading.Lock()
+
+
+def in_background(items: Iterable[Any], pressed: Sequence[int] = (),
+                  status: Callable[[], str] = str) -> Iterator[Any]:
+    """The items of an iterator, None aside, which a thread runs when earlier ones have ended. On
+    Ctrl-C (`pressed`) they end at once, and the thread when it has finished its item. While the
+    first one is waited for, the line shows the status."""
+    found, shown = _start(items, pressed), ""
+    while not pressed:
+        try:
+            kind, item = found.get(timeout=0.2)
+        except queue.Empty:
+            if not shown and (shown := status()):
+                write(shown, end="")
+            continue
+        if kind != "item":
+            break
+        if item is not None:
+            status = str
+            shown = _erase(shown)
+            yield item
+    _erase(shown)
+    if not pressed and kind == "error":
+        raise item
+
+
+def _start(items, pressed=()):
+    """The queue into which a thread puts the items."""
+    found = queue.SimpleQueue()
+    threading.Thread(target=_run, args=(items, pressed, found), daemon=True).start()
+    return found
+
+
+def _run(items, pressed, found):
+    with _at_work:
+        try:
+            for item in items:
+                found.put(("item", item))
+                if pressed:
+                    return
+            found.put(("end", None))
+        except BaseException as e:
+            found.put(("error", e))
+
+
+def _erase(shown):
+    if shown:
+        print("\r\x1b[K", end="", flush=True)
+    return ""
+
+
+def leave() -> None:
+    """End the program although a thread may still compile, which nothing can stop."""
+    if _at_work.locked():
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def run_command(line: str, commands: dict[str, tuple[str, Callable[[str], Any]]]) -> None:
+    """What a line /NAME TEXT asks for."""
+    name, _, text = line.strip()[1:].partition(" ")
+    if name == "help":
+        for known, (about, _) in {**commands, "help": ("this list", None),
+                                  "exit": ("end, as Ctrl-D does", None)}.items():
+            write(f"  /{known:8} {about}")
+    elif name in commands:
+        try:
+            write(commands[name][1](text.strip()))
+        except ConfigError as e:
+            write(f"error: {e}")
+    else:
+        write(f"error: /{name} is no command: /help lists them, and a space before it says it to "
+              f"the model")
+
+
+def converse(greeting: str, answer: Callable[[str, list[int]], None],
+             commands: dict[str, tuple[str, Callable[[str], Any]]],
+             preparing: Iterable[Any] | None = None) -> None:
     """Call answer(line, pressed) for each line that a person types. It must return soon after
-    `pressed` is no longer empty (Ctrl-C)."""
+    `pressed` is no longer empty (Ctrl-C). A line /NAME TEXT calls that command with the text and
+    prints what it returns; `commands` has them by name, each with its help. `preparing` is run
+    while the first line is typed."""
     with contextlib.suppress(ImportError):      # (not every Python has it)
         importlib.import_module("readline")     # so that a line can be edited
-    write(f"{greeting}: Ctrl-C stops an answer or clears the line, Ctrl-D ends")
+    if preparing is not None:
+        _start(preparing)
+    write(f"{greeting}: Ctrl-C stops an answer or clears the line, Ctrl-D or /exit ends, /help")
     while True:
         try:
             line = input("> ")
             line.encode()
         except EOFError:
-            return write("")
+            write("")
+            return leave()
         except KeyboardInterrupt:
             write("")
             continue
         except UnicodeError:
             write("error: that line is not UTF-8")
             continue
-        if not line.strip():
-            continue
-        try:
-            with ctrl_c() as pressed:
-                answer(line, pressed)
-        except TooLong as e:
-            write(f"error: {e}")
-        except KeyboardInterrupt:       # (Ctrl-C twice: it was compiling, and could not stop)
-            write("")
+        if line.strip() == "/exit":
+            return leave()
+        if re.match(r"/\w+(\s|$)", line):
+            run_command(line, commands)
+        elif line.strip():
+            try:
+                with ctrl_c() as pressed:
+                    answer(line, pressed)
+            except TooLong as e:
+                write(f"error: {e}")
+            except KeyboardInterrupt:       # (Ctrl-C twice)
+                write("")
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """What the command line of sample.py does: answer prompts, hold a conversation, score texts."""
 
 import itertools
+import sys
 from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate import chat, terminal
+from zigzag.generate.decoding import Sampling
 from zigzag.generate.prompts import (
     SAMPLING_FLAGS,
     Prompt,
@@ -12,6 +14,8 @@ from zigzag.generate.prompts import (
     max_new_tokens,
     scored_texts,
 )
+from zigzag.generate.reading import Passes, Reading
+from zigzag.generate.rows import context_of
 from zigzag.generate.terminal import Answer
 from zigzag.hub.llama import special_ids
 from zigzag.weights.network import Network
@@ -23,26 +27,38 @@ class Writer(NamedTuple):
     stream: Callable
     beam_search: Callable
     score: Callable
+    passes: Passes
     config: Any
     network: Network
     params: Any
     c: Any
     tokenizer: Tokenizer
 
-    def write(self, prompts: Sequence[Prompt], pressed: Sequence[int] = ()) -> Answer:
-        """Print an answer for each prompt, until Ctrl-C is pressed. Returns the last answer."""
-        config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
-        has_source = self.network.source_shape(c) is not None
-        ends = special_ids(c, tokenizer)[1:2] if has_source else tokenizer.ends
+    @property
+    def has_source(self) -> bool:
+        return self.network.source_shape(self.c) is not None
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """The ids that end a text."""
+        return special_ids(self.c, self.tokenizer)[1:2] if self.has_source else self.tokenizer.ends
+
+    def write(self, prompts: Sequence[Prompt]) -> None:
+        """Print an answer for each prompt."""
+        config, params, c = self.config, self.params, self.c
         for tokens, some in self._batches(prompts):
             ids = [prompt.ids for prompt in some]
-            source = [prompt.source for prompt in some] if has_source else None
+            source = [prompt.source for prompt in some] if self.has_source else None
             pieces = None
             options = {name: getattr(config, name) for name in SAMPLING_FLAGS} | dict(
-                tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some], stop=ends,
-                source=source)
+                tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some],
+                stop=self.ends, source=source, stop_at_context=config.stop_at_context,
+                say=terminal.note)
             if config.beams:
-                best = self.beam_search(params, ids, c, config.beams, tokens, ends, source,
+                if tokens < config.tokens:
+                    terminal.note(f"--tokens {config.tokens}: a beam search ends with the context, "
+                                  f"after {tokens}")
+                best = self.beam_search(params, ids, c, config.beams, tokens, self.ends, source,
                                         config.length_penalty)
                 rows = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new,
                          {"score": score})
@@ -54,39 +70,88 @@ class Writer(NamedTuple):
             else:
                 rows = [(prompt, [], {}) for prompt in some]
                 pieces = self.stream(params, ids, c, **options)
-            answers = [Answer(tokenizer.decode, prompt, tokens, config.stop, **more)
-                       for prompt, _, more in rows]
-            terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json, pressed)
-        return answers[-1]
+            answers = [self._answer(prompt, tokens, **more) for prompt, _, more in rows]
+            terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json)
+
+    def _answer(self, prompt, tokens, **more):
+        room = sys.maxsize
+        if self.config.stop_at_context:
+            context = context_of(self.network, self.c)
+            room = context - min(len(prompt.ids), context) + 1
+        return Answer(self.tokenizer.decode, prompt, tokens, self.config.stop, room, **more)
 
     def _batches(self, prompts):
-        """(tokens, at most --batch prompts that can have so many new ones), in order: where
-        positions end, a prompt's answer does not depend on the others' lengths."""
+        """(tokens, at most --batch prompts that can have so many new ones), in order: where the
+        room for new tokens ends, a prompt's answer does not depend on the others' lengths."""
         def tokens_of(prompt):
-            return max_new_tokens(self.network, self.c, prompt.ids, self.config.tokens)
+            if self.has_source or self.config.beams:
+                return max_new_tokens(self.network, self.c, prompt.ids, self.config.tokens)
+            return self.config.tokens
 
         for tokens, group in itertools.groupby(prompts, tokens_of):
             while some := list(itertools.islice(group, self.config.batch)):
                 yield tokens, some
 
+    # A conversation
+
     def converse(self) -> None:
         """A conversation, with the model's chat template. If it has none, each line is a prompt."""
-        conversation = chat.conversation(self.network, self.tokenizer, self.c,
-                                         self.config.system)
+        talk = chat.conversation(self.network, self.tokenizer, self.c, self.config.system)
+        reading = None if self.has_source else Reading(
+            self.passes, self.network, self.params, self.c,
+            Sampling(**{name: getattr(self.config, name) for name in SAMPLING_FLAGS}))
 
         def answer(line, pressed):
-            prompts = ([conversation.ask(line)] if conversation else
-                       make_prompts(self.network, self.c, self.tokenizer, [line]))
-            text = self.write(prompts, pressed).text
-            if conversation:
-                conversation.keep(line, text)
+            prompt = talk.ask(line, terminal.note) if talk else make_prompts(
+                self.network, self.c, self.tokenizer, [line])[0]
+            text = self._say(prompt, reading, pressed)
+            if talk:
+                talk.keep(line, text)
 
-        terminal.converse("Talk to the model" if conversation else "Each line is continued", answer)
+        def begin(system):
+            talk.begin(system)
+            return f"a new conversation{', with this system message' if system else ''}"
 
-    def score_texts(self, lines: Sequence[tuple[str, str]]) -> None:
+        commands = {
+            "reset": ("forget what was said, and begin anew", lambda _: begin(talk.system)),
+            "system": ("TEXT: begin anew, and tell the model this first", begin)} if talk else {}
+        terminal.converse("Talk to the model" if talk else "Each line is continued", answer,
+                          commands, reading and reading.compile())
+
+    def _say(self, prompt, reading, pressed):
+        """Print an answer as it is written, until Ctrl-C is pressed. Returns its text."""
+        config, tokens = self.config, self.config.tokens
+        if reading and len(prompt.ids) > reading.context:
+            terminal.note(f"that is {len(prompt.ids):,} tokens: the last {reading.context:,}, the "
+                          f"model's context, are read")
+        if reading:
+            pieces = reading.stream(prompt.ids, tokens, config.seed, self.ends,
+                                    config.stop_at_context)
+        else:
+            tokens = max_new_tokens(self.network, self.c, prompt.ids, tokens)
+            pieces = self.stream(
+                self.params, [prompt.ids], self.c, tokens=tokens, seed=config.seed, stop=self.ends,
+                source=[prompt.source], piece=1, say=terminal.note,
+                **{name: getattr(config, name) for name in SAMPLING_FLAGS})
+
+        def status():
+            return "reading ..." if reading and reading.is_ready else "compiling ..."
+
+        pieces = terminal.in_background(pieces, pressed, status)
+        first, answer = list(itertools.islice(pieces, 1)), self._answer(prompt, tokens)
+        terminal.show(itertools.chain(first, pieces), [answer], pressed=pressed)
+        if answer.reason in ("length", "context") and not pressed:
+            terminal.note(f"--tokens {tokens} ended this answer" if answer.reason == "length" else
+                          "the context is full")
+        return answer.text
+
+    # Scores
+
+    def score_texts(self, text: str) -> None:
         """Print the log-probability of each text of the file --score."""
         config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
-        texts, rows, sources = scored_texts(self.network, c, tokenizer, lines, config.score)
+        texts, rows, sources = scored_texts(self.network, c, tokenizer, text, config.score,
+                                            config.by == "line")
         parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
         found = (pair for part in parts for pair in self.score(
             params, rows[part], c, sources and sources[part], config.batch))

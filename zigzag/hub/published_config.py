@@ -34,8 +34,9 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 # Keys of any config.json that cannot change what a model computes: how it was made, how text is
 # generated, what is returned, what its ids and labels are called, and what training alone uses.
 NEUTRAL = frozenset("""
-    _name_or_path name_or_path name _commit_hash transformers_version architectures auto_map
-    custom_pipelines tokenizer_class processor_class finetuning_task task_specific_params
+    _name_or_path _model_name_or_path name_or_path name _commit_hash transformers_version
+    architectures auto_map custom_pipelines tokenizer_class processor_class finetuning_task
+    task_specific_params
     license language author created_date internal_version unsloth_fixed unsloth_version
     sentence_transformers sbert_ce_default_activation_function transformers.js_config
     xla_device _flash_attn_2_enabled use_flash_attn use_flash_attention use_flash_attention_2

@@ -13,6 +13,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -23,8 +24,9 @@ import sample
 from networks import transformer
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
-from zigzag.generate import chat
-from zigzag.generate.prompts import Prompt, check_length, max_new_tokens, step_of, whole_context
+from zigzag.generate import chat, terminal, writer
+from zigzag.generate.prompts import Prompt, max_new_tokens, step_of, whole_context
+from zigzag.generate.rows import context_of
 from zigzag.generate.terminal import Answer
 from zigzag.tests.common import ROOT, config_of, make, published_files, refused
 
@@ -45,8 +47,12 @@ class FakeModel:
         patch.setattr(sample, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
         patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
+        patch.setattr(writer, "Reading", lambda *_: self)
+        self.context, self.is_ready = config.seq_len, True
+        self.compile = lambda: iter(())
 
-    def stream(self, params, prompts, config, **choices):
+    def stream(self, params, prompts=None, config=None, *_, **choices):
+        prompts = prompts if config else [params]       # (as Reading.stream)
         self.seen.append((prompts, choices))
         rows = [self.answers.pop(0) if self.answers else "" for _ in prompts]
         rows = [write_ids(row) if isinstance(row, str) else row for row in rows]
@@ -177,11 +183,22 @@ def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatc
     fake = FakeModel(monkeypatch, ["a" * 20, "b" * 20, "c" * 20, "d" * 20], positions="learned",
                      position_rows=CONTEXT)
     given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
-    records = map(json.loads, sampled(capsys, "--json", "--tokens", 9).splitlines())
+    records = map(json.loads, sampled(capsys, "--json", "--tokens", 9, "--stop_at_context"
+                                      ).splitlines())
     assert [(r["tokens"], r["stopped"]) for r in records] == [
-        (9, "length"), (9, "length"), (4, "length"), (9, "length")]
-    assert [(len(prompts), options["tokens"]) for prompts, options in fake.seen] == [
-        (2, 9), (1, 4), (1, 9)]
+        (9, "length"), (9, "length"), (9, "length"), (9, "length")]
+    assert all(options["stop_at_context"] for _, options in fake.seen)
+    given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
+    fake.seen.clear()
+    beams = []
+
+    def beam_search(params, prompts, c, count, tokens, *_):
+        beams.append((len(prompts), tokens))
+        return [[([1], -1.0)] for _ in prompts]
+
+    monkeypatch.setattr(sample, "beam_search", beam_search)
+    sampled(capsys, "--beams", 2, "--tokens", 9)
+    assert beams == [(2, 9), (1, 4), (1, 9)]
 
 
 def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
@@ -210,7 +227,8 @@ def test_beams_are_shown_with_their_scores(capsys, monkeypatch):
 
 
 def test_texts_are_scored(capsys, monkeypatch, tmp_path):
-    """A perplexity of all that is the mean of perplexities; an encoder's text as the target."""
+    """A perplexity of all that is the mean of perplexities; an encoder's text as the target; each
+    line of a story by itself, which nothing comes before."""
     FakeModel(monkeypatch, [])
     seen = []
 
@@ -220,14 +238,21 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(sample, "score", score)
     (tmp_path / "t").write_text('ab\n{"text": "cde"}\n\nf\n')
-    rows = [json.loads(line) for line in sampled(
-        capsys, "--score", tmp_path / "t", "--json", "--batch", 2).splitlines()]
+    by_line = ["--score", tmp_path / "t", "--by", "line"]
+    rows = [json.loads(line) for line in sampled(capsys, *by_line, "--json", "--batch", 2
+                                                 ).splitlines()]
     assert [len(rows) for rows, _ in seen] == [2, 1]
     assert [row["tokens"] for row in rows] == [2, 15, 1, 18]
     assert rows[0] == {"text": "ab", "logprob": -6.0, "tokens": 2,
                        "perplexity": pytest.approx(2.718281828**3)}
     assert rows[-1]["logprob"] == -41 and rows[-1]["perplexity"] == pytest.approx(9.75, abs=0.01)
-    assert "all 3 texts" in sampled(capsys, "--score", tmp_path / "t").splitlines()[-1]
+    assert "all 3 texts" in sampled(capsys, *by_line).splitlines()[-1]
+    (tmp_path / "t").write_text("ab\n\ncd\n")
+    one, total = map(json.loads, sampled(capsys, *by_line[:2], "--json").splitlines())
+    assert one["text"] == "ab\n\ncd\n" and one["tokens"] == 7 and total["texts"] == 1
+    (tmp_path / "t").write_text('{"text": "a\\nb"}\n{"text": "c"}\n')
+    assert [json.loads(line).get("text") for line in sampled(
+        capsys, *by_line[:2], "--json").splitlines()] == ["a\nb", "c", None]
     FakeModel(monkeypatch, [], encoder_layers=1)
     (tmp_path / "p").write_text('{"source": "a", "target": "b"}\n')
     sampled(capsys, "--score", tmp_path / "p")
@@ -266,11 +291,10 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "a.jsonl line 2: not JSON" in says("--prompts", tmp_path / "a.jsonl")
     assert "no field 'prompt'" in says("--prompts", tmp_path / "b.jsonl")
     assert "no text in it" in says("--prompts", tmp_path / "empty")
-    long = says("--prompt", "x" * CONTEXT)
-    assert f"the prompt has 41 tokens; the model's context has room for {CONTEXT}" in long
-    assert "beams 258" in says("--prompt", "x", "--beams", 258)
-    (tmp_path / "long").write_text("x\n" + "x" * CONTEXT)
-    assert "prompt 2 has 41 tokens" in says("--prompts", tmp_path / "long")
+    assert "no text in it; expected a text" in says("--score", tmp_path / "empty")
+    assert "beams 258" in says("--prompt", "x", "--beams", 258, "--tokens", 5)
+    assert "--by word: expected line" in says("--by", "word", "--score", tmp_path / "a.jsonl")
+    assert "--by line: says how --score reads" in says("--by", "line")
     assert "this model reads text" in says("--source", "nowhere")
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "the prompt is empty" in says("--prompt", " ")
@@ -279,26 +303,20 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
 
 
 def test_the_context_is_that_of_the_positions():
-    """A prompt that is refused although the model was published for longer ones; or one after which
-    there is no position for an answer."""
-    def longest(c):
-        return next(n for n in range(99) if n == 98 or refuses(c, n + 1))
+    """A context that is shorter than the model was published for; positions that do not exist."""
+    def context(c):
+        return context_of(networks.network_of(c), c)
 
-    def refuses(c, length):
-        with contextlib.suppress(ConfigError):
-            return check_length(networks.network_of(c), [1] * length, c, "x") is None
-        return True
-
-    assert longest(make(seq_len=16)) == 16
+    assert context(make(seq_len=16)) == 16
     learned = make(seq_len=16, positions="learned", position_rows=18, position_offset=2)
-    assert longest(learned) == 16
-    assert [max_new_tokens(transformer.NETWORK, learned, [1] * n, 9) for n in (16, 15, 1)] == [
-        1, 2, 9]
+    assert context(learned) == 16
+    assert [max_new_tokens(transformer.NETWORK, learned, [1] * n, 9) for n in (17, 16, 15, 1)] == [
+        1, 1, 2, 9]
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
-    assert longest(whole_context(make(seq_len=16, published=published))) == 64
-    assert longest(whole_context(make(seq_len=16))) == 16
+    assert context(whole_context(make(seq_len=16, published=published))) == 64
+    assert context(whole_context(make(seq_len=16))) == 16
 
 
 # -------------------------------------------------------------------------------------------
@@ -318,19 +336,72 @@ class WithFolder(Bytes):
 
 
 def test_a_conversation_has_a_memory(tmp_path):
-    """Turns that the model does not see, or sees twice; a system message that is forgotten."""
-    c = config_of(vocab_size=257, seq_len=CONTEXT)
+    """Turns that the model does not see, or sees twice; a system message that is forgotten; an end
+    of all talk where the context is full."""
+    said, c = [], config_of(vocab_size=257, seq_len=CONTEXT)
     talk = chat.conversation(model.NETWORK, WithFolder(tmp_path), c, "S")
-    assert bytes(talk.ask("one").ids) == bytes(talk.ask("one").ids) == b"s:S;u:one;a:"
+
+    def ask(text):
+        return bytes(talk.ask(text, said.append).ids)
+
+    assert ask("one") == ask("one") == b"s:S;u:one;a:"
     with pytest.raises(ConfigError, match="surrogates not allowed"):
         chat.chat_prompt(tmp_path, [{"role": "user", "content": "\ud800"}])
     talk.keep("one", "1")
     talk.keep("2", "3")
-    assert bytes(talk.ask("two").ids) == b"s:S;u:one;a:1;u:2;a:3;u:two;a:"
-    with pytest.raises(ConfigError, match="the conversation has .* the next line begins a new"):
-        talk.ask("x" * CONTEXT)
-    assert bytes(talk.ask("two").ids) == b"s:S;u:two;a:"
+    assert ask("two") == b"s:S;u:one;a:1;u:2;a:3;u:two;a:" and not said
+    assert ask("x" * 8) == b"s:S;u:2;a:3;u:xxxxxxxx;a:"
+    assert said == [f"the context of this model is {CONTEXT} tokens: the oldest 2 messages are "
+                    f"forgotten"]
+    assert ask("x" * CONTEXT) == b"s:S;u:" + b"x" * CONTEXT + b";a:"
+    talk.begin("")
+    assert ask("two") == b"u:two;a:"
     assert chat.conversation(model.NETWORK, Bytes(), c) is None
+
+
+def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path):
+    """An answer that is left out of the conversation; a turn that waits for the one before it to
+    end; Ctrl-C that waits for what compiles."""
+    fake = FakeModel(monkeypatch, ["abc" * 9, "d"], WithFolder(tmp_path), pause=0.1)
+
+    def converse(_, answer, commands, preparing):
+        pressed = []
+        press = threading.Timer(0.55, pressed.append, [2])
+        press.start()
+        answer("one", pressed)
+        answer("two", [])
+
+    monkeypatch.setattr(terminal, "converse", converse)
+    monkeypatch.setattr(terminal, "is_conversation", lambda: True)
+    text = sampled(capsys)
+    before = fake.seen[0][0][0], bytes(fake.seen[1][0][0]).decode()
+    assert bytes(before[0]) == b"u:one;a:" and re.fullmatch("u:one;a:(abc?)+a?;u:two;a:", before[1])
+    assert len(before[1]) < 30 and text.endswith("\nd\n")
+
+
+def test_ctrl_c_does_not_wait_for_what_compiles(capsys):
+    """A prompt that comes back when a step of half a minute has ended; a status that stays."""
+    ends, pressed = threading.Event(), []
+
+    def items():
+        ends.wait(20)
+        yield 1
+
+    threading.Timer(0.3, pressed.append, [2]).start()
+    begin = time.monotonic()
+    assert list(terminal.in_background(items(), pressed, lambda: "compiling ...")) == []
+    assert time.monotonic() - begin < 5
+    assert capsys.readouterr().out == "compiling ...\r\x1b[K"
+    threading.Timer(0.3, ends.set).start()
+    assert list(terminal.in_background(iter([None, 3, 4]))) == [3, 4], "after the first has ended"
+    assert ends.is_set()
+    with pytest.raises(ConfigError, match="no"):
+        list(terminal.in_background(terminal_error()))
+
+
+def terminal_error():
+    yield from ()
+    raise ConfigError("no")
 
 
 # A terminal of its own, and a model that answers each line with 40 letters, a tenth of a second
@@ -389,11 +460,11 @@ class Terminal:
 
 @pytest.mark.slow
 def test_a_conversation_at_a_terminal(tmp_path):
-    """Ctrl-C that ends the program, or an answer that it leaves out of the conversation; text that
-    comes when all of it is there; control characters that clear the screen."""
+    """Ctrl-C that ends the program; text that comes when all of it is there; control characters
+    that clear the screen; commands that the model is told."""
     person = Terminal(tmp_path)
     try:
-        assert "Ctrl-C stops an answer or clears the line, Ctrl-D ends" in person.until("> ")
+        assert "Ctrl-C stops an answer or clears the line, Ctrl-D or /exit" in person.until("> ")
         person.type("hi\n")
         assert person.until("> ").split("\r\n")[1:] == ["ok 😀\ufffd[2J", ""]
         person.type("more\n")
@@ -406,10 +477,15 @@ def test_a_conversation_at_a_terminal(tmp_path):
         time.sleep(0.2)                     # (until it waits for more)
         person.type("\x03")
         person.until("> ")
+        person.type("/help\n")
+        assert "/reset" in person.until("> ") and not person.raw
+        person.type("/rest\n")
+        assert "error: /rest is no command: /help lists them" in person.until("> ")
+        person.type("/system be brief\n")
+        assert "a new conversation, with this system message" in person.until("> ")
         person.type("y" * CONTEXT + "\n")
-        count = int(re.search("error: the conversation has (\\d+) tokens", person.until("> "))[1])
-        said = ("u:hi;a:ok 😀\x1b[2J;u:more;a:", "abcdefgh", ";u:", "y" * CONTEXT, ";a:")
-        assert count >= len("".join(said).encode()), "what was said before Ctrl-C is part of it"
+        assert "note: that is 62 tokens: the last 40, the model's context, are read" in (
+            person.until("> "))
         person.type("fail\n")
         status, rest = person.end()
         assert status == 2 and "error: " in rest and "Traceback" not in rest

@@ -470,6 +470,12 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
             networks.load_hf(tmp_path / "a", **{name: 3})
 
 
+def test_a_folder_made_from_a_gguf_file(tmp_path):
+    """transformers notes the name in the file beside what the model is."""
+    save(tmp_path / "m", {**LLAMA, "_model_name_or_path": "Smollm2 135M"})
+    networks.load_hf(tmp_path / "m")
+
+
 @pytest.mark.parametrize("model_type, option", [
     ("llama", "rope_theta"), ("llama", "norm_eps"), ("qwen2", "rope_theta"),
     ("qwen2", "attn_scale")])

@@ -1,0 +1,132 @@
+"""One row of ids that is read and written on and on: a conversation.
+
+    prompt of a turn   the beginning that the cache has already | READ ids | READ ids | ...
+    its answer         id by id, into the same cache
+
+A turn reads only what is new, in chunks of one length, into a cache of one length. So everything is
+compiled before the first turn: a program that reads a chunk, one that chooses an id, and one that
+reads an id and chooses the next. (A chunk may end in ids that mean nothing. Their slots are behind
+all queries until real ids take them.)
+"""
+
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from zigzag.generate import decoding
+from zigzag.generate.cache import CHUNK
+from zigzag.generate.rows import context_of, on_host, pad_rows, seeds_of
+from zigzag.weights.network import Network
+
+# Ids of a chunk; and slots of the first cache, which doubles when it is full.
+READ, SLOTS = 64, 2048
+
+
+class Passes(NamedTuple):
+    """sample.py's functions."""
+    new_cache: Callable
+    read: Callable
+    choose: Callable
+    decode: Callable
+
+
+class Reading:
+    """The row of a conversation with a decoder, and its cache."""
+
+    def __init__(self, passes: Passes, network: Network, params: Any, c: Any,
+                 sampling: decoding.Sampling):
+        self.passes, self.network, self.params, self.c = passes, network, params, c
+        self.sampling, self.context = sampling, context_of(network, c)
+        self.has_windows = any(layer.window for layer in network.cache_layers(c))
+        self.slots = self._rounded(SLOTS)
+        self.ids, self.cache = [], None     # the ids that the cache has
+        self.is_ready = False               # whether everything is compiled
+
+    def compile(self) -> Iterator[None]:
+        """Compile everything, by reading and writing ids that mean nothing."""
+        for _ in self.stream([0], 2, 0, ()):
+            yield None
+        self.ids, self.is_ready = [], True
+
+    def stream(self, ids: Sequence[int], tokens: int, seed: int, stop: Sequence[int],
+               stop_at_context: bool = False) -> Iterator[list[list[int]] | None]:
+        """The new ids of this row, as sample.stream gives them, one after the other; None while
+        it is still read."""
+        row, written, ends = list(ids[-self.context:]), None, decoding.end_ids(
+            stop, self.c.vocab_size)
+        for _ in range(tokens):
+            if len(row) > self.context:
+                if stop_at_context:
+                    return
+                row, written = row[-max(1, self.context // 2):], None
+            if len(row) > self.slots:
+                self.slots, self.cache, written = self._rounded(2 * len(row)), None, None
+            if written is None:
+                for _ in self._read(row):
+                    yield None
+                written = self._begin(row, seed, ends)
+            else:
+                written = self._go_on(row, written)
+            count = int(on_host(written["count"]))
+            new = int(on_host(written["ids"])[0, count - 1])
+            if new in ends:
+                yield [[]]
+                return
+            row.append(new)
+            yield [[new]]
+
+    def _rounded(self, slots):
+        return -(-min(slots, self.context) // READ) * READ
+
+    def _read(self, row):
+        """Read what the cache does not have of a row, chunk by chunk."""
+        if self.cache is None:
+            self.ids = []
+            with decoding.mesh_of_weights(self.params):
+                start = {"start": pad_rows(np.zeros(1, np.int32))}
+                self.cache = self.passes.new_cache(self.params, start, self.c, self.slots)
+        length = self.network.decoding_length(self.c, self.slots, self.slots)
+        for at in range(self._known(row), len(row), READ):
+            part = row[at:at + READ]
+            tokens = np.zeros((1, READ), np.int32)
+            tokens[0, :len(part)] = part
+            with decoding.mesh_of_weights(self.params):
+                out = self.passes.read(self.params, self.cache, {
+                    "tokens": pad_rows(tokens), "start": pad_rows(np.zeros(1, np.int32)),
+                    "slot": np.int32(at), "last": np.int32(len(part) - 1)}, self.c, length)
+            self.cache, self.logits, self.ids = out["cache"], out["logits"], row[:at + len(part)]
+            yield
+
+    def _known(self, row):
+        """How many ids at the beginning of a row need not be read again. The last one always is:
+        the next follows from it."""
+        same = next((n for n, (a, b) in enumerate(zip(row, self.ids)) if a != b),
+                    min(len(row), len(self.ids)))
+        same = min(same, len(row) - 1) // READ * READ
+        # (A rolling window has lost what is so far behind.)
+        return 0 if self.has_windows and len(self.ids) - same > CHUNK else same
+
+    def _begin(self, row, seed, ends):
+        """What is written after a row: its first new id."""
+        tokens = np.zeros((1, self.slots), np.int32)
+        tokens[0, -len(row):] = row
+        rows = {"tokens": pad_rows(tokens),
+                "start": pad_rows(np.array([self.slots - len(row)], np.int32))}
+        with decoding.mesh_of_weights(self.params):
+            written = decoding.empty_ids(rows, self.slots, seeds_of(rows, seed), ends,
+                                         self.sampling, self.c.vocab_size)
+            state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
+                               "slot": np.int32(len(row))}
+            state = self.passes.choose(state, self.logits, self.c, self.sampling)
+        self.cache = state.pop("cache")
+        return state
+
+    def _go_on(self, row, written):
+        """One more id: the last one of the row is read."""
+        length = self.network.decoding_length(self.c, self.slots, self.slots)
+        limit = np.int32(len(row) - int(written["slot"]) + 1)
+        with decoding.mesh_of_weights(self.params):
+            state = self.passes.decode(self.params, written | {"cache": self.cache}, limit, self.c,
+                                       length, self.sampling)
+        self.cache, self.ids = state.pop("cache"), list(row)
+        return state
