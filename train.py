@@ -54,6 +54,7 @@ from zigzag.disk import examples
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.checkpoint import RunFolder, check_run_folder, run_config, run_record
 from zigzag.generate.decoding import GREEDY, Sampling
+from zigzag.generate.rows import context_of, cut_at_end
 from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
@@ -604,7 +605,7 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
         return batch["source"], batch["source_mask"], new
 
     def text(ids):
-        return tokenizer.decode(sample.cut_at_end([end], ids.tolist()))
+        return tokenizer.decode(cut_at_end([end], ids.tolist()))
 
     def show(outputs):
         source, mask, new = (x[0] for x in outputs)
@@ -627,14 +628,14 @@ HELD_OUT_TOKENS = 2**17
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, room = tokenizer.vocab_size, networks.network_of(config).max_positions(config.network)
-    begin = min(32, T, -(-room // 2))       # (where positions end, new ids need some of them)
+    ids, room = tokenizer.vocab_size, context_of(networks.network_of(config), config.network)
+    begin = min(32, -(-room // 4))          # (what is written must fit into the context, too)
     held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
     def write(params, batch):
-        more = min(160, room - batch["tokens"].shape[1])
+        more = min(160, room - batch["tokens"].shape[1] + 1)
         return sample.generate_ids(params, batch, config.network, more, Sampling(0.8),
                                    config.seed)
 

@@ -28,6 +28,7 @@ from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
 from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
+from zigzag.generate.terminal import note
 from zigzag.run import metrics
 from zigzag.run.loop import Loop, Samples, Task, flush_metrics
 from zigzag.run.plan import Program
@@ -257,18 +258,20 @@ def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> 
     return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs))
 
 
-def continuations(path: str, tokenizer: Any, max_positions: int, write: Callable) -> Samples | None:
-    """Samples of a decoder, which continues the prompts of a file. write(params, batch) returns new
-    ids for `tokens` [B, P], padded on the left, whose rows begin at `start` [B]. None without a
-    file."""
+def continuations(path: str, tokenizer: Any, context: int, write: Callable) -> Samples | None:
+    """Samples of a decoder, which continues a file's prompts within its context. write(params,
+    batch) returns new ids for `tokens` [B, P], padded on the left, whose rows begin at `start` [B].
+    None without a file."""
     if not path:
         return None
-    prompts = read_prompts(path)
+    prompts, most = read_prompts(path), max(context // 2, context - 160)
     ids = {prompt: list(tokenizer.prompt(prompt)) for prompt in prompts}
     longest = max(map(len, ids.values()))
-    if longest >= max_positions:
-        raise ConfigError(f"--sample_prompts {path}: a prompt has {longest} tokens; expected fewer "
-                          f"than the {max_positions} for which this model has positions")
+    if longest > most and jax.process_index() == 0:
+        note(f"--sample_prompts {path}: a prompt has {longest:,} tokens; the last {most:,} are "
+             f"read, which leaves room in the context of {context:,}")
+    ids = {prompt: row[-most:] for prompt, row in ids.items()}
+    longest = min(longest, most)
 
     def collate(some):
         start = np.array([longest - len(ids[prompt]) for prompt in some], np.int32)

@@ -14,6 +14,7 @@ import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples, tokenizers
 from zigzag.disk.examples import Arrays, Pairs, collate_arrays
+from zigzag.generate.rows import cut_at_end
 from zigzag.hub.llama import special_ids
 from zigzag.tests.common import (
     WORDS,
@@ -498,7 +499,7 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
     held_out = list(Pairs(digits, tokenizer).held_out)
     answers = sample.generate(params, [[start]] * len(held_out), config, 12, 0.0,
                               source=[source.tolist() for source, _ in held_out])
-    exact = [sample.cut_at_end([end], ids) == target[:-1].tolist()
+    exact = [cut_at_end([end], ids) == target[:-1].tolist()
              for ids, (_, target) in zip(answers, held_out)]
     assert np.mean(exact) >= 0.99
 
