@@ -201,8 +201,11 @@ def head_logits(params: Params, x: Array, config: Config) -> Array:
 
 def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
             segments: Array | None = None, mask: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. `segments`
-    number the documents packed into a row, and the mask is 0 where a row has no token."""
+    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]; of one row [T],
+    [T, vocab_size]. `segments` number the documents packed into a row, and the mask is 0 where a
+    row has no token."""
+    if (tokens := jnp.asarray(tokens)).ndim == 1:
+        return forward(params, tokens[None], config)[0]
     given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
     params, batch = cast(params, config.dtype), {k: a for k, a in given.items() if a is not None}
     x, _ = shard.layers(lambda w, x, i: layer(w, x, i, batch, config), params["layers"],

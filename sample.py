@@ -38,7 +38,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, parse_flags, run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import run_record
-from zigzag.disk.tokenizers import published_tokenizer
+from zigzag.disk.tokenizers import published_tokenizer, read_record
 from zigzag.generate import decoding, terminal
 from zigzag.generate.bench import bench
 from zigzag.generate.cache import CHUNK
@@ -64,7 +64,6 @@ from zigzag.generate.rows import (
 )
 from zigzag.generate.terminal import Answer
 from zigzag.generate.writer import Writer
-from zigzag.hub import folders
 from zigzag.parallel.products import LOGITS
 from zigzag.run.plan import resolve_dtype
 
@@ -374,12 +373,33 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
 
 
 # -------------------------------------------------------------------------------------------
+# Models on disk
+
+def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None
+         ) -> tuple[Any, Any, data.Tokenizer | None]:
+    """The float32 weights of a run (of this checkpoint, or the newest) or of a published model, in
+    their places on the mesh; its network's configuration; its tokenizer, or None if it has none."""
+    if "model_type" in read_record(Path(folder) / "config.json"):
+        params, config = networks.load_hf(folder, mesh)
+        has_one = any((Path(folder) / kind.file).exists() for kind in data.KINDS.values())
+        return params, config, published_tokenizer(folder, config.vocab_size) if has_one else None
+    params, config = networks.load_run(folder, mesh, checkpoint)
+    return params, whole_context(config), _tokenizer_of_run(folder)
+
+
+def _tokenizer_of_run(folder):
+    record = run_record(folder)
+    return data.tokenizer_of(Path(folder), record) if "tokenizer" in record else None
+
+
+# -------------------------------------------------------------------------------------------
 # The command line
 
 def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
     """The weights on a mesh, as decoding needs them; the network's configuration; its tokenizer."""
+    mesh = mesh_of_flags(config.mesh, config.shards)
     if config.model:
-        c, mesh = networks.hf_config(config.model), mesh_of_flags(config.mesh, config.shards)
+        c = networks.hf_config(config.model)
         network = _check_writes(c, f"--model {config.model}")
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
@@ -387,16 +407,13 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c), _specs_on(mesh, c),
                                           mesh)
         return networks.read_hf(config.model, c, shapes), c, tokenizer
-    record = run_record(config.run)
-    network = _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
-    if "tokenizer" not in record:
-        raise ConfigError(f"--run {config.run}: a run of another task, with no tokenizer to read "
-                          f"or write text with (networks.load_run and sample.generate take ids)")
-    mesh = mesh_of_flags(config.mesh, config.shards)
-    params, c = folders.load_run(network, config.run, mesh,
-                                 step_of(config.run, config.checkpoint))
-    c = whole_context(c)
-    return for_decoding(params, c), c, data.tokenizer_of(Path(config.run), record)
+    _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
+    if not (tokenizer := _tokenizer_of_run(config.run)):
+        raise ConfigError(f"--run {config.run}: this run has no tokenizer to read or write text "
+                          f"with: give fit its tokenizer (in Python, sample.load and "
+                          f"sample.generate take ids)")
+    params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))
+    return for_decoding(params, c), c, tokenizer
 
 
 def _check_writes(c, what):

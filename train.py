@@ -318,7 +318,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         mesh: Any = None, say: Reporter | None = None,
         overrides: Sequence[tuple[str, P]] = (), weights: Callable | None = None,
         metric: Callable | None = None, predicted: int | None = None,
-        samples: Samples | None = None) -> Fit:
+        samples: Samples | None = None, tokenizer: data.Tokenizer | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
@@ -327,7 +327,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     the host of every process. metric(outputs, examples) makes a number of them, or a dict of
     numbers, show(outputs) a text. `samples` are texts that the model writes besides. flops is the
     arithmetic of an update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What
-    is in `record` is saved with the configuration and must be the same when the run continues.
+    is in `record` is saved with the configuration and must be the same when the run continues. The
+    run keeps the tokenizer, so that sample.py can read and write text with it.
     `say` reports to a person. `overrides`, (path regex, PartitionSpec) pairs, say where weights
     live, after --override: of those that match a weight the last wins. weights(places), of shapes
     with shardings, gives the weights that a new run begins with, in place of init's."""
@@ -341,7 +342,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         program = build_program()
         config, say = program.config, say or Reporter(config.steps)
         check_task(config, program, task)
-        facts = {"weights": shapes_hash(program.state["params"]), **(record or {})}
+        facts = {"weights": shapes_hash(program.state["params"]), **(record or {}),
+                 **(data.tokenizer_record(tokenizer) if tokenizer else {})}
         same, record = [*facts_of(config), *facts], record_of(config) | facts
         hosts.assert_same_everywhere(record)
         if config.check or not program.plan.trusted:
@@ -353,6 +355,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
                            program.saved(program.state), config.keep, config.verify == "on",
                            config.patience) if config.out else None
+        if folder and tokenizer and jax.process_index() == 0:
+            data.copy_files(tokenizer, Path(config.out))
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
                 len(examples), config.seed, at * config.batch, config.batch), first)

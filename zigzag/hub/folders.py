@@ -143,9 +143,8 @@ def export(network_of_record: Callable, tokenizer_of: Callable, argv: Sequence[s
     network = network_of_record(record)
     params, config = load_run(network, options.run)
     save_hf(network, out, params, config, options.dtype)
-    files = []
-    if "tokenizer" in record:       # (a run of another task has none)
-        files = copy_files(tokenizer_of(Path(options.run), record), out)
+    tokenizer = tokenizer_of(Path(options.run), record) if "tokenizer" in record else None
+    files = copy_files(tokenizer, out) if tokenizer else []
+    without = "its tokens are bytes" if tokenizer else "the run has none"
     print(f"{out}: the weights of {options.run} in {options.dtype}, "
-          + (f"with {', '.join(files)}" if files else
-             "without a tokenizer: that of the run is not a file (its tokens are bytes)"))
+          + (f"with {', '.join(files)}" if files else f"without a tokenizer: {without}"))

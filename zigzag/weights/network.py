@@ -10,6 +10,7 @@ import sys
 from typing import Any, Callable, Mapping, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -205,9 +206,12 @@ class Network:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
     def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
-        """Logits of tokens [B, T]. What else the network reads (source, mask, positions ...) may be
-        None."""
+        """Logits of tokens [B, T], or of one row [T]. What else the network reads (source, mask,
+        positions ...) may be None."""
         more = {name: x for name, x in more.items() if x is not None}
+        if tokens is not None and (tokens := jnp.asarray(tokens)).ndim == 1:
+            more = {name: jnp.asarray(x)[None] for name, x in more.items()}
+            return self.forward(params, tokens[None], config, **more)[0]
         if "source" in more and self.source_shape(config) is None:
             raise ConfigError("this model has no encoder to give a source to")
         return self.apply(params, tokens, config, **more)
