@@ -105,7 +105,7 @@ class Writer(NamedTuple):
             prompt = talk.ask(line, terminal.note) if talk else make_prompts(
                 self.network, self.c, self.tokenizer, [line])[0]
             text = self._say(prompt, reading, pressed)
-            if talk:
+            if talk and (text or not pressed):
                 talk.keep(line, text)
 
         def begin(system):
