@@ -229,19 +229,21 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None
-           ) -> Iterator[Corpus]:
+def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
+           fingerprint: str = "", changes: bool = False) -> Iterator[Corpus]:
     """The corpus behind --data: a folder made by data.py as it is, or text, encoded with the
-    tokenizer (none: as bytes) into the folder of the run when the run begins. It is kept only if
-    the body of the `with` passes, so that a run that is refused leaves nothing behind; a run that
-    continues uses what it has. `ready`: process 0 has made it already, and it must appear within so
-    many seconds."""
-    made, part = run / "data", run / "data.part"
+    tokenizer (none: as bytes) into the folder of the run when the run begins, or when it `changes`
+    its data. It is kept only if the body of the `with` passes, so that a run that is refused leaves
+    nothing behind; a run that continues uses what it has, the corpus with this fingerprint.
+    `ready`: process 0 has made it already, and it must appear within so many seconds."""
+    changed, part = run / f"data-{fingerprint[:12]}", run / "data.part"
+    made = changed if (changes and ready) or (changed / "data.json").exists() else run / "data"
     given = len(paths) == 1 and paths[0] and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
         raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                           f"give a folder that every process sees")
-    if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
+    has = (run / "config.json").exists() and (made / "data.json").exists() and not changes
+    if given or ready or has:
         corpus = Corpus(paths[0] if given else made)
         yield corpus
     else:
@@ -250,6 +252,8 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokeniz
         try:
             corpus = prepare(paths, part, tokenizer=tokenizer)
             yield corpus
+            if changes:         # (what the run has remains its data until config.json says so)
+                made = run / f"data-{corpus.fingerprint[:12]}"
             shutil.rmtree(made, ignore_errors=True)
             os.replace(part, made)
             corpus.folder = made

@@ -53,7 +53,7 @@ from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import commands, init_from, metrics
+from zigzag.run import commands, continuing, init_from, metrics
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -99,7 +99,10 @@ class Config:
     init_from: str = ""             # a run to take the model from, with its weights
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
     fields: tuple[str, ...] = ("source", "target")  # of pairs of texts, the names of the two
-    out: str = "out"                # folder of the run; the same command again continues it
+    out: str = "out"                # folder of the run; where it holds one, that run continues, and
+                                    # flags that are not given are as they were
+    change: tuple[str, ...] = ()    # of a run that continues, what is changed on purpose: lr,
+                                    # weight_decay, clip, data
     steps: int = 900                # updates
     batch: int = 8                  # examples in an update, over all devices
     accumulate: int = 1             # micro-batches into which a device cuts its rows
@@ -156,7 +159,7 @@ class Config:
 SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
-                "check", "bench", "profile")
+                "check", "bench", "profile", "change")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
 
 
@@ -173,11 +176,14 @@ def facts_of(config: Config) -> dict[str, Any]:
     return {name: record[name] for name in ("network", *own, *SAME)}
 
 
+def old_config(folder: str) -> Config:
+    """The configuration of the run in a folder that is continued."""
+    return run_config(folder, Config, "--out", network=networks.config_of_run(folder, "--out"))
+
+
 def read_old(folder: str) -> dict[str, Any]:
     """config.json of the run in a folder that is continued, as this version would write it."""
-    record = run_record(folder, "--out")
-    own = networks.config_of_run(folder, "--out")
-    return {**record, **record_of(run_config(folder, Config, "--out", network=own))}
+    return {**run_record(folder, "--out"), **record_of(old_config(folder))}
 
 
 # -------------------------------------------------------------------------------------------
@@ -346,7 +352,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record |= facts_of_first
         folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
                            program.saved(program.state), config.keep, config.verify == "on",
-                           config.patience) if config.out else None
+                           config.patience, config.change) if config.out else None
+        if folder and folder.changed:
+            say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
                 len(examples), config.seed, at * config.batch, config.batch), first)
@@ -390,9 +398,12 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     if stop:
         if folder:
             save(loop)
+        # (A record with a fingerprint is of this command line.)
+        again = f"python train.py --out {config.out}" if folder and "fingerprint" in folder.record \
+            else "run the same command"
         loop.reporter.line(
             f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
-            + (f", saved in {config.out}: run the same command to continue" if folder else ""))
+            + (f", saved in {config.out}: {again} to continue" if folder else ""))
     elif not loop.evaluation:       # a finished run was asked for again
         evaluate(loop, is_new=False)
 
@@ -492,7 +503,14 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. --model and --init_from choose the network."""
+    """train.py's command line as a Config. --model and --init_from choose the network. (No run
+    folder is looked at: `continued` does that.)"""
+    given = read_flags(argv)
+    return config_of_flags(*chosen_network(given), given)
+
+
+def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The flags that are given. --help ends the command."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = [words.index(word) for word in ("-h", "--help") if word in words]
     is_all = asks_help and words[asks_help[0] + 1:] == ["all"]      # --help all
@@ -500,11 +518,17 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
-    network, fields, run = chosen_network(given)
     if asks_help:
+        network, *_ = chosen_network(given)
         print(help_text((networks.transformer.Config if is_all else network.config, Config)))
         sys.exit(0)
-    own = {f.name for f in dataclasses.fields(network.config)}
+    return given
+
+
+def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any],
+                    given: dict[str, Any]) -> Config:
+    """The configuration of a network with these fields, of a run with these, and what is given."""
+    fields, own = dict(fields), {f.name for f in dataclasses.fields(network.config)}
     for name, value in given.items():
         if name in own:
             fields[name] = value
@@ -514,6 +538,44 @@ def parse(argv: Sequence[str] | None = None) -> Config:
             raise ConfigError(f"--{name} {value}: the network {network.name} has no such option; "
                               f"--model {has[0]} has it, or add it to the Config that you train")
     return Config(network=network.config(**fields), **run)
+
+
+def continued(given: dict[str, Any]) -> Config:
+    """The configuration that flags mean where --out may hold a run: one that continues has the
+    run's values for all flags that are left out, and those that are given must be as they were."""
+    out = given.get("out", Config.out)
+    is_run = (Path(out) / "config.json").exists()
+    continuing.check_change(given, out, is_run)
+    if not is_run:
+        return config_of_flags(*chosen_network(given), given)
+    old = old_config(out)
+    asked, network = {**fields_of_other_model(given, old), **given}, networks.network_of(old)
+    values = {**continuing.left_out(asked, flat(old)), **asked, "out": out}
+    check = functools.partial(
+        check_run_folder, out, read_old=read_old, change=given.get("change", ()),
+        needs=("tokenizer",) if reads_text(old) else ())
+    try:
+        config = config_of_flags(network, *(
+            {f.name: values[f.name] for f in dataclasses.fields(cls)
+             if f.name in values and f.name != "network"} for cls in (network.config, Config)),
+            given)
+    except ConfigError:     # (that a value is not the run's says more than what it does not fit)
+        check({name: asked[name] for name in facts_of(old) if name in asked})
+        raise
+    check({**facts_of(config), "network": asked.pop("network", network.name)})
+    return config
+
+
+def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
+    """What --model or --init_from means beside the run `old` in --out: nothing, if the run began
+    with that model, whose fields other flags may have changed."""
+    if given.keys().isdisjoint(("model", "init_from")):
+        return {}
+    network, fields, run = chosen_network(given)
+    source = run.get("init_from", "")
+    if (run.get("model", Config.model), source) == (old.model, old.init_from):
+        return {}
+    return {"network": network.name, "init_from": source, **fields}
 
 
 def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
@@ -553,10 +615,12 @@ def reads_text(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0
+def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+                fingerprint: str = ""
                 ) -> Iterator[tuple[Config, Callable[[], Task], dict[str, str], Any]]:
     """What --data holds for this model: the configuration with its vocabulary, what makes its task,
-    what a run notes of it, and what a person is told. (`run` and `ready` are data.opened's.)"""
+    what a run notes of it, and what a person is told. (`run`, `ready` and `fingerprint` are
+    data.opened's.)"""
     if not reads_text(config):
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
@@ -574,11 +638,13 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
             run.mkdir(parents=True, exist_ok=True)
             data.copy_files(pairs.tokenizer, run)
     else:
-        with data.opened(config.data, run, ready, tokenizer) as corpus:
-            config = check_corpus(config, corpus)
+        with data.opened(config.data, run, ready, tokenizer, fingerprint,
+                         "data" in config.change) as corpus:
             if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
+                whose = config.init_from or config.out
                 raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of "
-                                  f"the tokenizer of {config.init_from}; give the text itself")
+                                  f"the tokenizer of {whose}; give the text itself")
+            config = check_corpus(config, corpus)
             yield config, lambda: language_task(config, corpus), {
                 "fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
                 "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}, corpus
@@ -648,10 +714,13 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with hosts.exit_together():
-        config = parse(argv)
-        if config.topology:         # (such programs cannot be read from a cache)
-            return commands.dry_run(config, TRANSFORMER)
+        given = read_flags(argv)
+        if given.get("topology"):       # (such programs cannot be read from a cache)
+            return commands.dry_run(config_of_flags(*chosen_network(given), given), TRANSFORMER)
         keep_compiled()
+        keeps_nothing = given.get("bench")
+        config = (config_of_flags(*chosen_network(given), given) if keeps_nothing else
+                  continued(given))
         config, _ = commands.choose_mesh(config, TRANSFORMER)
         mesh = commands.machine(config)
         check_transformer(config, mesh)
@@ -683,19 +752,28 @@ def train_language(config: Config, mesh: Any) -> None:
     """Train the transformer on --data, in --out."""
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
+    run, is_process_0 = Path(config.out), jax.process_index() == 0
     weights, tokenizer, noted = first_weights(config)
     # Before its data is looked at, or anything written.
     check_run_folder(config.out, facts_of(config), read_old,
-                     ("tokenizer",) if reads_text(config) else ())
-    is_process_0 = jax.process_index() == 0
+                     ("tokenizer",) if reads_text(config) else (), config.change)
+    fingerprint = ""            # of the data that the run has already
+    if (run / "config.json").exists():
+        record = read_old(config.out)
+        fingerprint = str(record.get("fingerprint", ""))
+        if "data" in config.change and reads_text(config):
+            tokenizer = data.tokenizer_of(run, record)
+        if is_process_0:
+            for line in continuing.first_lines(config, old_config(config.out), learning_rate):
+                print(line, flush=True)
     if not is_process_0:
-        hosts.process_allgather("the data is there")
-    with opened_data(config, tokenizer, Path(config.out), 0 if is_process_0 else min(
-            60, config.patience)) as (config, make_task, record, text):
+        fingerprint = hosts.process_allgather("")[0]
+    with opened_data(config, tokenizer, run, 0 if is_process_0 else min(
+            60, config.patience), fingerprint) as (config, make_task, record, text):
         record |= noted
-        check_run_folder(config.out, record, read_old)
+        check_run_folder(config.out, record, read_old, change=config.change)
     if is_process_0:
-        hosts.process_allgather("the data is there")
+        hosts.process_allgather(record["fingerprint"])
         if config.init_from:
             print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
                   f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")

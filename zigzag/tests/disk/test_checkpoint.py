@@ -243,7 +243,7 @@ def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, mo
 def test_another_network_does_not_continue_a_run(tmp_path):
     """The same shapes, other functions: a run with a window that goes on without one."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
-    with pytest.raises(ConfigError, match="of the network transformer, .* --model transformer"):
+    with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
         checkpoint.check_run_folder(str(tmp_path), train.facts_of(make(**OLD)), train.read_old)
 
 
