@@ -117,7 +117,7 @@ CHANGEABLE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",
 
 def facts_changed(change: Sequence[str]) -> list[str]:
     """The facts that `--change lr data` says may change."""
-    return [fact for name in change for fact in CHANGEABLE[name]]
+    return [fact for name in change for fact in CHANGEABLE.get(name, ())]
 
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
