@@ -41,7 +41,7 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags
+from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags, show_help
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
 from zigzag.core.report import Reporter
@@ -53,7 +53,7 @@ from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import commands, continuing, init_from, metrics
+from zigzag.run import commands, continuing, help, init_from, metrics
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -95,49 +95,54 @@ from zigzag.weights.table import count
 class Config:
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     network: Any = model.Config()   # what is trained: the configuration of a network
-    model: str = "tiny"             # a preset, which other flags change, or a Hugging Face folder
-    init_from: str = ""             # a run to take the model from, with its weights
-    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
-    fields: tuple[str, ...] = ("source", "target")  # of pairs of texts, the names of the two
-    out: str = "out"                # folder of the run; where it holds one, that run continues, and
-                                    # flags that are not given are as they were
-    change: tuple[str, ...] = ()    # of a run that continues, what is changed on purpose: lr,
+    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), which other flags change, or a
+                                    # Hugging Face folder, with its weights
+    init_from: str = ""             # another run, whose model and weights this one begins with
+    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py;
+                                    # empty: the source of Python's own library
+    fields: tuple[str, ...] = ("source", "target")  # names of the two texts in a file of pairs
+    out: str = "out"                # folder of the run; if it holds a run, that run continues, with
+                                    # its own values for flags that are left out
+    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
                                     # weight_decay, clip, data
-    steps: int = 900                # updates
+    steps: int = 900                # updates of the weights
     batch: int = 8                  # examples in an update, over all devices
-    accumulate: int = 1             # micro-batches into which a device cuts its rows
-    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, fine-tuning a tenth
+    accumulate: int = 1             # micro-batches that a device computes one after the other; the
+                                    # batch stays the same
+    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, or a tenth of that to
+                                    # fine-tune all weights
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
-    weight_decay: float = 0.1       # of matrices; scales and biases have none
-    clip: float = 1.0               # largest norm of all gradients together
-    optimizer: str = "adamw"        # or muon, for the matrices of the layers
-    seed: int = 0                   # of the weights, the order of the data and dropout
-    shards: int = 0                 # size of the tensor axis
-    mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
+    weight_decay: float = 0.1       # weight decay of matrices; scales and biases have none
+    clip: float = 1.0               # largest norm of the gradient; a longer one is scaled down
+    optimizer: str = "adamw"        # adamw, or muon for the matrices of the layers
+    seed: int = 0                   # seed of the weights, the order of the data, and dropout
+    shards: int = 0                 # devices that share each layer's weights: the tensor axis
+    mesh: str = ""                  # axis=size,... of data, fsdp, pipe, seq, expert, tensor; data
+                                    # takes the devices that are left; or auto: the fastest one
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
-    step: str = "shard_map"         # or jit: everything left to the compiler, as a control
+    step: str = "shard_map"         # shard_map, or jit: all left to the compiler, as a control
     fsdp_min: int = 4096            # elements of the smallest weight that fsdp or zero splits
-    zero: int = 0                   # 1: optimizer state split over data
+    zero: int = 0                   # 1: split the optimizer's state over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
-    metric: str = ""                # of answers to held-out pairs of texts: exact, f1 or rouge
-    beams: int = 0                  # with which these answers are searched; 0: greedily
-    best: str = ""                  # smallest:NAME or largest:NAME, of an evaluation's numbers: the
-                                    # checkpoint that is kept beside the newest
-    sample_prompts: str = ""        # a file of prompts, from which an evaluation writes samples
-    keep: int = 3                   # checkpoints that are kept
-    verify: str = "on"              # checksums of a checkpoint that is read: on or off
+    metric: str = ""                # how answers to held-out pairs are judged: exact, f1 or rouge
+    beams: int = 0                  # beams of the search for these answers; 0: greedy
+    best: str = ""                  # smallest:NAME or largest:NAME, a number that evaluations give:
+                                    # keep the checkpoint with the best one beside the newest
+    sample_prompts: str = ""        # a file of prompts: each evaluation writes a sample for each
+    keep: int = 3                   # how many of the newest checkpoints are kept
+    verify: str = "on"              # on or off: compare the checksums of a checkpoint that is read
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
     topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
     check: bool = False             # before the first step, compare the loss and its gradients on
                                     # the mesh with one device's, for a small batch
-    bench: bool = False             # how fast it trains here; keeps nothing on disk
-    profile: int = 0                # steps of which a trace for Perfetto is kept, in out/profile
+    bench: bool = False             # measure how fast it trains here; keeps nothing on disk
+    profile: int = 0                # steps to trace, for Perfetto, into out/profile
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
     processes: int = 0              # how many processes there are, each with the same command
     process_id: int = -1            # which of them this is, from 0
-    distributed: bool = False       # many hosts by SLURM, Open MPI, Kubernetes or on a TPU pod
+    distributed: bool = False       # many hosts, known to SLURM, Open MPI, Kubernetes or a TPU pod
     patience: int = 120             # seconds that other processes may be late, beyond the usual
 
     def __getattr__(self, name: str) -> Any:
@@ -512,16 +517,17 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The flags that are given. --help ends the command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    asks_help = [words.index(word) for word in ("-h", "--help") if word in words]
-    is_all = asks_help and words[asks_help[0] + 1:] == ["all"]      # --help all
-    words = words[:asks_help[0]] if asks_help else words
+    asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
+    is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
+    if asks_help is not None:
+        words[asks_help:asks_help + 1 + is_all] = []
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
-    if asks_help:
-        network, *_ = chosen_network(given)
-        print(help_text((networks.transformer.Config if is_all else network.config, Config)))
-        sys.exit(0)
+    if asks_help is not None:
+        others = networks.NETWORKS.values() if is_all else [chosen_network(given)[0]]
+        show_help(help_text((*(network.config for network in others), Config),
+                            help.groups_of(model.Config, Config, others, is_all), help.LAST))
     return given
 
 
