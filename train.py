@@ -403,12 +403,12 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     if stop:
         if folder:
             save(loop)
-        # (A record with a fingerprint is of this command line.)
-        again = f"python train.py --out {config.out}" if folder and "fingerprint" in folder.record \
-            else "run the same command"
+        # (What train_language has begun continues by its folder, in one process.)
+        by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
+        again = f"python train.py --out {config.out}" if by_folder else "the same command"
         loop.reporter.line(
             f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
-            + (f", saved in {config.out}: {again} to continue" if folder else ""))
+            + (f", saved in {config.out}: run {again} to continue" if folder else ""))
     elif not loop.evaluation:       # a finished run was asked for again
         evaluate(loop, is_new=False)
 
@@ -550,7 +550,7 @@ def continued(given: dict[str, Any]) -> Config:
     """The configuration that flags mean where --out may hold a run: one that continues has the
     run's values for all flags that are left out, and those that are given must be as they were."""
     out = given.get("out", Config.out)
-    is_run = (Path(out) / "config.json").exists()
+    is_run = bool(out) and (Path(out) / "config.json").exists()
     continuing.check_change(given, out, is_run)
     if not is_run:
         return config_of_flags(*chosen_network(given), given)

@@ -29,6 +29,15 @@ def record_of(run):
     return json.loads((run / "config.json").read_text())
 
 
+def text_of(config, run):
+    """What a run learns from."""
+    record = record_of(run)
+    with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, corpus):
+        assert found == {name: record[name] for name in found}
+        ids = np.concatenate([corpus.train, corpus.held_out]).tolist()
+        return corpus.tokenizer.decode(ids).strip()
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, text):
     """A run of four updates on tokens of its own, which data.py made."""
@@ -112,15 +121,18 @@ def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, caps
     assert now["fingerprint"] == change["fingerprint"][1] != was["fingerprint"]
     config = continued("--out", run, "--steps", 6)
     assert (config.lr, config.data) == (0.002, (str(more),))
-    with train.opened_data(config, None, run, 0, now["fingerprint"]) as (_, _, record, corpus):
-        assert record == {name: now[name] for name in record}
-        ids = corpus.tokenizer.encode((more / "new.txt").read_bytes())
-        whole = np.concatenate([corpus.train, corpus.held_out]).tolist()
-        assert ",".join(map(str, ids)) in ",".join(map(str, whole))
-    assert record["tokenizer_sha256"] == was["tokenizer_sha256"]
+    new, learned = (more / "new.txt").read_bytes(), text_of(config, run)
     shutil.rmtree(more)         # (the run has its text)
-    go("--out", run, "--steps", 6, "--weight_decay", 0, "--change", "weight_decay")
-    assert record_of(run)["changes"] == [change, {"step": 5, "weight_decay": [0.1, 0.0]}]
+    assert text_of(config, run) == learned and new.decode() in learned
+    assert now["tokenizer_sha256"] == was["tokenizer_sha256"]
+    more.mkdir()
+    (more / "other.txt").write_bytes(b"what stands at the same path by now\n" * 99)
+    assert text_of(continued("--out", run), run) == learned
+    go("--out", run, "--steps", 6, "--weight_decay", 0, "--change", "weight_decay", "data")
+    again = record_of(run)["changes"]
+    assert again[0] == change and again[1]["step"] == 5 and again[1]["weight_decay"] == [0.1, 0]
+    assert again[1].keys() == {"step", "weight_decay", "fingerprint"}
+    assert text_of(config, run).startswith("what stands at the same path by now\n")
 
 
 def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, capsys):
@@ -138,7 +150,7 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
                                                "--change", "lr")
 
 
-def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys):
+def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, monkeypatch):
     """A field that a run's version did not have, or a network that it did not name; a damaged
     record that ends in a traceback."""
     record = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32",
@@ -152,6 +164,8 @@ def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys):
     assert config.window == 8 and config.parallel_block
     (tmp_path / "config.json").write_text("{")
     assert "is damaged" in refused(capsys, "--out", tmp_path)
+    monkeypatch.chdir(tmp_path)         # (a config.json that no --out names)
+    assert "--out '': expected a folder" in refused(capsys, "--out", "", "--mesh", "data=8")
 
 
 @pytest.mark.slow
