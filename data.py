@@ -27,6 +27,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.files import appears, sha256, write_json
 from zigzag.core.flags import from_flags, run_main
+from zigzag.disk.examples import has_json_lines
 from zigzag.disk.tokenizers import KINDS, Bytes, Tokenizer, copy_files, train_pieces
 
 SPLITS = ("train", "held_out")
@@ -46,30 +47,42 @@ def _library_sources():
     return root, files
 
 
-def documents(paths: Sequence[str]) -> list[tuple[str, Path]]:
+def documents(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
     """(name, file) of every text file under the paths, in a fixed order. No paths: the Python
-    library. A name is relative to its path, so that it does not depend on the machine."""
-    places = [_text_files(path) for path in paths] or [_library_sources()]
+    library. A name is relative to its path, so that it does not depend on the machine. `flag` is
+    what messages call the paths."""
+    places = [_text_files(path, flag) for path in paths] or [_library_sources()]
     found = [(p.relative_to(root).as_posix(), p) for root, files in places for p in files]
     if not any(p.stat().st_size for _, p in found):
-        raise ConfigError(f"--data {' '.join(map(str, paths))}: no text in it; expected a "
-                          f"text file, a folder of text files, or a folder made by data.py")
+        made = ", or one folder made by data.py" if flag == "--data" else ""
+        raise ConfigError(f"{flag} {' '.join(map(str, paths))}: no text in it; expected text files "
+                          f"or folders of them{made}")
     return found
 
 
-def _text_files(path):
+def _text_files(path, flag):
     """The folder that names of files are relative to, and the text files at or under a path."""
     if not path:
-        raise ConfigError("--data '': an empty path; expected a text file or a folder")
+        raise ConfigError(f"{flag} '': an empty path; expected a text file or a folder")
     path = Path(path)
     if (path / "data.json").exists():
-        raise ConfigError(f"--data {path} was made by data.py: give it alone, to train.py")
+        how = ("give it alone, without other paths" if flag == "--data" else
+               f"its text is encoded already; train on it by python train.py --data {path}")
+        raise ConfigError(f"{flag} {path} was made by data.py: {how}")
     if not path.exists():
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"--data {path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{flag} {path}: no such file or folder" + did_you_mean(path.name, near))
     root = path.parent if path.is_file() else path
-    return root, [p for p in (path, *sorted(path.rglob("*"))) if p.is_file() and not _binary(p)
-                  and not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    files = [p for p in (path, *sorted(path.rglob("*"))) if p.is_file() and not _binary(p)
+             and not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    if rows := [p for p in files if has_json_lines(p)]:
+        what = f"{flag} {path}" if rows[0] == path else f"{flag} {path}: {rows[0]}"
+        raise ConfigError(
+            f"{what} has lines of JSON, whose braces and names a decoder would learn as text: "
+            f"extract the texts into .txt files; pairs of a source and a target are for a model "
+            f"with an encoder (train.py --model t5-small, or --model transformer "
+            f"--encoder_layers N)")
+    return root, files
 
 
 def _binary(path):
@@ -86,10 +99,10 @@ def _held_out(name):
 # Tokens on disk
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
-            tokenizer: Tokenizer | None = None) -> "Corpus":
+            tokenizer: Tokenizer | None = None, flag: str = "--data") -> "Corpus":
     """Encode the text of the paths into `out`: with a tokenizer, with a new one of vocab_size
     pieces, or as bytes. data.json is written last, so that a folder that has it is complete."""
-    out, files = Path(out), documents(paths)
+    out, files = Path(out), documents(paths, flag)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -229,19 +242,21 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None
-           ) -> Iterator[Corpus]:
+def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
+           fingerprint: str = "", changes: bool = False) -> Iterator[Corpus]:
     """The corpus behind --data: a folder made by data.py as it is, or text, encoded with the
-    tokenizer (none: as bytes) into the folder of the run when the run begins. It is kept only if
-    the body of the `with` passes, so that a run that is refused leaves nothing behind; a run that
-    continues uses what it has. `ready`: process 0 has made it already, and it must appear within so
-    many seconds."""
-    made, part = run / "data", run / "data.part"
+    tokenizer (none: as bytes) into the folder of the run when the run begins, or when it `changes`
+    its data. It is kept only if the body of the `with` passes, so that a run that is refused leaves
+    nothing behind; a run that continues uses what it has, the corpus with this fingerprint.
+    `ready`: process 0 has made it already, and it must appear within so many seconds."""
+    changed, part = run / f"data-{fingerprint[:12]}", run / "data.part"
+    made = changed if (changes and ready) or (changed / "data.json").exists() else run / "data"
     given = len(paths) == 1 and paths[0] and (Path(paths[0]) / "data.json").exists()
     if ready and not given and not appears((made / "data.json").exists, run, ready):
         raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                           f"give a folder that every process sees")
-    if given or ready or ((run / "config.json").exists() and (made / "data.json").exists()):
+    has = (run / "config.json").exists() and (made / "data.json").exists() and not changes
+    if given or ready or has:
         corpus = Corpus(paths[0] if given else made)
         yield corpus
     else:
@@ -250,6 +265,8 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokeniz
         try:
             corpus = prepare(paths, part, tokenizer=tokenizer)
             yield corpus
+            if changes:         # (what the run has remains its data until config.json says so)
+                made = run / f"data-{corpus.fingerprint[:12]}"
             shutil.rmtree(made, ignore_errors=True)
             os.replace(part, made)
             corpus.folder = made
@@ -391,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.vocab_size and config.vocab_size < 300:
         raise ConfigError(f"--vocab_size {config.vocab_size}: at least 300 (256 bytes and some "
                           f"pieces), or 0 for bytes alone")
-    print(prepare(paths, config.out, config.vocab_size))
+    print(prepare(paths, config.out, config.vocab_size, flag="PATH"))
 
 
 if __name__ == "__main__":

@@ -35,24 +35,25 @@ from zigzag.weights.table import Table, padded
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
     """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
-    layers: int = 4               # blocks
+    layers: int = 4               # how many blocks
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
     kv_heads: int = 0             # key/value heads; 0: as many as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
-    seq_len: int = 128            # tokens in a training example
-    tied: bool = False            # one table for embedding tokens and for the loss head
+    vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
+    seq_len: int = 128            # tokens in a training example: the context length
+    tied: bool = False            # one table for both the embedding of tokens and the head
     norm_eps: float = 1e-6        # what a norm adds to the mean square
     rope_theta: float = 10000.0   # RoPE base
-    rope_scaling: str = ""        # as published: {"rope_type": "linear", "factor": 2}, or llama3's
+    rope_scaling: str = ""        # JSON, as published: {"rope_type": "linear", "factor": 2}; or of
+                                  # type llama3
     embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
     dropout: float = 0.0          # share of each block's output dropped in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # experts that each token visits
-    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
-    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
+    router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
 
     def __post_init__(self) -> None:
         check_decoder(self)

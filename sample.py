@@ -43,6 +43,7 @@ from zigzag.generate import decoding, terminal
 from zigzag.generate.bench import bench
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.prompts import (
+    GROUPS,
     Config,
     Prompt,
     given_text,
@@ -426,7 +427,7 @@ def _check_writes(c, what):
 
 def main(argv: Sequence[str] | None = None) -> None:
     with terminal.ends_quietly():
-        given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"})
+        given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
         check_shards(given)
         config = Config(**given)
         keep_compiled(least=0)

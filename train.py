@@ -46,7 +46,7 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags
+from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags, show_help
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
 from zigzag.core.report import Reporter
@@ -59,7 +59,7 @@ from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import commands, init_from, metrics
+from zigzag.run import commands, continuing, help, init_from, metrics
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -101,46 +101,54 @@ from zigzag.weights.table import count
 class Config:
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     network: Any = model.Config()   # what is trained: the configuration of a network
-    model: str = "tiny"             # a preset, which other flags change, or a Hugging Face folder
-    init_from: str = ""             # a run to take the model from, with its weights
-    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py
-    fields: tuple[str, ...] = ("source", "target")  # of pairs of texts, the names of the two
-    out: str = "out"                # folder of the run; the same command again continues it
-    steps: int = 900                # updates
+    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), which other flags change, or a
+                                    # Hugging Face folder, with its weights
+    init_from: str = ""             # another run, whose model and weights this one begins with
+    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py;
+                                    # empty: the source of Python's own library
+    fields: tuple[str, ...] = ("source", "target")  # names of the two texts in a file of pairs
+    out: str = "out"                # folder of the run; if it holds a run, that run continues, with
+                                    # its own values for flags that are left out
+    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
+                                    # weight_decay, clip, data
+    steps: int = 900                # updates of the weights
     batch: int = 8                  # examples in an update, over all devices
-    accumulate: int = 1             # micro-batches into which a device cuts its rows
-    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, fine-tuning a tenth
+    accumulate: int = 1             # micro-batches that a device computes one after the other; the
+                                    # batch stays the same
+    lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, or a tenth of that to
+                                    # fine-tune all weights
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
-    weight_decay: float = 0.1       # of matrices; scales and biases have none
-    clip: float = 1.0               # largest norm of all gradients together
-    optimizer: str = "adamw"        # or muon, for the matrices of the layers
-    seed: int = 0                   # of the weights, the order of the data and dropout
-    shards: int = 0                 # size of the tensor axis
-    mesh: str = ""                  # axis=size,...; data takes the devices that are left; or auto
+    weight_decay: float = 0.1       # weight decay of matrices; scales and biases have none
+    clip: float = 1.0               # largest norm of the gradient; a longer one is scaled down
+    optimizer: str = "adamw"        # adamw, or muon for the matrices of the layers
+    seed: int = 0                   # seed of the weights, the order of the data, and dropout
+    shards: int = 0                 # devices that share each layer's weights: the tensor axis
+    mesh: str = ""                  # axis=size,... of data, fsdp, pipe, seq, expert, tensor; data
+                                    # takes the devices that are left; or auto: the fastest one
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
-    step: str = "shard_map"         # or jit: everything left to the compiler, as a control
+    step: str = "shard_map"         # shard_map, or jit: all left to the compiler, as a control
     fsdp_min: int = 4096            # elements of the smallest weight that fsdp or zero splits
-    zero: int = 0                   # 1: optimizer state split over data
+    zero: int = 0                   # 1: split the optimizer's state over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
-    metric: str = ""                # of answers to held-out pairs of texts: exact, f1 or rouge
-    beams: int = 0                  # with which these answers are searched; 0: greedily
-    best: str = ""                  # smallest:NAME or largest:NAME, of an evaluation's numbers: the
-                                    # checkpoint that is kept beside the newest
-    sample_prompts: str = ""        # a file of prompts, from which an evaluation writes samples
-    keep: int = 3                   # checkpoints that are kept
-    verify: str = "on"              # checksums of a checkpoint that is read: on or off
+    metric: str = ""                # how answers to held-out pairs are judged: exact, f1 or rouge
+    beams: int = 0                  # beams of the search for these answers; 0: greedy
+    best: str = ""                  # smallest:NAME or largest:NAME, a number that evaluations give:
+                                    # keep the checkpoint with the best one beside the newest
+    sample_prompts: str = ""        # a file of prompts: each evaluation writes a sample for each
+    keep: int = 3                   # how many of the newest checkpoints are kept
+    verify: str = "on"              # on or off: compare the checksums of a checkpoint that is read
     max_skipped: int = 10           # updates in a row without a finite gradient that end a run
     topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
     check: bool = False             # before the first step, compare the loss and its gradients on
                                     # the mesh with one device's, for a small batch
-    bench: bool = False             # how fast it trains here; keeps nothing on disk
-    profile: int = 0                # steps of which a trace for Perfetto is kept, in out/profile
+    bench: bool = False             # measure how fast it trains here; keeps nothing on disk
+    profile: int = 0                # steps to trace, for Perfetto, into out/profile
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
     processes: int = 0              # how many processes there are, each with the same command
     process_id: int = -1            # which of them this is, from 0
-    distributed: bool = False       # many hosts by SLURM, Open MPI, Kubernetes or on a TPU pod
+    distributed: bool = False       # many hosts, known to SLURM, Open MPI, Kubernetes or a TPU pod
     patience: int = 120             # seconds that other processes may be late, beyond the usual
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +170,7 @@ class Config:
 SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
 # What only one start of it, or one process, is told.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
-                "check", "bench", "profile")
+                "check", "bench", "profile", "change")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
 
 
@@ -179,11 +187,14 @@ def facts_of(config: Config) -> dict[str, Any]:
     return {name: record[name] for name in ("network", *own, *SAME)}
 
 
+def old_config(folder: str) -> Config:
+    """The configuration of the run in a folder that is continued."""
+    return run_config(folder, Config, "--out", network=networks.config_of_run(folder, "--out"))
+
+
 def read_old(folder: str) -> dict[str, Any]:
     """config.json of the run in a folder that is continued, as this version would write it."""
-    record = run_record(folder, "--out")
-    own = networks.config_of_run(folder, "--out")
-    return {**record, **record_of(run_config(folder, Config, "--out", network=own))}
+    return {**run_record(folder, "--out"), **record_of(old_config(folder))}
 
 
 # -------------------------------------------------------------------------------------------
@@ -354,7 +365,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record |= facts_of_first
         folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
                            program.saved(program.state), config.keep, config.verify == "on",
-                           config.patience) if config.out else None
+                           config.patience, config.change) if config.out else None
+        if folder and folder.changed:
+            say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
         if folder and tokenizer and jax.process_index() == 0:
             data.copy_files(tokenizer, Path(config.out))
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
@@ -400,9 +413,12 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     if stop:
         if folder:
             save(loop)
+        # (What train_language has begun continues by its folder, in one process.)
+        by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
+        again = f"python train.py --out {config.out}" if by_folder else "the same command"
         loop.reporter.line(
             f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
-            + (f", saved in {config.out}: run the same command to continue" if folder else ""))
+            + (f", saved in {config.out}: run {again} to continue" if folder else ""))
     elif not loop.evaluation:       # a finished run was asked for again
         evaluate(loop, is_new=False)
 
@@ -502,19 +518,33 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. --model and --init_from choose the network."""
+    """train.py's command line as a Config. --model and --init_from choose the network. (No run
+    folder is looked at: `continued` does that.)"""
+    given = read_flags(argv)
+    return config_of_flags(*chosen_network(given), given)
+
+
+def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The flags that are given. --help ends the command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    asks_help = [words.index(word) for word in ("-h", "--help") if word in words]
-    is_all = asks_help and words[asks_help[0] + 1:] == ["all"]      # --help all
-    words = words[:asks_help[0]] if asks_help else words
+    asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
+    is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
+    if asks_help is not None:
+        words[asks_help:asks_help + 1 + is_all] = []
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
-    network, fields, run = chosen_network(given)
-    if asks_help:
-        print(help_text((networks.transformer.Config if is_all else network.config, Config)))
-        sys.exit(0)
-    own = {f.name for f in dataclasses.fields(network.config)}
+    if asks_help is not None:
+        others = networks.NETWORKS.values() if is_all else [chosen_network(given)[0]]
+        show_help(help_text((*(network.config for network in others), Config),
+                            help.groups_of(model.Config, Config, others, is_all), help.LAST))
+    return given
+
+
+def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any],
+                    given: dict[str, Any]) -> Config:
+    """The configuration of a network with these fields, of a run with these, and what is given."""
+    fields, own = dict(fields), {f.name for f in dataclasses.fields(network.config)}
     for name, value in given.items():
         if name in own:
             fields[name] = value
@@ -524,6 +554,44 @@ def parse(argv: Sequence[str] | None = None) -> Config:
             raise ConfigError(f"--{name} {value}: the network {network.name} has no such option; "
                               f"--model {has[0]} has it, or add it to the Config that you train")
     return Config(network=network.config(**fields), **run)
+
+
+def continued(given: dict[str, Any]) -> Config:
+    """The configuration that flags mean where --out may hold a run: one that continues has the
+    run's values for all flags that are left out, and those that are given must be as they were."""
+    out = given.get("out", Config.out)
+    is_run = bool(out) and (Path(out) / "config.json").exists()
+    continuing.check_change(given, out, is_run)
+    if not is_run:
+        return config_of_flags(*chosen_network(given), given)
+    old = old_config(out)
+    asked, network = {**fields_of_other_model(given, old), **given}, networks.network_of(old)
+    values = {**continuing.left_out(asked, flat(old)), **asked, "out": out}
+    check = functools.partial(
+        check_run_folder, out, read_old=read_old, change=given.get("change", ()),
+        needs=("tokenizer",) if reads_text(old) else ())
+    try:
+        config = config_of_flags(network, *(
+            {f.name: values[f.name] for f in dataclasses.fields(cls)
+             if f.name in values and f.name != "network"} for cls in (network.config, Config)),
+            given)
+    except ConfigError:     # (that a value is not the run's says more than what it does not fit)
+        check({name: asked[name] for name in facts_of(old) if name in asked})
+        raise
+    check({**facts_of(config), "network": asked.pop("network", network.name)})
+    return config
+
+
+def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
+    """What --model or --init_from means beside the run `old` in --out: nothing, if the run began
+    with that model, whose fields other flags may have changed."""
+    if given.keys().isdisjoint(("model", "init_from")):
+        return {}
+    network, fields, run = chosen_network(given)
+    source = run.get("init_from", "")
+    if (run.get("model", Config.model), source) == (old.model, old.init_from):
+        return {}
+    return {"network": network.name, "init_from": source, **fields}
 
 
 def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
@@ -563,10 +631,12 @@ def reads_text(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0
+def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+                fingerprint: str = ""
                 ) -> Iterator[tuple[Config, Callable[[], Task], dict[str, str], Any]]:
     """What --data holds for this model: the configuration with its vocabulary, what makes its task,
-    what a run notes of it, and what a person is told. (`run` and `ready` are data.opened's.)"""
+    what a run notes of it, and what a person is told. (`run`, `ready` and `fingerprint` are
+    data.opened's.)"""
     if not reads_text(config):
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
@@ -584,11 +654,13 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
             run.mkdir(parents=True, exist_ok=True)
             data.copy_files(pairs.tokenizer, run)
     else:
-        with data.opened(config.data, run, ready, tokenizer) as corpus:
-            config = check_corpus(config, corpus)
+        with data.opened(config.data, run, ready, tokenizer, fingerprint,
+                         "data" in config.change) as corpus:
             if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
+                whose = config.init_from or config.out
                 raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of "
-                                  f"the tokenizer of {config.init_from}; give the text itself")
+                                  f"the tokenizer of {whose}; give the text itself")
+            config = check_corpus(config, corpus)
             yield config, lambda: language_task(config, corpus), {
                 "fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
                 "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}, corpus
@@ -658,10 +730,13 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with hosts.exit_together():
-        config = parse(argv)
-        if config.topology:         # (such programs cannot be read from a cache)
-            return commands.dry_run(config, TRANSFORMER)
+        given = read_flags(argv)
+        if given.get("topology"):       # (such programs cannot be read from a cache)
+            return commands.dry_run(config_of_flags(*chosen_network(given), given), TRANSFORMER)
         keep_compiled()
+        keeps_nothing = given.get("bench")
+        config = (config_of_flags(*chosen_network(given), given) if keeps_nothing else
+                  continued(given))
         config, _ = commands.choose_mesh(config, TRANSFORMER)
         mesh = commands.machine(config)
         check_transformer(config, mesh)
@@ -693,19 +768,28 @@ def train_language(config: Config, mesh: Any) -> None:
     """Train the transformer on --data, in --out."""
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
+    run, is_process_0 = Path(config.out), jax.process_index() == 0
     weights, tokenizer, noted = first_weights(config)
     # Before its data is looked at, or anything written.
     check_run_folder(config.out, facts_of(config), read_old,
-                     ("tokenizer",) if reads_text(config) else ())
-    is_process_0 = jax.process_index() == 0
+                     ("tokenizer",) if reads_text(config) else (), config.change)
+    fingerprint = ""            # of the data that the run has already
+    if (run / "config.json").exists():
+        record = read_old(config.out)
+        fingerprint = str(record.get("fingerprint", ""))
+        if "data" in config.change and reads_text(config):
+            tokenizer = data.tokenizer_of(run, record)
+        if is_process_0:
+            for line in continuing.first_lines(config, old_config(config.out), learning_rate):
+                print(line, flush=True)
     if not is_process_0:
-        hosts.process_allgather("the data is there")
-    with opened_data(config, tokenizer, Path(config.out), 0 if is_process_0 else min(
-            60, config.patience)) as (config, make_task, record, text):
+        fingerprint = hosts.process_allgather("")[0]
+    with opened_data(config, tokenizer, run, 0 if is_process_0 else min(
+            60, config.patience), fingerprint) as (config, make_task, record, text):
         record |= noted
-        check_run_folder(config.out, record, read_old)
+        check_run_folder(config.out, record, read_old, change=config.change)
     if is_process_0:
-        hosts.process_allgather("the data is there")
+        hosts.process_allgather(record["fingerprint"])
         if config.init_from:
             print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
                   f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")

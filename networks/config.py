@@ -21,85 +21,85 @@ from zigzag.weights.positions import check_rotary
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
     """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
-    layers: int = 4               # blocks
+    layers: int = 4               # how many blocks
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
     kv_heads: int = 0             # key/value heads; 0: as many as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    vocab_size: int = 0           # ids; 0: what the data's tokenizer has
-    seq_len: int = 128            # tokens in a training example
-    tied: bool = False            # one table for embedding tokens and for the loss head
+    vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
+    seq_len: int = 128            # tokens in a training example: the context length
+    tied: bool = False            # one table for both the embedding of tokens and the head
     parallel_block: bool = False  # attention and MLP beside each other, after one norm
-    parallel_norms: int = 1       # of a parallel block; 2: the MLP has a norm of its own
-    causal: bool = True           # a token sees only those before it; false, in an encoder: all
-    encoder_layers: int = 0       # of an encoder, to whose output the layers attend; 0: no encoder
-    encoder_heads: int = 0        # its heads; 0: as many as --heads
-    encoder_d_ff: int = 0         # and the width of its MLP; 0: --d_ff
-    source_len: int = 0           # tokens of its source in a training example; 0: --seq_len
-    stem: str = "tokens"          # what an encoder reads: tokens, patches (of a picture), frames
+    parallel_norms: int = 1       # norms of a parallel block; 2: the MLP has its own
+    causal: bool = True           # a token sees only earlier ones; false (an encoder): all
+    encoder_layers: int = 0       # layers of an encoder, which the decoder attends to; 0: none
+    encoder_heads: int = 0        # heads of the encoder; 0: as many as --heads
+    encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
+    source_len: int = 0           # tokens that the encoder reads in an example; 0: --seq_len
+    stem: str = "tokens"          # what is read: tokens, patches (of pictures) or frames (of sound)
     image_size: int = 224         # pixels of a picture's side
-    patch_size: int = 16          # and of a patch's
-    channels: int = 3             # numbers of a pixel, or of a frame of sound
+    patch_size: int = 16          # pixels of a patch's side
+    channels: int = 3             # numbers in a pixel, or in a frame of sound
     token_types: int = 0          # kinds of tokens, each with a vector of its own; 0: no kinds
-    head: str = "tokens"          # what is asked: tokens, masked (tokens, by BERT's head), classes
-                                  # (of a whole row), none
-    labels: int = 0               # how many classes
-    pool: str = "first"           # of a row for its class: the first token, or the mean of patches
-    pool_dense: bool = False      # and then a dense layer, with tanh
-    head_scale: float = 0.0       # what the head's input is multiplied by; 0: nothing
-    layer_groups: int = 0         # how many layers are different: each is repeated; 0: all
-    layer_scale: bool = False     # a learned factor of what each half of a layer adds
-    residual_scale: float = 1.0   # what each half of a layer adds is multiplied by
-    norm: str = "rms"             # or layer: minus the mean, and with a bias
+    head: str = "tokens"          # what is predicted: tokens, masked (tokens, by BERT's head),
+                                  # classes (one for a whole row) or none
+    labels: int = 0               # number of classes
+    pool: str = "first"           # what of a row is classified: first (token), or mean (of patches)
+    pool_dense: bool = False      # a dense layer with tanh before the classes
+    head_scale: float = 0.0       # factor on the head's input; 0: none
+    layer_groups: int = 0         # layers with weights of their own, each repeated; 0: all layers
+    layer_scale: bool = False     # a learned factor on what each half of a layer adds
+    residual_scale: float = 1.0   # factor on what each half of a layer adds
+    norm: str = "rms"             # rms, or layer: LayerNorm, with a bias
     norm_eps: float = 1e-6        # what a norm adds to the variance
-    norm_place: str = "pre"       # of attention and MLP; or post (after the sum), out (of what is
-                                  # added, before the sum), sandwich (pre and out)
+    norm_place: str = "pre"       # where the norms are: pre, post (after the sum), out (of what is
+                                  # added, before the sum) or sandwich (pre and out)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
-    qk_norm_wide: bool = False    # over all heads of a token together, not each by itself
-    activation: str = "silu"      # of the MLP; or gelu, gelu_tanh, quick_gelu, relu
-    gated: bool = True            # the activation multiplies a second product
-    biases: str = ""              # which products have a bias: of embed, qkv (or qv), out, mlp,
-                                  # head, with commas
-    positions: str = "rotary"     # or learned, fixed (a table, not trained), sinusoidal, alibi,
-                                  # alibi16 (in bfloat16), none
-    relative: str = ""            # learned scores by distance: buckets (T5), grid (of patches)
-    relative_buckets: int = 32    # how many buckets
-    relative_distance: int = 128  # and from where all distances are in the last
-    relative_shared: bool = True  # one table for all layers
+    qk_norm_wide: bool = False    # qk_norm over all heads of a token together
+    activation: str = "silu"      # of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
+    gated: bool = True            # a gated MLP: the activation multiplies a second product
+    biases: str = ""              # which products have a bias: embed, qkv (or qv), out, mlp, head,
+                                  # with commas
+    positions: str = "rotary"     # rotary, learned, fixed (a table, not trained), sinusoidal,
+                                  # alibi, alibi16 (in bfloat16) or none
+    relative: str = ""            # scores learned by distance: buckets (T5) or grid (of patches)
+    relative_buckets: int = 32    # number of these buckets
+    relative_distance: int = 128  # distance from which on all are in the last bucket
+    relative_shared: bool = True  # one table of relative scores for all layers
     pad_id: int = -1              # positions count only tokens other than this; -1: all, -2: those
                                   # that no mask leaves out
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
-    rotary_dim: int = 0           # as much of a head is turned; 0: all
-    rotary_layers: str = ""       # which layers have rotary positions: rrrn, repeated; empty: all
+    rotary_dim: int = 0           # width of a head's part that is rotated; 0: all of it
+    rotary_layers: str = ""       # layers with rotary positions, repeated (rrrn); empty: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # table row of position 0
-    window: int = 0               # how many keys a query sees, itself included; 0: all before it
-    local_layers: str = ""        # which layers have the window: lllg repeated, say; empty: all
+    window: int = 0               # keys that a query sees, its own included; 0: all before it
+    local_layers: str = ""        # layers with the window, repeated (lllg); empty: all
     local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
-    embed_scale: float = 0.0      # what the embedding is multiplied by; 0: the root of d_model
-    attn_scale: float = 0.0       # what scores are multiplied by; 0: head_dim ** -0.5
-    attn_softcap: float = 0.0     # keeps scores between it and its negative, by tanh; 0: no bounds
-    logit_softcap: float = 0.0    # the same for the logits
-    q_rank: int = 0               # latent attention: queries from so wide a vector; 0: from d_model
-    kv_rank: int = 0              # and keys and values; 0: no latent attention
+    embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
+    attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
+    logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
+    q_rank: int = 0               # latent attention: width of the queries' vector; 0: d_model
+    kv_rank: int = 0              # width of the vector of keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # share of each block's output dropped in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
-    experts_per_token: int = 2    # of which each token visits
-    shared_experts: int = 0       # and how many more it visits always
+    experts_per_token: int = 2    # experts that each token visits
+    shared_experts: int = 0       # further experts that every token visits
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
-    dense_layers: int = 0         # the first layers, which have a dense MLP in place of experts
-    router: str = "softmax"       # shares of experts; or sigmoid, with a bias to choose by
-    router_norm: bool = True      # a token's shares add up to 1
+    dense_layers: int = 0         # first layers that have a dense MLP in place of experts
+    router: str = "softmax"       # softmax, or sigmoid with a bias to choose experts by
+    router_norm: bool = True      # the shares of a token's experts add up to 1
     router_scale: float = 1.0     # factor on the routing weights
     expert_groups: int = 1        # groups of experts, among which a token chooses first
-    groups_per_token: int = 1     # how many groups it chooses
-    balance: float = 0.01         # weight of the loss that makes experts equally busy, a layer
-    router_z: float = 0.001       # weight of the loss that keeps the router's logits small, a layer
+    groups_per_token: int = 1     # groups that a token chooses
+    balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
+    router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
 
     def __post_init__(self) -> None:
         check(self)

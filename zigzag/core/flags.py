@@ -14,9 +14,11 @@ import math
 import os
 import re
 import sys
+import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
+from zigzag.core.familiar import meaning
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -54,11 +56,13 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
 
 
 def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                renamed: dict[str, str] = {}, once: Sequence[str] = ()
+                renamed: dict[str, str] = {}, once: Sequence[str] = (),
+                groups: dict[str, Sequence[str]] | None = None
                 ) -> tuple[dict[str, Any], list[str]]:
     """The fields that a command line gives, and its other words. `cls` is a dataclass, or a tuple
-    of them, whose fields are then flags side by side. `renamed` has former names of flags. Of a
-    flag that is given twice the last value counts, but for those in `once`."""
+    of them, whose fields are then flags side by side. `renamed` has former names of flags. If a
+    flag is given twice the last value counts, except for those in `once`. --help prints the flags
+    in `groups`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
@@ -67,8 +71,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help"):
-            print(help_text(cls))
-            sys.exit(0)
+            show_help(help_text(cls, groups))
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -76,9 +79,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
                 print(f"warning: --{name} is now --{renamed[name]}", file=sys.stderr)
                 name = renamed[name]
             if name not in types:
-                raise ConfigError(f"--{name} is not an option" + (
-                    did_you_mean(name, types, "--{}".format)
-                    or f"; the options are --{' --'.join(types)}"))
+                raise ConfigError(f"--{name} is not an option" + _instead(name, types, positional))
             if name in once and name in given:
                 raise ConfigError(f"--{name} is given twice; give it once")
             values = [value] if equals else []
@@ -92,6 +93,14 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
             raise ConfigError(f"{word!r} stands alone: options are written --name value"
                               + did_you_mean(word, types))
     return given, words
+
+
+def _instead(name, types, positional):
+    """What to give in place of an option that there is not."""
+    if known := meaning(name.lower(), {*types, positional}):
+        return f"; {known}"
+    return (did_you_mean(name, types, "--{}".format)
+            or f"; the options are --{' --'.join(types)}")
 
 
 def _value(name, kind, values, given):
@@ -130,12 +139,37 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
             if not dataclasses.is_dataclass(f.default)]
 
 
-def help_text(cls: Any) -> str:
-    """What --help prints."""
+def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "") -> str:
+    """What --help prints: the flags in these groups (by default all, without a heading), and a
+    last line."""
     classes = cls if isinstance(cls, tuple) else (cls,)
-    return "\n".join([inspect.cleandoc(classes[-1].__doc__), "", *(
-        f"  --{name:18} {text}" + (f"  [{default}]" if default else "")
-        for name, default, text in flag_rows(cls))])
+    rows = {row[0]: row for row in reversed(flag_rows(cls))}        # (the first of a name)
+    lines = [inspect.cleandoc(classes[-1].__doc__)]
+    for group, names in (groups or {"": list(reversed(rows))}).items():
+        found = [rows[name] for name in names if name in rows]
+        lines += ["", *([f"{group}:"] if group else []), *map(_help_line, found)] if found else []
+    return "\n".join(lines + (["", last] if last else []))
+
+
+def show_help(text: str) -> None:
+    """Print this and end the command. (`| head` may close the pipe before all is written.)"""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _drop_output()
+    sys.exit(0)
+
+
+def _drop_output():
+    """What is printed from here on, and what is still in Python's buffer, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _help_line(row):
+    name, default, text = row
+    return textwrap.fill(f"{text}  [{default}]" if default else text, 100,
+                         initial_indent=f"  --{name:18} ", subsequent_indent=" " * 23,
+                         break_long_words=False, break_on_hyphens=False)
 
 
 IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (python shard.py "
@@ -162,7 +196,7 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     """Run a command. What it cannot do ends it with one line and a status, a bug with a
     traceback."""
     try:
-        main()
+        _run_to_the_end(main)
     except (Exception, KeyboardInterrupt) as e:
         status, line = exit_line(e, saves_memory)
         if not line:
@@ -172,3 +206,18 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
             sys.stdout.flush()
             os._exit(status)
         sys.exit(status)
+
+
+def _run_to_the_end(main):
+    """Run a command and write out what it has printed. A reader that closes the pipe (head) ends a
+    command that is not done."""
+    try:
+        main()
+    except BrokenPipeError:
+        _drop_output()
+        raise RunError("the output was closed by its reader before this was done") from None
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()

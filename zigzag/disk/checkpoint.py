@@ -1,6 +1,7 @@
 """What a run leaves on disk, and how it is read again.
 
-    out/config.json             what the run is; continuing it with something else is refused
+    out/config.json             what the run is; continuing it with something else is refused, and
+                                what --change has changed is noted with its step
     out/metrics.jsonl           a line for each step and each evaluation
     out/samples.jsonl           a line for each sample of --sample_prompts
     out/lock                    held while a process writes there
@@ -109,12 +110,21 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
 
 # What follows from a published folder, whose name is compared, by the version that reads it.
 FOLLOWS = ("published", "pad_id")
+# What --change may change on purpose, and the facts of a run that each stands for.
+CHANGEABLE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",),
+              "data": ("data", "fingerprint")}
+
+
+def facts_changed(change: Sequence[str]) -> list[str]:
+    """The facts that `--change lr data` says may change."""
+    return [fact for name in change for fact in CHANGEABLE.get(name, ())]
 
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
-                     needs: Sequence[str] = ()) -> None:
-    """Refuse to continue a run for which a fact of `now` was another, or that lacks one of `needs`,
-    before anything is touched. read_old(out) gives the facts of the run that is there."""
+                     needs: Sequence[str] = (), change: Sequence[str] = ()) -> None:
+    """Refuse to continue a run for which facts of `now` were others, except those that may
+    `change`, or that lacks one of `needs`, before anything is touched. read_old(out) gives the
+    facts of the run that is there."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
@@ -125,17 +135,27 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
         if name not in old:
             raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
                               f"another --out")
-    for name, value in json.loads(json.dumps(now)).items():     # as config.json has it
-        if name in FOLLOWS:
-            continue
-        is_known = value or name not in ("vocab_size", "dtype")     # these may be found out later
-        if name == "network" and old[name] != value:
-            raise ConfigError(f"--out {out} holds a run of the network {old[name]}, and this "
-                              f"command trains the network {value}: continue it with --model "
-                              f"{old[name]} and its other flags, or give another --out")
-        if name in old and old[name] != value and is_known:
-            raise ConfigError(f"--out {out} holds a run with {name} {old[name]!r}, and {value!r} "
-                              f"was given: continue with what it was, or give another --out")
+    differs = {name: (old[name], value)
+               for name, value in json.loads(json.dumps(now)).items()      # as config.json has it
+               if name in old and old[name] != value and name not in FOLLOWS
+               and name not in facts_changed(change)
+               and (value or name not in ("vocab_size", "dtype"))}  # (these may be found out later)
+    if not differs:
+        return
+    was, how, network = [], "continue it with what it was", differs.pop("network", None)
+    if network:
+        was.append(f"of the network {network[0]}, and this command trains the network {network[1]}")
+        how = "leave --model out to continue it"
+    if differs:
+        was.append("with " + "; ".join(f"{name} {_shown(a)}, and {_shown(b)} was given"
+                                       for name, (a, b) in differs.items()))
+    may = " ".join(flag for flag, facts in CHANGEABLE.items() if differs.keys() & set(facts))
+    raise ConfigError(f"--out {out} holds a run {'; '.join(was)}: {how}, or give another --out"
+                      + (f"; --change {may} changes that on purpose" if may else ""))
+
+
+def _shown(value):
+    return " ".join(map(str, value)) if isinstance(value, list) and value else repr(value)
 
 
 # -------------------------------------------------------------------------------------------
@@ -146,11 +166,13 @@ class RunFolder(contextlib.AbstractContextManager):
     itself."""
 
     def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
-                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int):
+                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
+                 change: Sequence[str] = ()):
         """`record` becomes config.json; of a run that is continued the facts `must_match` must be
-        as they are now in what read_old(out) gives. `state` is abstract: shapes with their places
-        on the mesh."""
+        as they are now in what read_old(out) gives, except those that --change names. `state` is
+        abstract: shapes with their places on the mesh."""
         self.out, self.folder = out, Path(out).resolve()
+        self.record, self.changed = record, {}      # what is changed now: name -> [old, new]
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
@@ -158,10 +180,10 @@ class RunFolder(contextlib.AbstractContextManager):
         self.losses = []        # of training since the last evaluation before it
         self.best = None        # step of the best checkpoint
         self.samples = None     # samples.jsonl, once there are some
-        check_run_folder(out, {name: record[name] for name in must_match}, read_old)
+        check_run_folder(out, {name: record[name] for name in must_match}, read_old, change=change)
         word = secrets.token_hex(8)
         if self.is_process_0:
-            self._take(word, record)
+            self._take(word, lambda: self._note_changes(read_old, facts_changed(change)))
         word = process_allgather(word)[0]
         sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
                                          self.folder, min(60, patience)))
@@ -170,7 +192,21 @@ class RunFolder(contextlib.AbstractContextManager):
                               f"0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
 
-    def _take(self, word, record):
+    def _note_changes(self, read_old, facts):
+        """Add to the record what earlier runs changed on purpose, and what this one does."""
+        if not (self.folder / "config.json").exists():
+            return
+        old = json.loads(json.dumps(read_old(self.out)))
+        now = json.loads(json.dumps(self.record))
+        self.changed = {name: [old[name], now[name]] for name in facts
+                        if name in old and name in now and old[name] != now[name]}
+        changes = old["changes"] if isinstance(old.get("changes"), list) else []
+        if self.changed:
+            changes = [*changes, {"step": newest_step(self.folder), **self.changed}]
+        if changes:
+            self.record["changes"] = changes
+
+    def _take(self, word, note_changes):
         """Lock the folder. The lock ends with the process."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -180,7 +216,8 @@ class RunFolder(contextlib.AbstractContextManager):
             lock.write(word)
             lock.flush()
             os.fsync(lock.fileno())
-            write_json(self.folder / "config.json", record)
+            note_changes()
+            write_json(self.folder / "config.json", self.record)
         except BlockingIOError:
             raise ConfigError(f"--out {self.out}: another run is writing there; give another "
                               f"--out, or wait for it to end") from None
@@ -216,6 +253,9 @@ class RunFolder(contextlib.AbstractContextManager):
             raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
                            f"can be read; they were set aside, and the same command begins anew")
         self.restored = self.saved
+        if self.changed and self.record["changes"][-1]["step"] != (self.saved or 0):
+            self.record["changes"][-1]["step"] = self.saved or 0    # (newer ones were damaged)
+            write_json(self.folder / "config.json", self.record)
         if self.is_process_0:
             self.metrics = self._go_on("metrics.jsonl")
         return state
@@ -398,10 +438,19 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
+def _saved_steps(folder):
+    names = [p.name for p in (Path(folder).resolve() / "checkpoints").glob("*")]
+    return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
+
+
+def newest_step(folder: str | Path) -> int:
+    """The step of a run's newest checkpoint; 0 if it has none yet."""
+    return next(iter(_saved_steps(folder)), 0)
+
+
 def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
     """Of which steps a run has checkpoints, the newest first."""
-    names = [p.name for p in (Path(folder).resolve() / "checkpoints").glob("*")]
-    if steps := sorted(map(int, filter(str.isdecimal, names)), reverse=True):
+    if steps := _saved_steps(folder):
         return steps
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 

@@ -69,6 +69,14 @@ class Config:
         _check_flags(self)
 
 
+# How --help groups the flags.
+GROUPS = {
+    "the model": ("run", "checkpoint", "model", "shards", "mesh"),
+    "what to do": ("prompt", "prompts", "source", "system", "score", "bench"),
+    "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
+                  "beams", "length_penalty", "seed"),
+    "output": ("json", "logprobs", "batch"),
+}
 # The flags that are also fields of Sampling.
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -20,6 +20,7 @@ from zigzag.core.errors import (
 )
 from zigzag.core.flags import change
 from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
+from zigzag.disk.checkpoint import CHANGEABLE
 from zigzag.rule.rule import apply_overrides, parse_overrides
 from zigzag.run import metrics
 
@@ -36,6 +37,10 @@ def check_config(c: Any) -> None:
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"
                               + did_you_mean(value, known))
+    for name in c.change:
+        if name not in CHANGEABLE:
+            raise ConfigError(f"--change {name}: expected some of {', '.join(CHANGEABLE)}"
+                              + did_you_mean(name, CHANGEABLE))
     if len(c.fields) == 1 and c.fields[0].count(",") == 1:
         object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
     if len(c.fields) != 2:

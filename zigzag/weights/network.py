@@ -40,14 +40,14 @@ Params = dict[str, Any]
 class Computed:
     """How a network is computed: no number follows from it, but for rounding and for what is
     trained. The base of every network's configuration."""
-    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU alone
     remat: str = "none"           # what to recompute in the backward pass: none, selective or full
-    kernel: bool = True           # attention by the device's own kernel, where it has one
-    microbatches: int = 1         # parts in which a device's rows go through the pipeline
-    schedule: str = "gpipe"       # of the pipeline: gpipe, interleaved (with --chunks) or 1f1b
+    kernel: bool = True           # use the device's own kernel for attention, where it has one
+    microbatches: int = 1         # parts into which a device's rows are cut for the pipeline
+    schedule: str = "gpipe"       # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
     chunks: int = 1               # pieces of consecutive layers on each stage of the pipeline
     sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
-    lora_rank: int = 0            # train only adapters of this rank, beside the layers' matrices
+    lora_rank: int = 0            # LoRA: train only adapters of this rank; 0: all weights
     published: str = ""           # config.json of the published model that this came from
 
 

@@ -1,15 +1,23 @@
 """The command line: a refusal is one line that names what would be accepted; help; statuses."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import data
 import model
+import sample
 import train
-from zigzag.core import errors, flags
-from zigzag.tests.common import SMALL, command, refused
+from networks import NETWORKS
+from zigzag.core import errors, familiar, flags
+from zigzag.generate import prompts
+from zigzag.run import help
+from zigzag.tests.common import ROOT, SMALL, command, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +116,108 @@ def test_flags_of_any_dataclass():
             flags.parse_flags(More, argv)
 
 
-def test_every_field_is_in_the_help(capsys):
-    """A field without help, or one whose comment the source no longer has beside it."""
+def help_of(capsys, *words, main=train.main):
     with pytest.raises(SystemExit) as e:
-        train.parse(["--help"])
-    text = capsys.readouterr().out
+        main(list(words))
     assert e.value.code == 0
-    names = {f.name for c in (model.Config, train.Config) for f in dataclasses.fields(c)}
-    for name in names - {"network"}:
-        assert re.search(rf"--{name} +\S", text), name
-    assert "--qk_norm" not in text
-    for words in (["--model", "gpt2", "--help"], ["--help", "all"]):
-        with pytest.raises(SystemExit):
-            train.parse(words)
-        assert "--qk_norm" in capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
+    """A flag without help, or one whose comment the source no longer has beside it; --data in line
+    86, after flags that few need; a flag in a table of groups that is no flag any more."""
+    text, whole = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
+    shown = re.findall(r"^  --(\w+) +\S", text, re.M)
+    assert shown == [name for names in help.EVERYDAY.values() for name in names]
+    assert len(shown) <= 45 and {"data", "lr", "seq_len"} <= set(re.findall(
+        r"--(\w+) ", "\n".join(text.splitlines()[:25])))
+    assert "context length" in text and text.splitlines()[-1] == help.LAST
+    own = {f.name for c in (model.Config, train.Config) for f in dataclasses.fields(c)}
+    own -= {"network"}
+    grouped = [name for table in (help.EVERYDAY, help.RARE) for names in table.values()
+               for name in names]
+    assert sorted(grouped) == sorted(own)       # (each in one place)
+    all_shown = re.findall(r"^  --(\w+) +\S", whole, re.M)
+    assert set(all_shown) == own | {f.name for network in NETWORKS.values()
+                                    for f in dataclasses.fields(network.config)}
+    assert len(all_shown) == len(set(all_shown))
+    gpt2 = help_of(capsys, "--help", "--model", "gpt2")
+    assert gpt2 == help_of(capsys, "--model", "gpt2", "--help")
+    assert gpt2.startswith(text[:text.index(help.LAST)]) and "--qk_norm" not in text
+    assert "--qk_norm" in gpt2.partition("options of the network transformer:")[2]
+    shown = re.findall(r"^  --(\w+) +\S", help_of(capsys, "--help", main=sample.main), re.M)
+    assert sorted(shown) == sorted(f.name for f in dataclasses.fields(prompts.Config))
+
+
+def test_a_flag_of_a_fork_is_in_the_help():
+    """A field that no table of groups knows, and that nobody sees."""
+    @dataclasses.dataclass(frozen=True)
+    class Own(model.Config):
+        mine: int = 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Run(train.Config):
+        also: int = 0
+
+    groups = help.groups_of(Own, Run)
+    assert "mine" in groups["model"] and "also" in groups["training"]
+
+
+def test_a_reader_may_close_the_pipe(tmp_path):
+    """`--help | head -3` ends in a BrokenPipeError, when it is printed or when Python ends."""
+    file = tmp_path / "prints.py"
+    file.write_text("import sys\nfrom zigzag.core import flags\ndef main():\n    print('done')\n"
+                    "    sys.stdout.write('x' * int(sys.argv[1]))\nflags.run_main(main)\n")
+    for words, status in ((["train.py", "--help"], 0), ([file, 9], 0), ([file, 10**6], 1)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+                            "PYTHONUNBUFFERED": ""})
+        os.close(writer)
+        assert done.returncode == status and done.stderr.count("\n") == status, done.stderr
+
+
+WORDS = {"block_size": "--seq_len", "context_length": "--seq_len", "n_layer": "--layers",
+         "num_attention_heads": "--heads", "hidden-size": "--d_model", "n_kv_head": "--kv_heads",
+         "batch_size": "--batch", "learning-rate": "--lr", "max_iters": "--steps",
+         "gradient_accumulation_steps": "--accumulate", "output_dir": "--out", "dataset": "--data",
+         "eval_interval": "--eval_every", "tensor_parallel": "--shards", "tp": "--shards"}
+
+
+@pytest.mark.parametrize("main, words, says", [
+    *((train.main, [f"--{word}", 1], f"did you mean {flag}?") for word, flag in WORDS.items()),
+    (train.main, ["--resume"], "--out RUN alone"), (train.main, ["--epochs", 3], "--steps"),
+    (train.main, ["--wandb"], "metrics.jsonl"), (train.main, ["--device", "cpu"], "JAX_PLATFORMS"),
+    (train.main, ["--fsdp", 2], "--mesh fsdp=N"), (train.main, ["--warmpu", 2], "--warmup"),
+    (sample.main, ["--max_new_tokens", 9], "--tokens?"),
+    (sample.main, ["--num_samples", 9], "--prompts"),
+    (sample.main, ["--max_length", 9], "--tokens?"),
+    (data.main, ["--data", "x"], "python data.py PATH"),
+    (data.main, ["--dim", 1], "the options are --out --vocab_size"),
+    (data.main, ["nosuch", "--out", "d"], "PATH nosuch: no such file"),
+    (train.main, ["--data", "nosuch"], "--data nosuch: no such file")])
+def test_words_of_other_codebases_lead_to_our_flags(capsys, tmp_path, monkeypatch, main, words,
+                                                    says):
+    """--block_size that leads to --vocab_size, --resume that leads to --remat; a message of data.py
+    about a flag of train.py; a flag of another command."""
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *words, main=main)
+
+
+def test_familiar_words_lead_to_flags_that_there_are():
+    """A table that is right when it is written, and not when a flag is renamed; a word that hides a
+    flag of ours."""
+    commands = [{f.name for c in classes for f in dataclasses.fields(c)} for classes in (
+        (model.Config, train.Config), (prompts.Config,), (data.Config,))]
+    targets = {*familiar.WORDS, *(flag for flag, *_ in familiar.SENTENCES)} - {"PATH"}
+    assert targets <= set().union(*commands)
+    for flags_of_one in commands:
+        words = [word for flag, words in familiar.WORDS.items() if flag in flags_of_one
+                 for word in words.split()]
+        assert not flags_of_one.intersection(words)
+        assert len(words) == len(set(words))
 
 
 def test_help_is_the_comment_with_all_its_lines():
@@ -181,7 +277,14 @@ def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", "error: full disk\n")
 
 
-def test_former_names_of_flags_work_with_a_warning(capsys):
+def test_former_names_of_flags_work_with_a_warning(capsys, tmp_path):
     """Scripts of an earlier version that end at a name."""
-    assert train.parse(["--model", "transformer", "--parallel", "true"]).parallel_block
+    for word in ("--parallel", "--parallel-block"):
+        assert train.parse(["--model", "transformer", word, "true"]).parallel_block
     assert capsys.readouterr().err == "warning: --parallel is now --parallel_block\n"
+    for word, warning in (("--step=x", "warning: --step is now --checkpoint\n"),
+                          ("--checkpoint=x", "")):
+        (tmp_path / "config.json").write_text('{"layers": 2, "tokenizer": "bytes"}')
+        with pytest.raises(errors.ConfigError, match="--checkpoint x"):
+            sample.main(["--run", str(tmp_path), "--prompt", "a", word])
+        assert capsys.readouterr().err == warning

@@ -215,6 +215,8 @@ def test_a_field_that_is_younger_than_a_run_was_its_default(tmp_path):
     for name, value in (("experts", 2), ("head_dim", 16)):
         with pytest.raises(ConfigError, match=f"{name} .*, and {value} was given"):
             check(str(tmp_path), {name: value}, train.read_old)
+    with pytest.raises(ConfigError, match="head_dim 8, and 9 was given; experts 0, and 2 was g"):
+        check(str(tmp_path), {"layers": 2, "head_dim": 9, "experts": 2}, train.read_old)
     with pytest.raises(ConfigError, match="another task .it has no tokenizer"):
         check(str(tmp_path), {}, train.read_old, ["tokenizer"])
 
@@ -243,7 +245,7 @@ def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, mo
 def test_another_network_does_not_continue_a_run(tmp_path):
     """The same shapes, other functions: a run with a window that goes on without one."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
-    with pytest.raises(ConfigError, match="of the network transformer, .* --model transformer"):
+    with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
         checkpoint.check_run_folder(str(tmp_path), train.facts_of(make(**OLD)), train.read_old)
 
 
@@ -307,6 +309,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
     assert again[0]["step"] == (7 if harm == "foreign" else 5)
     if harm != "foreign":
         assert again[0]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-5)
+
+
+def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
+    """The step of a checkpoint that was damaged, and not used."""
+    largest(run / "checkpoints/6/params").unlink()
+    learn(make(steps=5, save_every=9, lr=0.001, change=("lr",), out=str(run)))
+    learn(make(steps=5, save_every=9, lr=0.001, out=str(run)))
+    record = json.loads((run / "config.json").read_text())
+    assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
 
 
 def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):

@@ -11,6 +11,7 @@ import pytest
 
 import data
 import sample
+import train
 from zigzag.core.errors import ConfigError
 from zigzag.tests.common import ROOT, SMALL, WORDS, command, learn, make, refused, tokens_of
 
@@ -196,3 +197,40 @@ def test_bad_data_is_one_line(capsys, tmp_path):
     assert "no PATH" in refused(capsys, "--out", out, main=data.main)
     assert "at least 300" in refused(capsys, tmp_path / "short.txt", "--vocab_size", 50,
                                      main=data.main)
+
+
+@pytest.mark.parametrize("name, content, is_refused", [
+    ("a.jsonl", '{"text": "a"}\n', True), ("a.ndjson", '{"text": "a"}\n', True),
+    ("a.json", '{"text": "a"}\n{"text": "b"}\n', True), ("a.json", '{\n "text": "a"\n}\n', False),
+    ("a.json", '{"text": "a"}\n', False), ("a.txt", '{"text": "a"}\n{"text": "b"}\n', False)])
+def test_lines_of_json_are_not_learned_as_text(tmp_path, capsys, name, content, is_refused):
+    """Braces and field names that a model writes for ever; files of a folder that are left out
+    without a word."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "b.txt").write_text("some text\n" * 100)
+    (folder / name).write_text(content)
+    for path in (folder / name, folder):
+        if not is_refused:
+            assert (name, folder / name) in data.documents([str(path)])
+            continue
+        for main, flag, words in ((data.main, "PATH", [path]), (train.main, "--data",
+                                                                ["--data", path])):
+            more = ["--mesh", "data=8"] if main is train.main else []
+            error = refused(capsys, *words, "--out", tmp_path / "out", *more, main=main)
+            assert f"{flag} {path}" in error and str(folder / name) in error
+            assert ".txt" in error and "t5-small" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_messages_of_data_py_speak_of_its_own_words(tmp_path, capsys):
+    """--data, which data.py does not have."""
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    data.prepare([str(tmp_path / "a.txt")], tmp_path / "made")
+    (tmp_path / "empty").write_text("")
+    for path, says in (("made", "was made by data.py: its text is encoded already"),
+                       ("empty", "no text in it; expected text files"), ("b.txt", "'a.txt'")):
+        error = refused(capsys, tmp_path / path, "--out", tmp_path / "out", main=data.main)
+        assert error.startswith(f"error: PATH {tmp_path / path}") and says in error
+    with pytest.raises(ConfigError, match="--data .*made was made by data.py: give it alone"):
+        data.documents([str(tmp_path / "made"), str(tmp_path / "a.txt")])

@@ -163,6 +163,23 @@ def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tune
     assert without_times(half / "metrics.jsonl") == without_times(out / "metrics.jsonl")
 
 
+def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
+    """Rows as long as the folder's own default, a rate that is a new model's, or a run that is
+    refused because --model is left out; adapters that are not trained any more."""
+    for more in ((), ("--lora_rank", "2")):
+        config = train.parse(["--model", str(published), "--seq_len", "16", "--out", str(tmp_path),
+                              "--batch", "4", *more])
+        record = {**train.record_of(config), "tokenizer": "tokenizer.json"}
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        for words in ([], ["--model", f"{published}/"], ["--lora_rank", str(config.lora_rank)]):
+            again = train.continued(train.read_flags(["--out", str(tmp_path), *words]))
+            assert again == config
+        with pytest.raises(ConfigError, match="lora_rank"):
+            train.continued(train.read_flags(["--out", str(tmp_path), "--lora_rank", "3"]))
+        with pytest.raises(ConfigError, match="holds a run with .*init_from"):
+            train.continued(train.read_flags(["--out", str(tmp_path), "--model", "tiny"]))
+
+
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, text):

@@ -1,0 +1,62 @@
+"""A run that goes on: what its folder says where the command line says nothing.
+
+    left_out       the values that a command takes from the run it continues
+    check_change   refuse a --change that changes nothing
+    first_lines    which run continues from which step, and what its schedule will do
+    changes_text   what --change has changed
+"""
+
+from typing import Any, Callable, Iterator
+
+import jax.numpy as jnp
+
+from zigzag.core.errors import ConfigError
+from zigzag.disk.checkpoint import CHANGEABLE, newest_step
+
+# Flags that say one thing together: one that is given drops what the run has of the other.
+TOGETHER = (("mesh", "shards"), ("schedule", "chunks"))
+# What the learning rate of a step follows from, beside the step.
+SCHEDULE = ("steps", "warmup", "lr")
+
+
+def left_out(given: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a run (`old`) that flags leave as they are."""
+    dropped = {name for names in TOGETHER if given.keys() & set(names) for name in names}
+    return {name: value for name, value in old.items() if name not in dropped | given.keys()}
+
+
+def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
+    """Refuse a --change that changes nothing."""
+    change = given.get("change", ())
+    if change and not is_run:
+        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
+                          f"it out to begin one")
+    for name in change:
+        # (The same --data may have other text by now.)
+        if name in CHANGEABLE and name not in given and name != "data":
+            raise ConfigError(f"--change {name}: give --{name} too, with its new value")
+
+
+def first_lines(config: Any, old: Any, learning_rate: Callable) -> Iterator[str]:
+    """What a person is told of the run that `config` continues, and that was `old`.
+    learning_rate(config, step) is train.py's."""
+    at = newest_step(config.out)
+    yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
+        "" if at else ": it has no checkpoint yet")
+    changed = [f"{name} {getattr(old, name):,} -> {getattr(config, name):,}" for name in SCHEDULE
+               if getattr(old, name) != getattr(config, name)]
+    if changed and 0 < at < config.steps:
+        before, after = (float(learning_rate(c, jnp.int32(step)))
+                         for c, step in ((old, at - 1), (config, at)))
+        yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
+               f"and will be {after:.1e} at step {at + 1:,}; --lr X --change lr gives the schedule "
+               f"another peak")
+
+
+def changes_text(changed: dict[str, list[Any]]) -> str:
+    """The values before and after, of each flag that was changed. (Others are fingerprints.)"""
+    def text(value):
+        return " ".join(value) or "(none)" if isinstance(value, list) else str(value)
+
+    return "; ".join(f"--{name} {text(old)} -> {text(new)}"
+                     for name, (old, new) in changed.items() if name in CHANGEABLE) or "--data"

@@ -1,0 +1,183 @@
+"""A run that goes on by its folder alone: what is left out is the run's, what is given must be."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import data
+import train
+from zigzag.core.errors import ConfigError
+from zigzag.tests.common import SMALL, ends, hosts, mesh_of, refused, started
+
+WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
+
+
+def continued(*words):
+    return train.continued(train.read_flags([str(w) for w in words]))
+
+
+def go(*words):
+    """train.py in this process, on one device."""
+    config, mesh = continued(*words), mesh_of("")
+    train.train_language(train.resolve_dtype(config, mesh), mesh)
+    return config
+
+
+def record_of(run):
+    return json.loads((run / "config.json").read_text())
+
+
+def text_of(config, run):
+    """What a run learns from."""
+    record = record_of(run)
+    with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, corpus):
+        assert found == {name: record[name] for name in found}
+        ids = np.concatenate([corpus.train, corpus.held_out]).tolist()
+        return corpus.tokenizer.decode(ids).strip()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, text):
+    """A run of four updates on tokens of its own, which data.py made."""
+    folder = tmp_path_factory.mktemp("begun")
+    data.prepare([str(text)], folder / "tokens", 300)
+    go(*WORDS, "--data", folder / "tokens", "--out", folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(begun, tmp_path):
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+def test_a_run_continues_by_its_folder_alone(run, capsys):
+    """A flag that is left out taken for its default, and the run refused; a rate that jumps without
+    a word."""
+    was = record_of(run)
+    go("--out", run, "--steps", 6)
+    lines, now = capsys.readouterr().out.splitlines(), record_of(run)
+    assert lines[0] == f"continuing {run} at step 4 of 6"
+    rows = {row["step"]: row for row in map(json.loads, open(run / "metrics.jsonl"))
+            if "loss" in row}
+    assert list(rows) == [1, 2, 3, 4, 5, 6]
+    assert lines[1].startswith(
+        f"schedule steps 4 -> 6: the learning rate was {rows[4]['lr']:.1e} at step 4 and will be "
+        f"{rows[5]['lr']:.1e} at step 5; ") and "--change lr" in lines[1]
+    differs = {name for name in was if was[name] != now[name]}
+    assert differs == {"steps", "out"} and was.keys() == now.keys()
+
+
+def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
+    """One difference after the other, each after a start of its own; a flag that means what the run
+    has already refused; flags that go together taken apart."""
+    error = refused(capsys, "--out", run, "--heads", 8, "--lr", 0.1, "--steps", 6, "--layers", 3)
+    for says in ("layers 2, and 3 was given", "heads 4, and 8 was given", "lr 0.004, and 0.1",
+                 "--change lr changes"):
+        assert says in error
+    assert "weight_decay" not in error
+    error = refused(capsys, "--out", run, "--model", "gpt2")
+    assert "of the network decoder" in error and "layers 2, and 12 was given" in error
+    assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)    # (30 / 3?)
+    old = train.old_config(str(run))
+    same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)
+    assert same == train.change(old, out=str(run))
+    for name, value in (("mesh", "data=2,tensor=2"), ("shards", 2)):
+        record = {**record_of(run), "mesh": "", "shards": 0, name: value}
+        (run / "config.json").write_text(json.dumps(record))
+        assert getattr(continued("--out", run), name) == value
+        other = continued("--out", run, "--mesh", "data=4")
+        assert (other.mesh, other.shards) == ("data=4", 0)
+        other = continued("--out", run, "--shards", 4)
+        assert (other.mesh, other.shards) == ("", 4)
+
+
+def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
+    """A benchmark, or a script that parses flags, in a folder with some run in `out`."""
+    monkeypatch.chdir(run.parent)
+    run.rename("out")
+    assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
+    seen = []
+    monkeypatch.setattr(train.commands, "dry_run", lambda config, _: seen.append(config))
+    monkeypatch.setattr(train, "bench", lambda config, _: seen.append(config))
+    train.main(["--topology", "v5e:2x2"])
+    train.main(["--bench", "--mesh", "data=8"])
+    assert [config.layers for config in seen] == [4, 4]
+
+
+def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, capsys):
+    """Other text in other tokens, for which the weights mean nothing; a change that the next start
+    undoes, or that nobody can find afterwards."""
+    was, more = record_of(run), tmp_path / "more"
+    shutil.copytree(text, more)
+    (more / "new.txt").write_text("what the first run never saw\n" * 9)
+    go("--out", run, "--steps", 5, "--lr", 0.002, "--data", more, "--change", "lr", "data")
+    said, now = capsys.readouterr().out, record_of(run)
+    assert f"changed  --lr 0.004 -> 0.002; --data {was['data'][0]} -> {more}, noted in" in said
+    change, = now["changes"]
+    assert change["step"] == 4 and change["lr"] == [0.004, 0.002]
+    assert change["data"] == [was["data"], [str(more)]] and "change" not in now
+    assert now["fingerprint"] == change["fingerprint"][1] != was["fingerprint"]
+    config = continued("--out", run, "--steps", 6)
+    assert (config.lr, config.data) == (0.002, (str(more),))
+    new, learned = (more / "new.txt").read_bytes(), text_of(config, run)
+    shutil.rmtree(more)         # (the run has its text)
+    assert text_of(config, run) == learned and new.decode() in learned
+    assert now["tokenizer_sha256"] == was["tokenizer_sha256"]
+    more.mkdir()
+    (more / "other.txt").write_bytes(b"what stands at the same path by now\n" * 99)
+    assert text_of(continued("--out", run), run) == learned
+    go("--out", run, "--steps", 6, "--weight_decay", 0, "--change", "weight_decay", "data")
+    again = record_of(run)["changes"]
+    assert again[0] == change and again[1]["step"] == 5 and again[1]["weight_decay"] == [0.1, 0]
+    assert again[1].keys() == {"step", "weight_decay", "fingerprint"}
+    assert text_of(config, run).startswith("what stands at the same path by now\n")
+
+
+def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, capsys):
+    """The text of a run replaced, and then its start refused."""
+    before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
+    data.prepare([str(text)], tmp_path / "bytes")
+    for words, says in (
+            (("--change", "lr"), "give --lr too"), (("--change", "lrr"), "'lr'"),
+            (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
+            (("--change", "data", "--data", tmp_path / "nosuch"), "no such file"),
+            (("--change", "data", "--data", text, "--lr", 1), "lr 0.004, and 1.0 was given")):
+        assert says in refused(capsys, "--out", run, "--mesh", "tensor=8", *words)
+    assert sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file()) == before
+    assert "holds no run to change" in refused(capsys, "--out", tmp_path / "new", "--lr", 1,
+                                               "--change", "lr")
+
+
+def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, monkeypatch):
+    """A field that a run's version did not have, or a network that it did not name; a damaged
+    record that ends in a traceback."""
+    record = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32",
+                  steps=20, data=[], lr=0.5, tokenizer="bytes")
+    for more, network in (({}, "decoder"), (dict(window=8, parallel=True), "transformer")):
+        (tmp_path / "config.json").write_text(json.dumps({**record, **more}))
+        config = continued("--out", tmp_path)
+        assert train.networks.network_of(config).name == network
+        assert (config.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
+        assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
+    assert config.window == 8 and config.parallel_block
+    (tmp_path / "config.json").write_text("{")
+    assert "is damaged" in refused(capsys, "--out", tmp_path)
+    monkeypatch.chdir(tmp_path)         # (a config.json that no --out names)
+    assert "--out '': expected a folder" in refused(capsys, "--out", "", "--mesh", "data=8")
+
+
+@pytest.mark.slow
+def test_several_processes_change_the_data_of_a_run(tmp_path, text):
+    """One process that goes on with the old text, or reads it before the new one is there."""
+    out, more = tmp_path / "run", tmp_path / "more.txt"
+    more.write_text("once more with other words\n" * 2000)
+    first = ends([started(*WORDS, "--mesh", "data=2", "--data", text, "--out", out)])
+    assert first[0][0] == 0, first
+    results = ends(hosts(2, "--out", out, "--steps", 6, "--data", more, "--change", "data"))
+    assert [status for status, *_ in results] == [0, 0], results
+    assert record_of(out)["changes"][0]["step"] == 4
+    assert results[0][1].startswith("continuing ") and "continuing" not in results[1][1]
+    with pytest.raises(ConfigError, match="data .*, and .* was given"):
+        continued("--out", out, "--data", text)
