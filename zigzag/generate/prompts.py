@@ -72,9 +72,9 @@ class Config:
 # How --help groups the flags.
 GROUPS = {
     "the model": ("run", "checkpoint", "model", "shards", "mesh"),
-    "what to do": ("prompt", "prompts", "source", "system", "score", "bench"),
+    "what to do": ("prompt", "prompts", "source", "system", "score", "by", "bench"),
     "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
-                  "beams", "length_penalty", "seed"),
+                  "stop_at_context", "beams", "length_penalty", "seed"),
     "output": ("json", "logprobs", "batch"),
 }
 # The flags that are also fields of Sampling.
