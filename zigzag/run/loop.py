@@ -223,7 +223,8 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min)
     schedule = ""
     if stages > 1 and config.step == "shard_map":
-        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks)
+        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
+                            skips_idle=plan.sizes["seq"] == 1)
     say.header(config, program.mesh, weights, table, schedule,
                process_allgather(socket.gethostname()), hidden,
                [network and f"network  {network}", describe_attention(plan)])
