@@ -109,7 +109,7 @@ def _summary(S, M, V, count, schedule, skips_idle):
     to = " and " if V == 2 else " to "
     of_chunks = f" of {V} chunks a stage (a{to}{_letters(V - 1)})" if V > 1 else ""
     return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {1 - M * V / count:.0%} of them "
-            f"idle; then as many for the backward passes, in the opposite order")
+            f"idle; the same backward")
 
 
 def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
