@@ -20,14 +20,14 @@ import numpy as np
 
 from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
-from zigzag.core.mesh import is_single_cpu, row_groups
+from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
-from zigzag.parallel.attention import block_ends, kernel_name
+from zigzag.parallel.attention import asked_in, describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
-from zigzag.run.plan import Program, compiled
+from zigzag.run.plan import BY_HAND, JIT, Program, compiled
 from zigzag.weights import lora
 
 
@@ -231,27 +231,22 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
 
 
 def describe_attention(plan: Any) -> str:
-    """How attention is computed, for a person: what the loss asked of shard.attend, on this mesh.
-    Nothing for a custom loss."""
-    config, sizes, names = plan.config, plan.sizes, plan.names
-    if plan.network is None or "attend" not in names:
+    """How attention is computed, for a person: what the loss asked of shard.attend, as this mesh
+    computes it. Nothing for a custom loss."""
+    if plan.network is None:
         return ""
-    T, by_hand = config.seq_len, config.step == "shard_map"
-    if by_hand and sizes["seq"] > 1:
-        return "attend   each device's queries with keys that go around a ring"
-    kernel = kernel_name(config.dtype, T, config.head_dim, plan.mesh)
-    if kernel and "attend_by_kernel" in names and (by_hand or plan.mesh.size == 1):
-        return f"attend   by the {kernel} kernel"
-    rows = config.batch // config.accumulate
-    if by_hand:
-        rows //= row_groups(plan.mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
-    scores = rows * config.heads * T * T
-    if config.heads % sizes["tensor"] == 0:
-        scores //= sizes["tensor"]
-    causal = bool(names & {"attend_by_kernel", "attend_causal"})
-    ends, parts = block_ends(scores, T, causal, loops=not is_single_cpu(plan.mesh))
-    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
-    keys = "the keys up to the last of them" if causal else "all keys"
-    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
-    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
-            f"{keys}{again}")
+    config, sizes, found = plan.config, plan.sizes, {}
+    for asked in asked_in(plan.names):      # by the rows of a group of devices, and all heads
+        rows, heads = asked.rows, asked.heads
+        if plan.mode == JIT:
+            rows *= row_groups(plan.mesh)
+        elif sizes["pipe"] > 1:
+            rows //= config.microbatches
+        if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
+            heads //= sizes["tensor"]
+        how = describe(asked._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
+        what = "causal" if asked.causal else "all to all"
+        found[how] = f"{what}, {asked.queries:,} queries and {asked.keys:,} keys: {how}"
+    lines = [*found] if len(found) == 1 else [*found.values()]
+    more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []
+    return "attend   " + "\n         ".join(lines[:4] + more) if lines else ""
