@@ -115,8 +115,8 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 # What was asked for, and how that is computed, for the start of a run
 
 class Asked(NamedTuple):
-    """What shard.attend was asked for, outside a mesh. It is the name of the result, so that whoever
-    traces a loss finds it among names_in."""
+    """What shard.attend was asked for, outside a mesh. Its result is named so: whoever traces a
+    loss finds it among names_in."""
     causal: bool
     by_kernel: bool     # causal softmax attention and nothing else: a kernel may compute it
     dtype: str
@@ -156,10 +156,11 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not is_single_cpu(mesh))
-    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
+    blocks = f"{len(ends)} block{'s' if len(ends) > 1 else ''} of "
+    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,} queries"
     keys = "the keys up to the last of them" if causal else "all keys"
     again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
-    return f"in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with {keys}{again}"
+    return f"in {blocks}{size}, with {keys}{again}"
 
 
 # -------------------------------------------------------------------------------------------

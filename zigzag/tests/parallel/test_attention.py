@@ -362,7 +362,7 @@ ENCODER = dict(causal=False, head="masked", biases="head")
     ("data=2", ENCODER, "1 block of 16 queries, with all keys"),
     ("data=2", dict(kv_rank=16, q_rank=16, rotary_dim=4, v_head_dim=8, head_dim=12), "1 block"),
     ("data=2,seq=2", {}, RING), ("seq=2", dict(window=4), RING), ("seq=2", ENCODER, ALL),
-    ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128 queries"),
+    ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
     ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
     ("tensor=2", dict(encoder_layers=1, source_len=8), "8 queries and 8 keys: in 1 block"),
 ])
