@@ -720,8 +720,8 @@ def train_language(config: Config, mesh: Any) -> None:
                  **make_task()._asdict())
     if is_process_0 and result.step >= config.steps and reads_text(config):
         prompt = "..." if config.data else "def main("
-        print(f"sample   python sample.py --run {shlex.quote(config.out)} --prompt "
-              f"{shlex.quote(prompt)}", flush=True)
+        print(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"',
+              flush=True)
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ def describe_training(plan: Any) -> str:
     if tokens is not None and len(tokens.shape) == 2:
         batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
     return (f"training {c.steps:,} steps of {batch}, {c.optimizer}, lr up to {c.lr:.3g} after "
-            f"{c.warmup:,} steps of warmup")
+            f"{c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup")
 
 
 def describe_attention(plan: Any) -> str:

@@ -249,7 +249,7 @@ def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
     assert done.stdout.splitlines()[-2].startswith(
         f"done     4 steps, saved in {tmp_path / 'run'}, held-out loss ")
     assert done.stdout.splitlines()[-1] == (
-        f"sample   python sample.py --run {tmp_path / 'run'} --prompt ...")
+        f'sample   python sample.py --run {tmp_path / "run"} --prompt "..."')
     found = re.findall(r"^step \d  held-out loss [\d.]+  \([\d.]+ bits per byte\)  "
                        r"training loss since the last evaluation [\d.]+$", done.stdout, re.M)
     assert len(found) == 2, done.stdout
