@@ -46,6 +46,15 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
     return _last_tick(microbatches - 1, stages, V) + 1, V
 
 
+def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
+           ) -> int:
+    """The time that a pipeline takes, in forward passes of a stage's chunk over a microbatch, and
+    as many backward passes. 1F1B's first S ticks have forward passes only and its last S backward
+    passes only, so where idle passes are skipped there are S fewer of each than ticks."""
+    count, _ = ticks(stages, microbatches, schedule, chunks)
+    return count - stages if schedule == "1f1b" and skips_idle else count
+
+
 def _last_tick(microbatch, S, V):
     """When the last stage finishes a microbatch. They go in groups of S: each of a group's V laps
     takes S ticks, and the last lap of number j of the group begins j ticks after the first's."""
@@ -85,7 +94,7 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     more = "..." if count > shown else ""
     lines = [f"stage {s:<2} |" + "|".join(c.center(width) for c in row[:shown]) + "|" + more
              for s, row in enumerate(rows)]
-    return "\n".join([*lines, _summary(S, M, V, count, schedule, skips_idle)])
+    return "\n".join([*lines, _summary(S, M, V, schedule, skips_idle)])
 
 
 def _cell(microbatch, M, mark=""):
@@ -97,19 +106,17 @@ def _letters(chunk):
     return chr(ord("a") + chunk % 26) * (chunk // 26 + 1)
 
 
-def _summary(S, M, V, count, schedule, skips_idle):
-    """How long a schedule takes, and how much of that is idle. 1F1B's first S ticks have forward
-    passes only and its last S backward passes only, so where idle passes are skipped there are S
-    ticks fewer of each."""
-    batches = f"{M} microbatch{'es' if M > 1 else ''}"
+def _summary(S, M, V, schedule, skips_idle):
+    """How long a schedule takes, and how much of that is idle."""
+    count = passes(S, M, schedule, V, skips_idle)
+    batches, idle = f"{M} microbatch{'es' if M > 1 else ''}", f"{1 - M * V / count:.0%}"
     if schedule == "1f1b":
-        passes = count - S if skips_idle else count
-        return (f"1f1b: {batches} take the time of {passes} forward and {passes} backward passes, "
-                f"{1 - M / passes:.0%} of it idle; 0' is the backward pass of 0")
+        return (f"1f1b: {batches} take the time of {count} forward and {count} backward passes, "
+                f"{idle} of it idle; 0' is the backward pass of 0")
     to = " and " if V == 2 else " to "
     of_chunks = f" of {V} chunks a stage (a{to}{_letters(V - 1)})" if V > 1 else ""
-    return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {1 - M * V / count:.0%} of them "
-            f"idle; the same backward")
+    return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {idle} of them idle; the same "
+            f"backward")
 
 
 def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
