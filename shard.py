@@ -429,8 +429,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    kind = "by_kernel" if kernel else "causal" if causal else "full"    # (for the start of a run)
-    return named(named(out, "attend"), f"attend_{kind}")
+    # (The second name tells the start of a run what was asked for.)
+    return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
 def own_time(tree: Any) -> Any:

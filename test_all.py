@@ -77,9 +77,11 @@ def test_a_mesh_changes_nothing(mesh, what, choices):
     dropout or masks that depend on the device; a mean of means."""
     want = on_one_device(tuple(what.items()))
     got, = run_updates(config_of(what, **choices), mesh, 3)
-    assert got.losses[0] == pytest.approx(want.losses[0], rel=2e-6), "forward pass"
+    assert got.losses[0] == pytest.approx(want.losses[0], rel=2e-6), (
+        f"forward pass: the first loss on {mesh} is not that of one device")
     assert_same_gradient(got.gradient, want.gradient)
-    assert got.losses == pytest.approx(want.losses, rel=5e-5), "update"
+    assert got.losses == pytest.approx(want.losses, rel=5e-5), (
+        f"update: the losses of three steps on {mesh} are not those of one device")
     assert_same_copies(got.params)
 
 

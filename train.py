@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import shlex
 import signal
 import sys
 import tempfile
@@ -68,7 +69,15 @@ from zigzag.run.checks import (
     check_vocabulary,
 )
 from zigzag.run.custom_loss import check_loss, check_traceable
-from zigzag.run.evaluation import answers, check_task, continuations, evaluate
+from zigzag.run.evaluation import (
+    MOST_TOKENS,
+    NEW_IDS,
+    answers,
+    check_task,
+    continuations,
+    evaluate,
+    tokens_to_evaluate,
+)
 from zigzag.run.init_from import fields_with_weights
 from zigzag.run.loop import (
     Fit,
@@ -132,6 +141,8 @@ class Config:
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
+    eval_tokens: int = 0            # held-out tokens of running text in an evaluation; 0: so many
+                                    # that evaluations take a fifth of the time at most
     metric: str = ""                # how answers to held-out pairs are judged: exact, f1 or rouge
     beams: int = 0                  # beams of the search for these answers; 0: greedy
     best: str = ""                  # smallest:NAME or largest:NAME, a number that evaluations give:
@@ -162,6 +173,7 @@ class Config:
         fifth = max(1, self.steps // 5)
         fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model,
                 warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
+        fill_in(self, eval_tokens=tokens_to_evaluate(self))
 
 
 # What decides a run's numbers, beside the network's configuration (but for network.COMPUTED). To
@@ -188,8 +200,11 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def old_config(folder: str) -> Config:
-    """The configuration of the run in a folder that is continued."""
-    return run_config(folder, Config, "--out", network=networks.config_of_run(folder, "--out"))
+    """The configuration of the run in a folder that is continued. Its evaluations have as many
+    tokens as before: then their numbers can be compared."""
+    own = networks.config_of_run(folder, "--out")
+    more = {} if "eval_tokens" in run_record(folder, "--out") else {"eval_tokens": MOST_TOKENS}
+    return run_config(folder, Config, "--out", network=own, **more)
 
 
 def read_old(folder: str) -> dict[str, Any]:
@@ -336,13 +351,14 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     At each evaluation predict is given all held-out examples, or the first `predicted`, in batches;
     its outputs, any tree of arrays with a row for each example, are put together in their order, on
     the host of every process. metric(outputs, examples) makes a number of them, or a dict of
-    numbers, show(outputs) a text. `samples` are texts that the model writes besides. flops is the
-    arithmetic of an update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What
-    is in `record` is saved with the configuration and must be the same when the run continues. The
-    run keeps the tokenizer, so that sample.py can read and write text with it.
-    `say` reports to a person. `overrides`, (path regex, PartitionSpec) pairs, say where weights
-    live, after --override: of those that match a weight the last wins. weights(places), of shapes
-    with shardings, gives the weights that a new run begins with, in place of init's."""
+    numbers. show(outputs) makes a text of those of the first four examples, or a dict of texts by
+    their labels. `samples` are texts that the model writes besides. flops is the arithmetic of an
+    update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is
+    saved with the configuration and must be the same when the run continues. The run keeps the
+    tokenizer, so that sample.py can read and write text with it. `say` reports to a person.
+    `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after --override: of
+    those that match a weight the last wins. weights(places), of shapes with shardings, gives the
+    weights that a new run begins with, in place of init's."""
     stop: list[int] = []
     task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat, metric, predicted,
                 samples)
@@ -381,6 +397,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                 say.collectives(collectives(step), expected_traffic(program.plan),
                                 is_complete(program.plan))
             run_loop(loop, step, stop)
+        if not stop:
+            say.end(loop.at, config.out, loop.evaluation)
     hosts.watchdog.arm("")
     return Fit(program.permute(loop.state["params"], back=True), loop.at,
                loop.evaluation.get("eval_loss"), loop.outputs, loop.evaluation,
@@ -508,8 +526,8 @@ def flops_of_update(config: Config) -> float:
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    networks.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, HIDDEN,
-    networks.describe)
+    networks.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, optimizer,
+    HIDDEN, networks.describe)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
@@ -685,7 +703,7 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
 
     def show(outputs):
         source, mask, new = (x[0] for x in outputs)
-        return f"{tokenizer.decode(source[mask > 0])} ==> {text(new)}"
+        return {"source": tokenizer.decode(source[mask > 0]), "answer": text(new)}
 
     def metric(outputs, examples):
         return metrics.TEXT_METRICS[config.metric](
@@ -697,21 +715,18 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
                 metric if config.metric else None, None if config.metric else 1, samples)
 
 
-# Held-out text that is judged: the same windows each time, spread over all of it.
-HELD_OUT_TOKENS = 2**17
-
-
 def language_task(config: Config, corpus: data.Corpus) -> Task:
     """Language modelling of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
     ids, room = tokenizer.vocab_size, context_of(networks.network_of(config), config.network)
     begin = min(32, -(-room // 4))          # (what is written must fit into the context, too)
-    held_out = data.Windows(corpus.held_out, T, max(1, HELD_OUT_TOKENS // T), ids)
+    # The same windows each time, spread over all of the held-out text.
+    held_out = data.Windows(corpus.held_out, T, max(1, config.eval_tokens // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
     size = int(tokenizer.lengths()[targets].sum())
 
     def write(params, batch):
-        more = min(160, room - batch["tokens"].shape[1] + 1)
+        more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
         return sample.generate_ids(params, batch, config.network, more, Sampling(0.8),
                                    config.seed)
 
@@ -722,7 +737,8 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
     return Task(
         lambda examples: data.collate(examples, T), predict,
         data.Windows(corpus.train, T, vocab_size=ids), held_out,
-        lambda ids: " ==> ".join(map(tokenizer.decode, (ids[0][:begin], ids[0][begin:]))),
+        lambda ids: {"prompt": tokenizer.decode(ids[0][:begin]),
+                     "written": tokenizer.decode(ids[0][begin:])},
         flops_of_update(config), len(targets) / size / math.log(2) if size else None,
         predicted=1,
         samples=continuations(config.sample_prompts, tokenizer, room, write))
@@ -795,8 +811,12 @@ def train_language(config: Config, mesh: Any) -> None:
                   f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
         print(f"data     {text}", flush=True)
     init, loss, _ = language(config)
-    fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
-        **make_task()._asdict())
+    result = fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
+                 **make_task()._asdict())
+    if is_process_0 and result.step >= config.steps and reads_text(config):
+        prompt = "..." if config.data else "def main("
+        print(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"',
+              flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import model
 from networks import blip2, clip, sam, swin, transformer
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import is_derived
 from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN_OPTIONS, family_of
@@ -111,7 +112,9 @@ def describe(config: Any) -> str:
         return "decoder (model.py)"
     if network is not transformer.NETWORK:
         return f"{network.name} (networks/): model_type {_model_type(config.published)}"
-    options = [f"{name}={getattr(config, name)}" for name in lacking(dataclasses.asdict(config))]
+    names = lacking(dataclasses.asdict(config))
+    names = [name for name in names if not is_derived(config, name)] or names
+    options = [f"{name}={getattr(config, name)}" for name in names]
     more = f" and {len(options) - 4} more" if len(options) > 4 else ""
     why = f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
         "--model transformer")

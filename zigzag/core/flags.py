@@ -40,6 +40,25 @@ def flat(config: Any) -> dict[str, Any]:
     return {**(dataclasses.asdict(network) if network else {}), **own}
 
 
+def is_derived(config: Any, name: str) -> bool:
+    """Whether a field has the value that it has where it is left out: its default, or what follows
+    from others."""
+    owner = config if name in {f.name for f in dataclasses.fields(config)} else config.network
+    default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
+    if getattr(owner, name) == default:
+        return True
+    try:
+        usual = dataclasses.replace(owner, **{name: default})
+    except ConfigError:         # (another option asks for it)
+        return False
+    return getattr(usual, name) == getattr(owner, name)
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that somebody has set to another value than they would have."""
+    return {name: value for name, value in flat(config).items() if not is_derived(config, name)}
+
+
 def check_shards(given: dict[str, Any]) -> None:
     """Refuse --shards 0 of a command line: as a field, 0 means that it was left out."""
     if given.get("shards") == 0:

@@ -1,9 +1,10 @@
 """What a person sees while a run goes on. Process 0 prints; the others are silent.
 
-    header       devices, mesh, configuration, and why each weight lies where it does
+    header       devices, mesh, sizes, options, and why each weight lies where it does
     collectives  what a compiled update sends, beside what was expected
     step         a live line on a terminal, plain lines elsewhere
     evaluation   the held-out loss beside the training loss, and what the model predicts
+    end          where the run is saved, and its held-out loss
 """
 
 import collections
@@ -12,12 +13,12 @@ import shutil
 import statistics
 import sys
 import time
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 
 from zigzag.core.errors import human_bytes
-from zigzag.core.flags import flat
+from zigzag.core.flags import changed
 
 
 class Reporter:
@@ -38,11 +39,10 @@ class Reporter:
                   flush=True)
 
     def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
-               host_names: Sequence[str], hidden: Sequence[str] = (), about: Sequence[str] = ()
-               ) -> None:
+               host_names: Sequence[str], about: Sequence[str] = ()) -> None:
         """`weights` counts them, `table` says where each lies and why, `timeline` draws the
-        pipeline; `host_names` has the name of each process's host, the fields `hidden` of the
-        configuration are not shown, and `about` has more lines."""
+        pipeline; `host_names` has the name of each process's host, and `about` has lines about the
+        model and the run."""
         device, count = mesh.devices.flat[0], mesh.size
         what = (f"{count} simulated CPU device{'s' if count > 1 else ''}, no accelerator was found"
                 if device.platform == "cpu" else f"{count} x {device.device_kind}")
@@ -57,7 +57,6 @@ class Reporter:
                 self.line(f"devices  process {process} on {name}: {len(own)} x "
                           f"{own[0].device_kind} ({', '.join(map(_place, own))})")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
-        self.line(config_text(config, {"mesh", "shards", "dtype", "step", *hidden}))
         for text in filter(None, about):
             self.line(text)
         self.line(f"weights  {weights}")
@@ -78,34 +77,56 @@ class Reporter:
         for (kind, axis), wanted in missing.items():
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
-    def step(self, row: dict, took: float, memory: int) -> None:
-        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use."""
+    def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
+             others: Callable[[float], float] = lambda usual: 0.0) -> None:
+        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use. `tokens`
+        are how many were computed and how many learned from, where row["tokens"] does not say
+        both. others(seconds of a usual step): how long evaluations and saves to come will take."""
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
             self.times.append(took)
         if not (self.is_terminal or at % max(1, total // 20) == 0 or at in (1, total)):
             return
         usual = statistics.median(self.times) if self.times else took
-        left = f"{(total - at) * usual:.0f} s left" if self.times else "-"
+        left = f"{(total - at) * usual + others(usual):.0f} s left" if self.times else "-"
         mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  "
-                f"{row['tokens'] / usual:,.0f} tokens/s  mfu {mfu}  "
-                f"grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
+        computed, learned = tokens if tokens[0] else (row["tokens"],) * 2
+        speed = f"{computed / usual:,.0f} tokens/s"
+        if abs(computed - learned) > 0.01 * computed:
+            speed += f" ({learned / usual:,.0f} learned from)"
+        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  {speed}  mfu {mfu}"
+                f"  grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
         self.line(text, live=True)
 
-    def evaluation(self, row: dict, text: str | None) -> None:
-        """`row` as in metrics.jsonl, and predictions as text."""
-        bits, train_loss = row["bits_per_byte"], row["train_loss"]
-        usual = ("step", "eval_loss", "train_loss", "bits_per_byte")
+    def evaluation(self, row: dict, texts: Sequence[str | Mapping[str, str]] = ()) -> None:
+        """`row` as in metrics.jsonl, and predictions: texts, or texts by their labels."""
+        train_loss, usual = row["train_loss"], ("step", "eval_loss", "train_loss", "bits_per_byte")
         others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
                          if name not in usual and isinstance(x, float))
-        self.line(f"step {row['step']}  held-out loss {row['eval_loss']:.4f}"
-                  + (f"  ({bits:.4f} bits per byte)" if bits is not None else "")
+        self.line(f"step {row['step']}  {held_out_text(row)}"
                   + (f"  training loss since the last evaluation {train_loss:.4f}"
                      if train_loss is not None else "") + others)
-        if text:
-            clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-            self.line("    | " + clean.replace("\n", "\n    | "))
+        for text in texts:
+            parts = text if isinstance(text, Mapping) else {"": text}
+            width = max(map(len, parts)) + 1 if any(parts) else 0
+            for label, part in parts.items():
+                clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in part)
+                first, *rest = clean.split("\n")
+                self.line("\n".join(f"    {name:{width}}| {line}" for name, line in zip(
+                    [label, *[""] * len(rest)], [first, *rest])))
+
+    def end(self, at: int, out: str, row: dict) -> None:
+        """A run has made all of its `at` steps and is saved in `out` ('': nowhere); `row` is its
+        last evaluation, if there was one."""
+        parts = [f"{at} step{'s' if at > 1 else ''}", out and f"saved in {out}",
+                 row and held_out_text(row)]
+        self.line("done     " + ", ".join(filter(None, parts)))
+
+
+def held_out_text(row: dict) -> str:
+    bits = row["bits_per_byte"]
+    return f"held-out loss {row['eval_loss']:.4f}" + (
+        f"  ({bits:.4f} bits per byte)" if bits is not None else "")
 
 
 def _place(device):
@@ -114,17 +135,18 @@ def _place(device):
     return str(device.id) if coords is None else f"{device.id} at {','.join(map(str, coords))}"
 
 
-def config_text(config: Any, hidden: set[str]) -> str:
-    """The fields of the configuration in lines of at most 100 columns."""
-    lines = ["config  "]
-    for name, value in flat(config).items():
+def options_text(config: Any, hidden: set[str]) -> str:
+    """The options that differ from their defaults, but for those that follow from others, in lines
+    of at most 100 columns; '' if there are none."""
+    lines = ["options "]
+    for name, value in changed(config).items():
         if name not in hidden:
             text = " ".join(value) if isinstance(value, tuple) else str(value)
             word = f" {name}={text or '-'}"
             if len(lines[-1]) + len(word) > 100:
                 lines.append("        ")
             lines[-1] += word
-    return "\n".join(lines)
+    return "\n".join(lines) if lines != ["options "] else ""
 
 
 def mean_loss(losses: Sequence[float]) -> float | None:
@@ -139,14 +161,20 @@ class BenchReporter(Reporter):
     def __init__(self, steps: int):
         super().__init__(steps)
         self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
+        self.tokens = 0         # computed in a step
 
     def header(self, config: Any, mesh: Any, weights: str, *_: Any) -> None:
         axes = " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1)
         self.line(f"{weights}, a batch of {config.batch} x {config.seq_len}, {config.dtype}, on "
                   f"{mesh.size} x {mesh.devices.flat[0].device_kind}: {axes}")
 
-    def step(self, row: dict, took: float, memory: int) -> None:
+    def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
+             *_: Any) -> None:
+        self.tokens = tokens[0]
         self.first_step = self.first_step or time.perf_counter() - self.begin
         self.took.append(took)
         if self.is_terminal:
             self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)
+
+    def end(self, *_: Any) -> None:
+        pass

@@ -23,7 +23,7 @@ from zigzag.core.report import BenchReporter, Reporter
 from zigzag.measure.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.measure.hlo import Collective, arithmetic, collectives
 from zigzag.parallel.attention import SCORES
-from zigzag.parallel.pipeline import ticks
+from zigzag.parallel.pipeline import passes
 from zigzag.parallel.products import LOGITS
 from zigzag.weights import lora
 
@@ -66,13 +66,13 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
-    passes = 1      # how often a stage runs for each microbatch, idle ticks included
+    turns = 1       # how often a stage runs for each microbatch, idle passes included
     if p > 1:
-        count, chunks = ticks(p, c.microbatches, c.schedule, c.chunks)
-        passes = count / chunks / c.microbatches
-    work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * passes
+        count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle=s == 1)
+        turns = count / c.chunks / c.microbatches
+    work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * turns
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
-            + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * passes
+            + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * turns
             + layers * REMAT_COST[c.remat] * (
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))

@@ -16,8 +16,9 @@ B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
 
 import functools
+import json
 import math
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,58 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 
 
 # -------------------------------------------------------------------------------------------
+# What was asked for, and how that is computed, for the start of a run
+
+class Asked(NamedTuple):
+    """What shard.attend was asked for, outside a mesh. Its result is named so: whoever traces a
+    loss finds it among names_in."""
+    causal: bool
+    by_kernel: bool     # causal softmax attention and nothing else: a kernel may compute it
+    dtype: str
+    rows: int
+    heads: int
+    queries: int        # tokens
+    keys: int
+    width: int          # of a head
+    is_alike: bool      # queries, keys and values have as many tokens and heads as wide
+
+
+def name_of(q: Array, k: Array, v: Array, causal: bool, by_kernel: bool) -> str:
+    """The name of what shard.attend returns for these arguments."""
+    (rows, queries, heads, width), keys = q.shape, k.shape[1]
+    return "attend: " + json.dumps(Asked(causal, by_kernel, q.dtype.name, rows, heads, queries,
+                                         keys, width, _is_alike(q, k, v)))
+
+
+def asked_in(names: Iterable[str]) -> list[Asked]:
+    """What was asked for, in order and once each, among the names of a loss's values."""
+    found = (name.partition("attend: ")[2] for name in names if name.startswith("attend: "))
+    return sorted(Asked(*json.loads(text)) for text in found)
+
+
+def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
+    """How attend computes this on a mesh, for a person. `asked` has the rows and heads that it sees
+    there: a device's, or all of them over axes that are not `manual`, which a compiler splits."""
+    sizes, (rows, heads, T, S) = mesh.shape, asked[3:7]
+    if sizes["seq"] > 1:
+        return "around a ring: " + (
+            "a device has an early and a late part of the queries, and keys that none of them sees "
+            "are left out" if asked.causal else "each device's queries meet all keys in turn")
+    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
+    kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh)
+    if asked.by_kernel and asked.is_alike and is_own and kernel:
+        return f"by the {kernel} kernel"
+    causal = asked.causal and S == T
+    scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
+    ends, parts = block_ends(scores, T, causal, not is_single_cpu(mesh))
+    blocks = f"{len(ends)} block{'s' if len(ends) > 1 else ''} of "
+    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,} queries"
+    keys = "the keys up to the last of them" if causal else "all keys"
+    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
+    return f"in {blocks}{size}, with {keys}{again}"
+
+
+# -------------------------------------------------------------------------------------------
 # In blocks
 
 def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
@@ -184,8 +237,11 @@ def kernel_fits(q: Array, k: Array, v: Array) -> bool:
     to split it."""
     sizes, manual = ambient()
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    is_alike = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
-    return is_own and is_alike and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+    return is_own and _is_alike(q, k, v) and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+
+
+def _is_alike(q, k, v):
+    return k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
 
 
 def causal_kernel(q: Array, k: Array, v: Array) -> Array:

@@ -46,6 +46,15 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
     return _last_tick(microbatches - 1, stages, V) + 1, V
 
 
+def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
+           ) -> int:
+    """The time that a pipeline takes, in forward passes of a stage's chunk over a microbatch, and
+    as many backward passes. 1F1B's first S ticks have forward passes only and its last S backward
+    passes only, so where idle passes are skipped there are S fewer of each than ticks."""
+    count, _ = ticks(stages, microbatches, schedule, chunks)
+    return count - stages if schedule == "1f1b" and skips_idle else count
+
+
 def _last_tick(microbatch, S, V):
     """When the last stage finishes a microbatch. They go in groups of S: each of a group's V laps
     takes S ticks, and the last lap of number j of the group begins j ticks after the first's."""
@@ -65,13 +74,19 @@ def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
     return t - stage, t - (2 * S - 1 - stage)
 
 
-def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1) -> str:
-    """Which microbatch each stage has in each tick, for a person, and how much of it is idle."""
+def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1,
+             skips_idle: bool = True) -> str:
+    """Which microbatch each stage has in each tick, for a person, and how much of the time a stage
+    is idle. With several chunks 3b is microbatch 3 in the stage's second chunk. `skips_idle`: a
+    stage without work in a tick computes nothing."""
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
 
     def cell(stage, t):
-        work = work_1f1b(t, stage, S) if schedule == "1f1b" else work_at(t, stage, S, V)[:1]
-        return " ".join(f"{m}{mark}" if 0 <= m < M else "." for m, mark in zip(work, ("", "'")))
+        if schedule == "1f1b":
+            forward, back = work_1f1b(t, stage, S)
+            return " ".join([_cell(forward, M), _cell(back, M, "'")])
+        microbatch, chunk = work_at(t, stage, S, V)
+        return _cell(microbatch, M, _letters(chunk) if V > 1 else "")
 
     rows = [[cell(s, t) for t in range(count)] for s in range(S)]
     width = max(len(c) for row in rows for c in row)
@@ -79,11 +94,29 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
     more = "..." if count > shown else ""
     lines = [f"stage {s:<2} |" + "|".join(c.center(width) for c in row[:shown]) + "|" + more
              for s, row in enumerate(rows)]
-    note = ("; x' is the backward pass of x (here a tick is a forward and a backward; in the other "
-            "schedules, one of the two)" if schedule == "1f1b" else "")
-    batches, parts = "microbatches" if M > 1 else "microbatch", "chunks" if V > 1 else "chunk"
-    return "\n".join([*lines, f"{schedule}: {count} ticks for {M} {batches} of {V} {parts} a "
-                              f"stage, {1 - M * V / count:.0%} of them idle{note}"])
+    return "\n".join([*lines, _summary(S, M, V, schedule, skips_idle)])
+
+
+def _cell(microbatch, M, mark=""):
+    return f"{microbatch}{mark}" if 0 <= microbatch < M else "."
+
+
+def _letters(chunk):
+    """a to z, then aa, bb and so on."""
+    return chr(ord("a") + chunk % 26) * (chunk // 26 + 1)
+
+
+def _summary(S, M, V, schedule, skips_idle):
+    """How long a schedule takes, and how much of that is idle."""
+    count = passes(S, M, schedule, V, skips_idle)
+    batches, idle = f"{M} microbatch{'es' if M > 1 else ''}", f"{1 - M * V / count:.0%}"
+    if schedule == "1f1b":
+        return (f"1f1b: {batches} take the time of {count} forward and {count} backward passes, "
+                f"{idle} of it idle; 0' is the backward pass of 0")
+    to = " and " if V == 2 else " to "
+    of_chunks = f" of {V} chunks a stage (a{to}{_letters(V - 1)})" if V > 1 else ""
+    return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {idle} of them idle; the same "
+            f"backward")
 
 
 def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
@@ -145,8 +178,8 @@ def with_aux(sums: tuple, aux: Any) -> tuple:
 def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, remat: str) -> tuple:
     """All microbatches forward; autodiff makes the backward pass, in the opposite order.
 
-        stage 0 | 0 1 0 1 2 3 2 3 . |      2 stages of 2 chunks, 4 microbatches: a number is a
-        stage 1 | . 0 1 0 1 2 3 2 3 |      microbatch, and stage 1's last chunk of it ends it
+        stage 0 | 0a 1a 0b 1b 2a 3a 2b 3b .  |     2 stages of 2 chunks, 4 microbatches: 0b is
+        stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
     One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
     comes after the layers is shared by all stages, each with its part of the time."""

@@ -42,6 +42,7 @@ from zigzag.core.mesh import (
     flatten,
     full_spec,
     is_spec,
+    shardings,
     spec_axes,
     trimmed,
 )
@@ -510,17 +511,26 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
     return jax.tree.unflatten(tree, placed)
 
 
+def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
+    """Shapes of an optimizer's state, with their places on the mesh: that of weights `params` whose
+    moments have these specs."""
+    state = jax.eval_shape(optimizer.init, params)
+    return jax.tree.map(lambda x, place: x.update(sharding=place), state,
+                        shardings(state_specs(optimizer, params, specs), mesh))
+
+
 # -------------------------------------------------------------------------------------------
 # The table
 
 def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
-            fsdp_min: int = 4096) -> str:
+            fsdp_min: int = 4096, state: Any = None, is_short: bool = False) -> str:
     """The table of what is split where, and why, for a person: of what plan_sharding gives, or
-    (then without reasons) infer_specs. Ends with what a device holds (of moments, with `zero`, its
-    part over data), and what of it is copies."""
+    (then without reasons) infer_specs. Ends with what a device holds and what of it is copies. The
+    optimizer's state is `state` (shapes with shardings); without it AdamW's, with `zero` split over
+    data. `is_short` puts all small weights that nothing splits into one line."""
     paths, leaves, _ = flatten(params)
     sizes = _axis_sizes(mesh)
-    table, total = [("weight", "shape", "split", "per device", "why")], 0
+    table, total = [], 0
     gradients = moments = 0     # of what is trained
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
@@ -537,11 +547,16 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
         for axis in copies.keys() - spec_axes(d.spec):
             copies[axis][_why_copied(d.reason, axis)].append(here)
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
+        is_small = not (spec_axes(d.spec) or d.is_matrix)
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
-                      human_bytes(here), d.reason))
-    lines = _aligned(table)
+                      here, d.reason, is_small))
+    lines = _aligned(table, total / 100 if is_short else 0)
+    what = "AdamW's two moments" if state is None else "the optimizer's state"
+    if state is not None:
+        moments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                      for x in jax.tree.leaves(state))
     lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
-                 f"gradients and {human_bytes(moments)} of AdamW's two moments: "
+                 f"gradients and {human_bytes(moments)} of {what}: "
                  f"{human_bytes(total + gradients + moments)}")
     for axis, reasons in copies.items():
         if held := sum(map(sum, reasons.values())):
@@ -560,7 +575,19 @@ def _why_copied(reason, axis):
     return re.sub("^whole(.*?): ", "", why)
 
 
-def _aligned(table):
+def _aligned(rows, most):
+    """Rows of (path, shape, split, bytes, why, whether it is a small whole weight) as lines. If
+    there are several small ones of at most `most` bytes, they share the last line."""
+    small = [row for row in rows if row[5] and row[3] <= most]
+    small = small if len(small) > 1 else []
+    table = [("weight", "shape", "split", "per device", "why"),
+             *((*row[:3], human_bytes(row[3]), row[4]) for row in rows if row not in small)]
+    if small:
+        names = [*dict.fromkeys(path.split(".")[-1] for path, *_ in small)]
+        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        table.append((f"{len(small)} small weights", "", "whole",
+                      human_bytes(sum(row[3] for row in small)),
+                      f"scales and biases: {', '.join(names[:6])}{more}"))
     a, b, c, d, _ = (max(map(len, column)) for column in zip(*table))
     return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
             for path, shape, split, size, why in table]

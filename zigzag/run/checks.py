@@ -31,8 +31,9 @@ ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("
 def check_config(c: Any) -> None:
     """Refuse what a train.Config cannot be, beyond what the network's configuration refuses."""
     check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, beams=0, lr=0,
-                   eval_every=0, keep=1, max_skipped=1, processes=0, process_id=-1, patience=1,
-                   profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0, fsdp_min=0)
+                   eval_every=0, eval_tokens=0, keep=1, max_skipped=1, processes=0, process_id=-1,
+                   patience=1, profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0,
+                   fsdp_min=0)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"

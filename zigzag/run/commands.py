@@ -26,7 +26,7 @@ from zigzag.core.mesh import (
 from zigzag.core.report import BenchReporter, Reporter
 from zigzag.measure import chips, forecast
 from zigzag.measure.traffic import expected_traffic, is_complete
-from zigzag.rule.rule import explain, parse_overrides
+from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
 from zigzag.run.loop import report_header
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.weights import lora
@@ -40,6 +40,7 @@ class Trained(NamedTuple):
     flops: Callable         # config -> of an update
     count: Callable         # Program -> all parameters, and those that a token visits
     vocab_size: int         # where no data says it
+    optimizer: Callable     # (config, decisions) -> of optax
     hidden: tuple[str, ...]     # fields of the configuration that are not shown
     describe: Callable      # config -> which network it is, and why, as a text
 
@@ -96,12 +97,13 @@ def _resolved(config, mesh, trained):
     return change(config, vocab_size=config.vocab_size or trained.vocab_size)
 
 
-def dry_run(config: Any, trained: Trained) -> None:
+def dry_run(config: Any, trained: Trained, is_short: bool = True) -> None:
     """The real step, for hardware that is not here."""
     begin = time.perf_counter()
     program, step = ready_to_run(config, trained)
     config, say = program.config, Reporter(config.steps)
-    report_header(program, say, trained.count(program), trained.hidden, trained.describe(config))
+    report_header(program, say, trained.count(program), trained.hidden, trained.describe(config),
+                  is_short)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
                      expected=expected_traffic(program.plan), complete=is_complete(program.plan))
@@ -110,7 +112,7 @@ def dry_run(config: Any, trained: Trained) -> None:
 def show_sharding(config: Any, trained: Trained) -> None:
     """Where each weight would lie, and why, without making the model."""
     if config.topology:
-        return dry_run(config, trained)
+        return dry_run(config, trained, is_short=False)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = change(config, vocab_size=config.vocab_size or trained.vocab_size)
     network = trained.network(config)
@@ -121,7 +123,13 @@ def show_sharding(config: Any, trained: Trained) -> None:
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
-    print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min))
+    of_trained = lora.split if config.lora_rank else lambda tree: (tree, {})
+    (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
+    specs = jax.tree.map(lambda d: d.spec, chosen)
+    if config.zero:
+        specs = zero1_specs(params, specs, mesh, config.fsdp_min)
+    state = state_shapes(trained.optimizer(config, chosen), params, specs, mesh)
+    print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min, state))
 
 
 def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:
@@ -136,5 +144,5 @@ def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Calla
     begin = time.perf_counter()
     for at in range(10):
         make_batch(config, at)
-    forecast.bench_report(say, mesh, config.dtype, tokens=config.batch * config.seq_len,
-                          flops=flops, loader=(time.perf_counter() - begin) / 10)
+    forecast.bench_report(say, mesh, config.dtype, tokens=say.tokens, flops=flops,
+                          loader=(time.perf_counter() - begin) / 10)

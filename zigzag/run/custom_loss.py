@@ -1,9 +1,14 @@
 """A custom loss, compared by value on the mesh and on one device, before a run begins.
 
     the mesh's sums and gradient   beside one device's, of the same rows
-    one device's, in parts         beside its own of all rows together, where those differ
 
-Both at new weights that are moved at random, for behind a head of zeros nothing shows. How far
+and where those differ, for the reason, one device's beside its own
+
+    the rows in parts              a loss that is not a sum over rows
+    the rows in another order      one in which a row's number in the batch matters
+    some rows exchanged            ... and only that, not the rows beside it
+
+All at new weights that are moved at random, for behind a head of zeros nothing shows. How far
 apart they may be is measured: by moving one device's weights by their rounding. A network's own
 loss is compared only with --check: the tests hold it to one device on every mesh, as it is here.
 """
@@ -11,6 +16,7 @@ loss is compared only with --check: the tests hold it to one device on every mes
 import dataclasses
 import functools
 import math
+import re
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -63,8 +69,8 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     rows = _rows_to_compare(small)
     given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
     batch = given[0][0]
-    if evaluates:               # (what a held-out batch does not have is missed here)
-        jax.eval_shape(plan.loss, plan.params, _held_out(batch))
+    if evaluates:
+        _check_held_out(plan, batch)
     if plan.parts == 1 and not plan.typed:
         return True             # nothing is split but by the compiler
     dtype, is_narrow = _widest_dtype(plan, batch)
@@ -83,14 +89,65 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     else:
         if found is None:
             return True
-        if plan.parts > 1 and (in_parts := find(functools.partial(_in_parts, small))):
-            raise _not_a_sum(plan, in_parts, rows, rows // small.parts)
+        if refusal := _cause_on_one_device(small, find, evaluates, batch, rows):
+            raise refusal
         what, refusal = f"these would differ: {found.differ}", _not_this_mesh(plan, found, rows)
     if plan.typed and not plan.needs:
         say(f"this loss is computed as on one device, with all weights gathered at once: on this "
             f"mesh {what}")
         return False
     raise refusal
+
+
+def _check_held_out(plan, batch):
+    """Find out whether the loss can do without what only batches to learn from have."""
+    try:
+        jax.eval_shape(plan.loss, plan.params, _held_out(batch))
+    except KeyError as e:
+        if e.args != ("seeds",):
+            raise
+        raise ConfigError("this loss reads batch['seeds'], which a held-out batch does not have: "
+                          "make no noise where \"seeds\" is not in the batch") from None
+
+
+def _is_another_when_traced_again(plan, evaluates, batch):
+    """Whether the loss takes a number from outside, which is a constant of what is traced."""
+    def trace(batch):
+        closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(plan.params, batch)
+        return re.sub(" at 0x[0-9a-f]+", "", str(closed.jaxpr)), closed.consts
+
+    for given in (batch, _held_out(batch)) if evaluates else (batch,):
+        (text, constants), (other, others) = trace(given), trace(given)
+        if text != other or not all(map(np.array_equal, constants, others)):
+            return True
+    return False
+
+
+def _cause_on_one_device(plan, find, evaluates, batch, rows):
+    """The refusal of a loss that differs on the mesh for a reason that one device shows, too; None
+    if none is found."""
+    def alone(*places):
+        return find(functools.partial(_alone, plan, evaluates, places))
+
+    usual = np.arange(rows)
+    if _is_another_when_traced_again(plan, evaluates, batch):
+        return _not_a_function()
+    in_pipeline = plan.config.microbatches if plan.sizes["pipe"] > 1 else 1
+    parts = plan.parts * in_pipeline
+    in_parts = parts > 1 and find(functools.partial(
+        _in_parts, plan, parts, parts // plan.accumulate if evaluates else 0))
+    if not in_parts:
+        return None
+    spread = usual * 0.618 % 1
+    other = np.argsort(-spread)
+    if in_order := alone((1, other)):
+        # A sum over (row, number) of anything: to exchange some rows, and then the others, changes
+        # it by as much as to exchange all.
+        some = spread < 0.5
+        if not alone((1, np.where(some, other, usual)), (1, np.where(some, usual, other)),
+                     (-1, other)):
+            return _numbers_matter(plan, in_order, rows)
+    return _not_a_sum(plan, in_parts, rows, rows // parts)
 
 
 def _held_out(batch):
@@ -145,8 +202,8 @@ def _find_difference(plan, given, is_narrow, say, compute):
                     f" and {len(what) - 3} more" if len(what) > 3 else ""))
         if is_checked:
             return None
-    say("this loss is not checked on this mesh: its gradient is zero, or not finite, of the first "
-        "three batches")
+    say("this loss is not checked on this mesh: for each of the first three batches its gradient "
+        "is zero, or it or its gradient is not finite")
     return None
 
 
@@ -197,14 +254,36 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
             evaluate(staged, _held_out(batch)) if evaluate else ())
 
 
-def _in_parts(plan, params, batch):
-    """On one device, with the rows in parts."""
-    def added(params, batch):
-        parts = jax.tree.map(lambda x: x.reshape(plan.parts, -1, *x.shape[1:]), batch)
-        return jax.tree.map(lambda x: x.sum(0), jax.lax.map(
-            functools.partial(sums_and_gradient, plan.loss, *plan.split(params)), parts))
+def _in_parts(plan, parts, held_parts, params, batch):
+    """On one device, with the rows in parts, and those of a held-out batch (0: there is none)."""
+    def split(batch, parts):
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
-    return *untyped(added)(_whole(params), _whole(batch)), ()
+    def added(fn, batch, parts):
+        return jax.tree.map(lambda x: x.sum(0), jax.lax.map(fn, split(batch, parts)))
+
+    def compute(params, batch):
+        learned = functools.partial(sums_and_gradient, plan.loss, *plan.split(params))
+        held = added(functools.partial(plan.loss, params), _held_out(batch), held_parts) if (
+            held_parts) else ()
+        return *added(learned, batch, parts), held
+
+    return untyped(compute)(_whole(params), _whole(batch))
+
+
+def _alone(plan, evaluates, places, params, batch):
+    """On one device, of `places`, pairs (factor, numbers of rows): the sum of what the loss gives
+    for these rows, times the factors."""
+    def compute(params, batch):
+        results = []
+        for factor, numbers in places:
+            rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
+            found = (*sums_and_gradient(plan.loss, *plan.split(params), rows),
+                     plan.loss(params, _held_out(rows)) if evaluates else ())
+            results.append(jax.tree.map(lambda x, factor=factor: factor * x, found))
+        return jax.tree.map(lambda *x: sum(x), *results)
+
+    return untyped(compute)(_whole(params), _whole(batch))
 
 
 def _beside_one_device(plan, compute, is_narrow, batch, key, size):
@@ -276,40 +355,91 @@ def _not_traceable(plan, e):
                        f"it say where arrays lie; or use --step jit")
 
 
-def _mean(sums):
-    total, count, _ = sums
-    return f"{float(total):.6g} / {float(count):.6g}"
+def _both(found):
+    """What was compared, and what it should be, as texts; of a held-out batch, if the sums of the
+    other are right."""
+    def mean(sums):
+        total, count, _ = sums
+        return f"{float(total):.6g} / {float(count):.6g}"
+
+    is_held = found.differ.startswith("the held-out")
+    pair = (found.held, found.held_wanted) if is_held else (found.sums, found.wanted)
+    return *map(mean, pair), "held-out rows" if is_held else "rows"
 
 
-def _not_a_sum(plan, found, rows, rows_of_part):
+SEEDS = ("make noise by jax.random from batch['seeds'], which belong to the examples; a held-out "
+         "batch has no seeds: there make no noise, or noise that follows from what is in the row")
+
+
+def _not_a_function():
+    return ConfigError(
+        f"this loss is not a function of its weights and its batch: traced twice, it is another "
+        f"computation; what is drawn or counted outside jax (np.random, a counter, the time) is "
+        f"another constant in each compiled program: {SEEDS}")
+
+
+def _splits(plan):
+    """What splits the rows of a batch, with its verb, and what to use in its place."""
     sizes, config = plan.sizes, plan.config
     splits, instead = [], "--accumulate 1"
-    if plan.parts > config.accumulate:
+    if plan.parts > plan.accumulate:
         axes = ",".join(f"{a}={sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
         splits, instead = [f"--mesh {axes}"], "--step jit --accumulate 1"
         if sizes["pipe"] * sizes["seq"] > 1:
             instead += " and no pipe or seq in --mesh"
     if config.accumulate > 1:
         splits.append(f"--accumulate {config.accumulate}")
+    if sizes["pipe"] > 1 and config.microbatches > 1:
+        splits.append(f"--microbatches {config.microbatches}")
+        instead += " --microbatches 1" if "no pipe" not in instead else ""
+    return f"{' and '.join(splits)} {'splits' if len(splits) == 1 else 'split'} the batch", instead
+
+
+def _numbers_matter(plan, found, rows):
+    (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
     return ConfigError(
-        f"this loss is not a sum over the rows of a batch: {rows} rows together give "
-        f"{_mean(found.wanted)} (sum / count), {rows_of_part} rows at a time give "
-        f"{_mean(found.sums)} in total; these differ: {found.differ}; {' and '.join(splits)} "
-        f"{'splits' if len(splits) == 1 else 'split'} the batch: return sums over rows, or use "
-        f"{instead}")
+        f"in this loss the number of a row in the batch matters: {rows} {what} give {wanted} (sum "
+        f"/ count), the same ones in another order {got}; these differ: {found.differ}; {splits}, "
+        f"and each part numbers its rows from 0. If it makes noise from arange(rows), or of the "
+        f"shape of the batch: {SEEDS}. If it takes rows of a table by their number, put them into "
+        f"the batch, in collate. Or use {instead}")
+
+
+def _not_a_sum(plan, found, rows, rows_of_part):
+    (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
+    return ConfigError(
+        f"this loss is not a sum over the rows of a batch: {rows} {what} together give {wanted} "
+        f"(sum / count), in parts (of {rows_of_part} rows to learn from) {got} in total; these "
+        f"differ: {found.differ}; {splits}: return sums over rows, or use {instead}")
 
 
 def _not_this_mesh(plan, found, rows):
+    got, wanted, what = _both(found)
     axes = plan.needs or [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
-    chunks = ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else ""
     return ConfigError(
-        f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} rows is "
-        f"{_mean(found.sums)} (sum / count), on one device {_mean(found.wanted)}; these differ: "
-        f"{found.differ}; code that picks or pools positions of the time, or adds up layers' "
-        f"weights outside shard.pipelined_loss, sees only a part of them there{chunks}"
-        f"{_by_hand(plan)}: {ANY_LOSS}")
+        f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} {what} is {got} (sum / "
+        f"count), on one device {wanted}; these differ: {found.differ}; {_partly_seen(plan)}: "
+        f"{ANY_LOSS}")
+
+
+def _partly_seen(plan):
+    """What code sees only a part of, over the axes over which the loss splits itself."""
+    needs = {need.split("=")[0] for need in plan.needs}
+    causes = [text for axes, text in (
+        ({"pipe", "seq", "tensor"}, "code that picks, pools or numbers positions of the time "
+                                    "without shard.whole_time"),
+        ({"pipe"}, "code that adds up layers' weights outside shard.pipelined_loss"),
+        ({"expert"}, "code that adds up experts' weights outside shard.experts")) if needs & axes]
+    if not causes:
+        return ("the split of its rows does not explain that: what a loss depends on must be in "
+                "its weights and its batch, and it must not make much of rounding")
+    sees = "sees only a part of them there" + (
+        ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else "")
+    return f"{', or '.join(causes)}, {sees}{_by_hand(plan)}"
 
 
 def _by_hand(plan):
+    if plan.mode != BY_HAND or plan.sizes["tensor"] == 1:
+        return ""
     return ("; where shard.columns or shard.row is called, every product with a weight that tensor "
-            "splits must go through them") if plan.mode == BY_HAND else ""
+            "splits must go through them")

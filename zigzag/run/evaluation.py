@@ -30,8 +30,11 @@ from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
 from zigzag.run import metrics
-from zigzag.run.loop import Loop, Samples, Task, flush_metrics
+from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
 from zigzag.run.plan import Program
+
+# A text that is shown at an evaluation has so many new ids.
+NEW_IDS = 160
 
 
 def check_task(config: Any, program: Program, task: Task) -> None:
@@ -71,6 +74,20 @@ def _check_best(best, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
+# At most so much held-out text is evaluated, and by runs from before there was --eval_tokens.
+MOST_TOKENS = 2**17
+# To generate the text that is shown takes about as long as a forward pass over so many tokens.
+SHOWN_TEXT = 8 * NEW_IDS
+
+
+def tokens_to_evaluate(config: Any) -> int:
+    """How many held-out tokens an evaluation may have so that all evaluations of a run take at most
+    a fifth of its time: a forward pass takes a third of a training step. At least a batch."""
+    c, batch = config, config.batch * config.seq_len
+    count = -(-c.steps // c.eval_every) + c.eval_first
+    return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))
+
+
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
     """Evaluate, and report it. Returns whether this is the best evaluation so far, by config.best.
     If it is not new (an earlier run ended with this step), it is not written to disk, and is never
@@ -79,12 +96,13 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if not len(task.held_out):
         return False
     flush_metrics(loop)
+    begin = time.perf_counter()
     watchdog.arm("an evaluation")
     loss, others = _held_out_sums(program, task, loop.state["params"])
     row = {"step": at, "eval_loss": loss, "train_loss": mean_loss(loop.losses),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
-    lines, written = [], []
+    texts, written = [], []
     if task.predict or task.samples:
         params = program.permute(loop.state["params"], back=True)
     if task.predict:
@@ -92,12 +110,14 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
         loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
                                    count)
         row |= _apply_metric(task, loop.outputs, count, row)
-        lines += [task.show(loop.outputs)] if task.show else []
+        if task.show:
+            texts.append(task.show(jax.tree.map(lambda x: x[:SHOWN], loop.outputs)))
     if task.samples:
         written = [{"step": at, "prompt": prompt, "text": text}
                    for prompt, text in _write_samples(program, task.samples, params)]
-        lines += [f"{sample['prompt']} ==> {sample['text']}" for sample in written]
-    loop.reporter.evaluation(row, "\n".join(lines))
+        texts += [dict(zip(task.samples.labels, (sample["prompt"], sample["text"])))
+                  for sample in written]
+    loop.reporter.evaluation(row, texts)
     loop.evaluation = row
     _check_best(program.config.best, [name for name, x in row.items()
                                       if isinstance(x, float) and name != "train_loss"])
@@ -108,6 +128,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
             loop.folder.write_samples(written)
         loop.losses = []
     loop.clock = time.perf_counter()
+    loop.evaluations.append(loop.clock - begin)
     watchdog.arm("a step")
     return is_best
 
@@ -255,7 +276,8 @@ def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> 
     predict are the task's; text(outputs) is the text for one source. None without a file."""
     if not path:
         return None
-    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs))
+    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs),
+                   ("source", "answer"))
 
 
 def continuations(path: str, tokenizer: Any, context: int, write: Callable) -> Samples | None:

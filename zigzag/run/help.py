@@ -24,7 +24,7 @@ RARE = {
     "model": ("head_dim", "norm_eps", "rope_theta", "rope_scaling", "embed_scale",
               "experts_per_token", "balance", "router_z", "published"),
     "mesh": ("chunks", "override", "fsdp_min", "step", "check", "profile"),
-    "saving": ("eval_first", "verify"),
+    "saving": ("eval_first", "eval_tokens", "verify"),
     "hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
 }
 LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "

@@ -8,6 +8,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import socket
 import statistics
@@ -20,15 +21,18 @@ import numpy as np
 
 from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
-from zigzag.core.mesh import is_single_cpu, row_groups
-from zigzag.core.report import Reporter
+from zigzag.core.mesh import row_groups
+from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
-from zigzag.parallel.attention import block_ends, kernel_name
+from zigzag.parallel.attention import asked_in, describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
-from zigzag.run.plan import Program, compiled
+from zigzag.run.plan import BY_HAND, JIT, Program, compiled
 from zigzag.weights import lora
+
+# The outputs of so many examples are shown at an evaluation.
+SHOWN = 4
 
 
 class Fit(NamedTuple):
@@ -47,6 +51,7 @@ class Samples(NamedTuple):
     collate: Callable       # some prompts -> arrays, rows of the same shape whichever they are
     predict: Callable       # params, arrays -> outputs
     text: Callable          # a prompt, its outputs -> what the model has written
+    labels: tuple[str, str] = ("prompt", "written")     # of the two, for a person
 
 
 class Task(NamedTuple):
@@ -55,7 +60,7 @@ class Task(NamedTuple):
     predict: Callable | None
     examples: Sequence
     held_out: Sequence
-    show: Callable | None
+    show: Callable | None       # of the first SHOWN outputs, a text, or texts by their labels
     flops: float | None
     bits_per_nat: float | None
     metric: Callable | None = None
@@ -77,6 +82,8 @@ class Loop:
     pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
     clock: float = 0.0              # when the last step's numbers came
     saving: float = 0.0             # seconds that saves took since then
+    evaluations: list[float] = dataclasses.field(default_factory=list)  # seconds that each took
+    saves: list[float] = dataclasses.field(default_factory=list)
     skipped: int = 0                # updates in a row whose gradient was not finite
     losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
     recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
@@ -150,15 +157,17 @@ def flush_metrics(loop: Loop) -> None:
     took = time.perf_counter() - loop.clock
     loop.clock += took
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    tokens, values["skipped"] = values.pop("tokens"), loop.skipped
+    tokens, values["skipped"] = int(np.nan_to_num(values.pop("tokens"))), loop.skipped
+    computed, learned = tokens_of(loop.program.plan.batch, tokens)
     row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
-           "tokens": int(np.nan_to_num(tokens)), "tokens_per_second": round(tokens / took, 1),
+           "tokens": tokens, "tokens_per_second": round(computed / took, 1),
            "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
            "save_seconds": round(loop.saving, 4), **values}
     loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
     if loop.folder:
         loop.folder.write(row)
-    loop.reporter.step(row, took, chips.memory_in_use())
+    loop.reporter.step(row, took, chips.memory_in_use(), (computed, learned),
+                       functools.partial(seconds_of_others, loop, at))
     if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
         loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
                            f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
@@ -178,6 +187,36 @@ def flush_metrics(loop: Loop) -> None:
                            f"(--max_skipped); {batch}; what is saved is finite")
 
 
+def tokens_of(batch: Any, count: int) -> tuple[int, int]:
+    """How many tokens a batch of these shapes has, padding included, and how many of them are
+    learned from, where the loss's count is `count`: of weights [B, T], or else of other things. A
+    batch without tokens [B, T] has `count`."""
+    tokens = batch.get("tokens")
+    if tokens is None or len(tokens.shape) != 2:
+        return count, count
+    computed, weights = math.prod(tokens.shape), batch.get("weights")
+    return computed, count if weights is not None and weights.shape == tokens.shape else computed
+
+
+def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
+    """How long the evaluations and saves will take that are still to come when step `at` has been
+    made, where a usual step takes so many seconds. (A forward pass takes a third of a step. The
+    first evaluation compiles, too.)"""
+    config, seconds = loop.program.config, 0.0
+
+    def count(every):
+        return config.steps // every - (at - 1) // every + (config.steps % every > 0)
+
+    if len(loop.task.held_out):
+        guess = usual / 3 * len(loop.task.held_out) / config.batch
+        first, *others = loop.evaluations or [guess]
+        each = statistics.median(others) if others else min(first, guess)
+        seconds += count(config.eval_every) * each
+    if loop.folder and loop.saves:
+        seconds += count(config.save_every) * statistics.median(loop.saves)
+    return seconds
+
+
 def save(loop: Loop) -> None:
     """Begin to save the state."""
     flush_metrics(loop)
@@ -187,7 +226,8 @@ def save(loop: Loop) -> None:
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
     loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
                      next(iter(loop.best), None))
-    loop.saving += time.perf_counter() - begin
+    loop.saves.append(time.perf_counter() - begin)
+    loop.saving += loop.saves[-1]
     watchdog.arm("a step")
 
 
@@ -206,9 +246,10 @@ def profile(loop: Loop) -> None:
 
 
 def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str],
-                  network: str = "") -> None:
+                  network: str = "", is_short: bool = True) -> None:
     """How a run begins, for a person: `counts` are of all parameters and of those that a token
-    visits; fields `hidden` are not shown; `network` says which one it is."""
+    visits; options `hidden` are not shown; `network` says which one it is; the table of weights is
+    short."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
@@ -220,37 +261,62 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if held > total:
         weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
                     f"has)")
-    table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min)
+    table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min,
+                    program.state["opt"], is_short)
     schedule = ""
     if stages > 1 and config.step == "shard_map":
-        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks)
+        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
+                            skips_idle=plan.sizes["seq"] == 1)
+    hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size"}     # (said elsewhere)
     say.header(config, program.mesh, weights, table, schedule,
-               process_allgather(socket.gethostname()), hidden,
-               [network and f"network  {network}", describe_attention(plan)])
+               process_allgather(socket.gethostname()),
+               [network and f"network  {network}", describe_sizes(plan), describe_training(plan),
+                options_text(config, hidden), describe_attention(plan)])
+
+
+def describe_sizes(plan: Any) -> str:
+    """The sizes of a network, for a person. Nothing for a custom loss: its may be others."""
+    if plan.network is None:
+        return ""
+    c, network = plan.config, plan.network
+    encoder, source = getattr(c, "encoder_layers", 0), network.source_shape(c.network)
+    parts = [f"{encoder} encoder and {c.layers} decoder layers" if encoder else
+             f"{c.layers} layers", f"d_model {c.d_model}",
+             f"{c.heads} heads" + (f" ({c.kv_heads} kv_heads)" if c.kv_heads != c.heads else ""),
+             f"d_ff {c.d_ff}", c.experts and f"{c.experts} experts, {c.experts_per_token} a token",
+             c.vocab_size and f"vocabulary {c.vocab_size:,}",
+             source and f"source {' x '.join(map(str, source))}",
+             "tokens" in plan.batch and f"context {plan.batch['tokens'].shape[1]:,} tokens"]
+    return "sizes    " + ", ".join(filter(None, parts))
+
+
+def describe_training(plan: Any) -> str:
+    """What an update learns from, how many there are, and at which rate, for a person."""
+    c, tokens = plan.config, plan.batch.get("tokens")
+    batch = f"{c.batch:,} examples"
+    if tokens is not None and len(tokens.shape) == 2:
+        batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
+    return (f"training {c.steps:,} steps of {batch}, {c.optimizer}, lr up to {c.lr:.3g} after "
+            f"{c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup")
 
 
 def describe_attention(plan: Any) -> str:
-    """How attention is computed, for a person: what the loss asked of shard.attend, on this mesh.
-    Nothing for a custom loss."""
-    config, sizes, names = plan.config, plan.sizes, plan.names
-    if plan.network is None or "attend" not in names:
+    """How attention is computed, for a person: what the loss asked of shard.attend, as this mesh
+    computes it. Nothing for a custom loss."""
+    if plan.network is None:
         return ""
-    T, by_hand = config.seq_len, config.step == "shard_map"
-    if by_hand and sizes["seq"] > 1:
-        return "attend   each device's queries with keys that go around a ring"
-    kernel = kernel_name(config.dtype, T, config.head_dim, plan.mesh)
-    if kernel and "attend_by_kernel" in names and (by_hand or plan.mesh.size == 1):
-        return f"attend   by the {kernel} kernel"
-    rows = config.batch // config.accumulate
-    if by_hand:
-        rows //= row_groups(plan.mesh) * (config.microbatches if sizes["pipe"] > 1 else 1)
-    scores = rows * config.heads * T * T
-    if config.heads % sizes["tensor"] == 0:
-        scores //= sizes["tensor"]
-    causal = bool(names & {"attend_by_kernel", "attend_causal"})
-    ends, parts = block_ends(scores, T, causal, loops=not is_single_cpu(plan.mesh))
-    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,}"
-    keys = "the keys up to the last of them" if causal else "all keys"
-    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
-    return (f"attend   in {len(ends)} block{'s' if len(ends) > 1 else ''} of {size} queries, with "
-            f"{keys}{again}")
+    config, sizes, found = plan.config, plan.sizes, {}
+    for asked in asked_in(plan.names):      # by the rows of a group of devices, and all heads
+        rows, heads = asked.rows, asked.heads
+        if plan.mode == JIT:
+            rows *= row_groups(plan.mesh)
+        elif sizes["pipe"] > 1:
+            rows //= config.microbatches
+        if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
+            heads //= sizes["tensor"]
+        how = describe(asked._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
+        what = "causal" if asked.causal else "all to all"
+        found[how] = f"{what}, {asked.queries:,} queries and {asked.keys:,} keys: {how}"
+    lines = [*found] if len(found) == 1 else [*found.values()]
+    more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []
+    return "attend   " + "\n         ".join(lines[:4] + more) if lines else ""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
     AXES,
@@ -164,10 +164,11 @@ class Plan:
             total, aux = pmean_over((total, aux), "seq")
         if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
             raise ConfigError(
-                f"mesh axis seq={self.sizes['seq']}: this loss divides by a constant or "
-                f"by its rows, as a pooled one does, and each device has a part of the time; let "
-                f"it pool what shard.whole_time gives, or count the sum of the batch's weights, "
-                f"and multiply each row's loss by the sum of the row's; {ANY_LOSS}")
+                f"mesh axis seq={self.sizes['seq']}: this loss's sum is of a device's part of the "
+                f"time, and its count is not: it divides by a constant or by its rows, as a pooled "
+                f"one does, or by a sum over all of the time; let it pool what shard.whole_time "
+                f"gives, or count the sum of the batch's weights [B, T], and multiply each row's "
+                f"loss by the sum of the row's; {ANY_LOSS}")
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
                             (total, count, aux))
         return keep_on_first(sums, self.shared_row_axes)
@@ -235,7 +236,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     tensor_dims = network.tensor_dims(config.network) if network else None
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
-    jaxpr, sums = jax.make_jaxpr(loss, return_shape=True)(weights, few)
+    jaxpr, sums = _traced(loss, weights, few, batch)
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims)
@@ -257,6 +258,24 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
     return plan
+
+
+def _traced(loss, weights, few, batch):
+    """The loss's jaxpr for a few rows, and the shapes of what it gives."""
+    rows, of_batch = (jax.tree.leaves(b)[0].shape[0] for b in (few, batch))
+    try:
+        return jax.make_jaxpr(loss, return_shape=True)(weights, few)
+    except (TypeError, ValueError) as e:
+        if isinstance(e, ConfigError) or rows == of_batch:
+            raise
+        error = e
+    try:
+        jax.eval_shape(loss, weights, batch)
+    except (TypeError, ValueError):
+        raise error from None
+    raise ConfigError(f"this loss can be computed of {of_batch} rows, and not of {rows} "
+                      f"({one_line(error)}): so many of --batch {of_batch} a device has at a time; "
+                      f"write it for any number of rows") from None
 
 
 def _with_frozen(init, dtype):
@@ -300,10 +319,11 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
     if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
+        is_one = not is_tuple and jax.tree_util.all_leaves([result]) and not jnp.shape(result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
                           f"and the count to divide by, and perhaps a dict of other sums to be "
-                          f"logged (arrays); it returned {shapes}: instead of a mean, return the "
-                          f"sum and the count")
+                          f"logged (arrays); it returned {shapes}" + (
+                              ": instead of a mean, return the sum and the count" * is_one))
     if taken := LOGGED & aux.keys():
         raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
                           f"the step's own are {', '.join(sorted(LOGGED))}")
@@ -356,8 +376,9 @@ def _check_axes(plan, names, why):
                               f"which is what splits {what} over it; {ANY_LOSS}")
         # A gradient inside the loss would be of each device's part: no collective may add to it.
         if DIFFERENTIATED in names:
-            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself, "
-                              f"and over {axis} that would be the gradient of a part of it; "
+            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself "
+                              f"(or another derivative), and over {axis} that would be of a part "
+                              f"of it; "
                               f"{ANY_LOSS}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "

@@ -183,8 +183,11 @@ class KeepRows(report.Reporter):
     def step(self, row, *_):
         self.rows.append(row)
 
-    def evaluation(self, row, text):
+    def evaluation(self, row, texts):
         self.rows.append(row)
+
+    def end(self, *_):
+        pass
 
 
 def learn(config, mesh="", lines=None, **given):

@@ -2,28 +2,29 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zigzag.core import flags, report
-from zigzag.tests.common import SMALL, command, learn, make, tokens_of
+import train
+from zigzag.core import report
+from zigzag.core.errors import human_bytes
+from zigzag.run import loop
+from zigzag.tests.common import SMALL, command, learn, make, mesh_of, program_of, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The fields that a header shows."""
+    """The fields that a header reads."""
     dtype: str = "float32"
     step: str = "shard_map"
     topology: str = ""
-    batch: int = 8
-    seq_len: int = 16
-    data: tuple[str, ...] = ("a", "b")
-    mesh: str = ""
-    patience: int = 120
 
 
 def fake_mesh(processes, each, kind="TPU v5 lite", platform="tpu"):
@@ -39,13 +40,13 @@ def test_the_header_has_a_line_for_each_process(capsys):
     """A host that is missing, or has fewer devices than the others, is found here or never."""
     reporter = report.Reporter(steps=10)
     reporter.header(Config(), fake_mesh(2, 2), "5 parameters", "the table", "the timeline",
-                    ["node-a", "node-b"], ("patience",))
+                    ["node-a", "node-b"], ["the sizes", "", "the options"])
     assert capsys.readouterr().out.splitlines() == [
         "=== zigzag on 4 x TPU v5 lite in 2 processes | float32 | step by shard_map ===",
         "devices  process 0 on node-a: 2 x TPU v5 lite (0, 1)",
         "devices  process 1 on node-b: 2 x TPU v5 lite (2048, 2049)",
-        "mesh     data=2 tensor=2", "config   topology=- batch=8 seq_len=16 data=a b",
-        "weights  5 parameters", "the table", "the timeline"]
+        "mesh     data=2 tensor=2", "the sizes", "the options", "weights  5 parameters",
+        "the table", "the timeline"]
     reporter.header(Config(), fake_mesh(1, 2, "cpu", "cpu"), "", "", "", ["laptop"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("=== zigzag on 2 simulated CPU devices, no accelerator was found |")
@@ -64,13 +65,67 @@ def test_only_process_0_prints(capsys):
     assert not capsys.readouterr().out
 
 
-def test_the_configuration_fits_in_100_columns():
-    """A field that is left out, or a line that a terminal breaks."""
-    config = make(data=("x" * 60, "y" * 30))
-    text = report.config_text(config, {"layers"})
-    assert all(len(line) <= 100 or "data=" in line for line in text.splitlines())
-    for name in flags.flat(config):
-        assert (f" {name}=" in text) == (name != "layers"), name
+def test_the_options_are_those_that_somebody_has_changed():
+    """A start of seventeen lines, of which a person has chosen three words; an option that was
+    given and is not shown; one that follows from others, as if it had been given."""
+    assert report.options_text(train.parse([]), set()) == ""
+    config = train.parse(["--layers", "6", "--heads", "4", "--steps", "50", "--data", "a", "b",
+                          "--tied", "--lr", "0.01", "--d_ff", "384"])
+    assert report.options_text(config, {"heads"}) == (
+        "options  layers=6 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff would be)
+    assert report.options_text(dataclasses.replace(config, eval_tokens=4096), set()).endswith(
+        "eval_tokens=4096")
+    preset = report.options_text(train.parse(["--model", "gpt2"]), set())
+    assert " d_model=768" in preset and " norm=layer" in preset and "lr=" not in preset
+    assert all(len(line) <= 100 for line in preset.splitlines())
+
+
+def test_a_start_says_the_sizes_in_words(capsys):
+    """Sizes of a decoder that a custom loss has not; an image's, of a model of bytes; a record that
+    lost what the screen no longer shows."""
+    say = report.Reporter(1)
+    config = make(kv_heads=2, experts=4)
+    loop.report_header(program_of(config, "tensor=2"), say, (1, 1), ())
+    printed = capsys.readouterr().out
+    assert ("sizes    2 layers, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
+            "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
+            "adamw, lr up to 0.0156 after 3 steps of warmup\noptions  ") in printed
+    assert "image_size" not in printed and "image_size" not in train.record_of(config)
+    assert set(train.record_of(config)) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
+    batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
+    custom = train.build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
+                         lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
+    loop.report_header(custom, say, (3, 3), ())
+    printed = capsys.readouterr().out
+    assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
+    config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
+    loop.report_header(program_of(config, ""), say, (1, 1), ())
+    printed = capsys.readouterr().out
+    assert re.search("sizes    1 encoder and 2 decoder layers, .*, source 12, context 16 tokens\n",
+                     printed)
+    assert re.search(r"^relative +\[32,4\]", printed, re.M), "small, and a matrix"
+
+
+def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
+    """Norms and biases between which a person looks for the weights that matter; a table that
+    shard.py shortens too; a matrix among the small ones; bytes that are counted nowhere."""
+    program, say = program_of(make(optimizer="muon"), "tensor=2"), report.Reporter(1)
+    loop.report_header(program, say, (1, 1), ())
+    short = capsys.readouterr().out
+    loop.report_header(program, say, (1, 1), (), is_short=False)
+    whole = capsys.readouterr().out
+    assert "layers.attn_norm" in whole and "small weights" not in whole
+    held = 4 * 5 * 32
+    assert re.search(rf"^3 small weights +whole +{held} B  scales and biases: attn_norm, mlp_norm, "
+                     r"norm$", short, re.M), short
+    assert "layers.w_up" in short and "layers.attn_norm" not in short
+    # Muon's matrices have one moment. What is said is what the program's state takes.
+    state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
+                    for x in jax.tree.leaves(program.state["opt"]))
+    assert f"{human_bytes(state)} of the optimizer's state" in short
+    train.show_sharding(["--optimizer", "muon", "--shards", "2", *map(str, SMALL[2:])])
+    shown = capsys.readouterr().out
+    assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown
 
 
 def test_collectives_are_told_beside_what_was_expected(capsys):
@@ -104,16 +159,56 @@ def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):
     assert said.startswith("\r\x1b[Kstep   7/100") and "mfu 25.0%" in said and "\n" not in said
 
 
+def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
+    """A speed that falls with each row of padding, though the devices compute as much as before."""
+    reporter = report.Reporter(steps=100)
+    row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    reporter.step(row, 0.5, 10, (100, 30))
+    reporter.step(row, 0.5, 10, (100, 100))
+    reporter.step(row, 0.5, 10)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  200 tokens/s (60 learned from)  mfu" in lines[0]
+    assert "  200 tokens/s  mfu" in lines[1] and "  60 tokens/s  mfu" in lines[2]
+
+
+def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch):
+    """0 s left, and then an evaluation that takes longer than all steps did."""
+    reporter = report.Reporter(steps=10)
+    row = {"step": 10, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    reporter.step(row, 0.5, 10, others=lambda usual: 40 * usual)
+    assert capsys.readouterr().out.endswith("  20 s left\n")
+    config = make(steps=10, eval_every=4, save_every=5, batch=8)
+    task = SimpleNamespace(held_out=[0] * 24)
+    state = SimpleNamespace(program=SimpleNamespace(config=config), task=task, folder=object(),
+                            evaluations=[], saves=[])
+    for at, count in ((1, 3), (4, 3), (5, 2), (8, 2), (9, 1), (10, 1)):
+        assert loop.seconds_of_others(state, at, 3.0) == pytest.approx(3 * count), at
+    state.evaluations, state.saves = [9.0], [2.0, 4.0, 2.0]
+    assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 3 + 2 * 2), "it compiled"
+    state.evaluations = [9.0, 5.0]
+    assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 5 + 2 * 2)
+    task.held_out, state.folder = [], None
+    assert loop.seconds_of_others(state, 1, 3.0) == 0
+
+
 def test_an_evaluation_is_told_beside_the_training_loss(capsys):
-    """A held-out loss says little without it; what a model predicts may hold escape codes."""
+    """A held-out loss says little without it; what a model predicts may hold escape codes; a prompt
+    that nobody can tell from what the model wrote."""
     reporter = report.Reporter(steps=100)
     row = {"step": 20, "eval_loss": 2.5, "bits_per_byte": 3.6, "train_loss": 2.25}
-    reporter.evaluation(row, "a\x1b[2Jb\nc")
+    reporter.evaluation(row, ["a\x1b[2Jb\nc", {"prompt": "d\n\ne", "written": "f\n"}])
     assert capsys.readouterr().out.splitlines() == [
         "step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
-        "training loss since the last evaluation 2.2500", "    | a\ufffd[2Jb", "    | c"]
-    reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None}, None)
+        "training loss since the last evaluation 2.2500", "    | a\ufffd[2Jb", "    | c",
+        "    prompt  | d", "            | ", "            | e",
+        "    written | f", "            | "]
+    reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None})
     assert capsys.readouterr().out == "step 20  held-out loss 2.5000\n"
+    reporter.end(20, "out", row)
+    reporter.end(1, "", {})
+    assert capsys.readouterr().out.splitlines() == [
+        "done     20 steps, saved in out, held-out loss 2.5000  (3.6000 bits per byte)",
+        "done     1 step"]
 
 
 def test_the_mean_loss_skips_what_is_not_finite():
@@ -154,6 +249,10 @@ def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
                    "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^devices  process 0 on \S+: 2 x cpu \(0, 1\)$", done.stdout, re.M)
+    assert done.stdout.splitlines()[-2].startswith(
+        f"done     4 steps, saved in {tmp_path / 'run'}, held-out loss ")
+    assert done.stdout.splitlines()[-1] == (
+        f'sample   python sample.py --run {tmp_path / "run"} --prompt "..."')
     found = re.findall(r"^step \d  held-out loss [\d.]+  \([\d.]+ bits per byte\)  "
                        r"training loss since the last evaluation [\d.]+$", done.stdout, re.M)
     assert len(found) == 2, done.stdout

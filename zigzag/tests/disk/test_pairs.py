@@ -476,7 +476,8 @@ def test_pairs_train_on_shards_as_on_one_device(tmp_path):
         out = tmp_path / f"out{shards}"
         done = command(*T5_SMALL, "--d_model", 32, "--data", digits, "--out", out, "--steps", 6,
                        "--shards", shards)
-        assert done.returncode == 0 and " ==> " in done.stdout, done.stderr
+        assert done.returncode == 0 and "\n    answer | " in done.stdout, done.stderr
+        assert f"--run {out} --prompt" in done.stdout.splitlines()[-1]
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
         losses.append([row["loss"] for row in rows if "loss" in row])
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=2e-5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -156,8 +157,7 @@ def has_kernel(name):
 
 
 def give_kernel(monkeypatch, name):
-    for owner in (attention, loop):
-        monkeypatch.setattr(owner, "kernel_name", has_kernel(name))
+    monkeypatch.setattr(attention, "kernel_name", has_kernel(name))
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -350,11 +350,65 @@ def test_a_time_slice_is_of_all_of_the_time(time):
         np.testing.assert_array_equal(jax.jit(call)(x, right), right)
 
 
-@pytest.mark.parametrize("changes, says", [
-    ({}, "splash kernel"), (dict(window=4), "block"), (dict(attn_softcap=5.0), "block"),
-    (dict(positions="alibi"), "block"), (dict(kernel=False), "block"),
-    (dict(causal=False, head="masked", biases="head"), "with all keys")])
-def test_a_start_says_how_attention_is_computed(monkeypatch, changes, says):
-    """The kernel announced where the code forbids it: a person believes that their run is fast."""
+RING, ALL = "an early and a late part of the queries", "meet all keys in turn"
+ENCODER = dict(causal=False, head="masked", biases="head")
+
+
+@pytest.mark.parametrize("mesh, changes, says", [
+    ("data=2", {}, "splash kernel"), ("data=2", dict(window=4), "1 block"),
+    ("data=2", dict(window=4, local_layers="lg"), "1 block"),
+    ("data=2", dict(attn_softcap=5.0), "1 block"), ("data=2", dict(positions="alibi"), "1 block"),
+    ("data=2", dict(kernel=False), "1 block of 16 queries, with the keys up to"),
+    ("data=2", ENCODER, "1 block of 16 queries, with all keys"),
+    ("data=2", dict(kv_rank=16, q_rank=16, rotary_dim=4, v_head_dim=8, head_dim=12), "1 block"),
+    ("data=2,seq=2", {}, RING), ("seq=2", dict(window=4), RING), ("seq=2", ENCODER, ALL),
+    ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
+    ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
+    ("tensor=2", dict(encoder_layers=1, source_len=8), "8 queries and 8 keys: in 1 block"),
+])
+def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says):
+    """The kernel announced where the code forbids it, as with values of another width; a ring where
+    there is none; a network's other attentions passed over; blocks of scores that no device has.
+    What is said is what the step does, when it is traced."""
     give_kernel(monkeypatch, "splash")
-    assert says in loop.describe_attention(program_of(make(**changes), "data=2").plan)
+    program, done = program_of(make(**changes), mesh), {"traced": set(), "said": set()}
+    key = "traced"
+
+    def spy(name, note):
+        usual = getattr(attention, name)
+
+        def call(*args, **more):
+            done[key].add(note(*args, **more))
+            return usual(*args, **more)
+
+        monkeypatch.setattr(attention, name, call)
+
+    spy("by_kernel", lambda *_: "by the splash kernel")
+    spy("causal_ring", lambda *_: RING)
+    spy("full_ring", lambda *_: ALL)
+    spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))
+    monkeypatch.setattr(attention, "causal_kernel", one_kernel)
+    with jax.set_mesh(program.mesh):
+        program.step.trace(program.state, program.batch)
+    key = "said"
+    said = loop.describe_attention(program.plan)
+    assert said.startswith("attend   ") and re.search(says, said), said
+    for what in done["traced"]:
+        assert what in said if isinstance(what, str) else what in done["said"], (what, said)
+    assert done["said"] <= done["traced"]
+    for name in ("kernel", RING, ALL):
+        assert (name in said) == any(name in what for what in done["traced"]
+                                     if isinstance(what, str))
+
+
+@pytest.mark.parametrize("edit", [
+    dict(mask=lambda query, key: query.slot - key.slot < 4),
+    dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5)), dict(causal=False)])
+def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
+    """A mask= or scores= in model.block, and the start still announces the kernel."""
+    give_kernel(monkeypatch, "splash")
+    usual = shard.self_attend
+    assert "kernel" in loop.describe_attention(program_of(make(), "data=2").plan)
+    monkeypatch.setattr(shard, "self_attend", lambda *args, **more: usual(*args, **more, **edit))
+    said = loop.describe_attention(program_of(make(), "data=2").plan)
+    assert ("with all keys" if "causal" in edit else "with the keys up to") in said

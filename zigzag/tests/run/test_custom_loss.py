@@ -224,7 +224,7 @@ TOKENS = dict(init=lambda key: net.init(OWN, key), examples=tokens_of(OWN),
                   **data.collate(e, 16), "label": np.array([x[0] % 8 for x in e]),
                   "one": np.ones(len(e), "float32"),
                   "mask": (np.stack(e)[:, :-1] % 3 == 0).astype("float32")})
-SUM, INSIDE, POOLS = "not a sum over the rows", "takes a gradient inside itself", "picks or pools"
+SUM, INSIDE, POOLS = "not a sum over the rows", "takes a gradient inside itself", "picks, pools"
 # Each loss with what it is given, and of each axis that it cannot have, why ("": however its rows
 # are split).
 THEIRS = {
@@ -326,6 +326,95 @@ def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
     # loss. (A classifier's ends at a seventieth of that; 0.9e-6 of the first was seen.)
     assert got == pytest.approx(want, rel=5e-5, abs=2e-6 * abs(want[0]))
     assert got[0] == pytest.approx(want[0], rel=2e-6)
+
+
+def noisy(seeds):
+    """a_sum, with noise from these seeds of a batch's rows."""
+    def loss(p, b):
+        noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (16,)))(seeds(b))
+        return a_sum(p, {**b, "x": b["x"] + noise})
+
+    return loss
+
+
+def numbers(b):
+    return jnp.arange(len(b["x"]))
+
+
+def table(p, b):
+    return jnp.sum(errors(p, b) * jnp.linspace(0.5, 2, 16)[:len(b["x"])]), len(b["x"])
+
+
+def neighbours(p, b):
+    return jnp.sum((b["x"] * jnp.roll(through_perceptron(p, b["x"]), 1, 0)) ** 2), len(b["x"])
+
+
+def drawn_outside(p, b):
+    return jnp.sum(errors(p, b) * np.random.uniform(0.5, 2)), len(b["x"])
+
+
+def coupled_where_held_out(p, b):
+    return a_sum(p, b) if "seeds" in b else batch_statistics(p, b)
+
+
+def coupled_in_a_block(p, b, specs=None):
+    """Statistics over the rows of a microbatch."""
+    def block(w, x, i, batch):
+        return x + jnp.tanh((x - x.mean(0)) @ w["wq"][:, 0] @ w["wo"][0]), None
+
+    def head(p, x, batch):
+        logp = jax.nn.log_softmax(x @ p["head"])
+        return (-jnp.take_along_axis(logp, batch["targets"][..., None], -1).sum(),
+                batch["targets"].size)
+
+    return shard.pipelined_loss(
+        lambda p, batch: p["embed"][batch["tokens"]], block, head,
+        {k: p[k] for k in ("embed", "head")}, p["layers"], b, specs and specs["layers"],
+        microbatches=2)
+
+
+def counted_over_all_time(p, b, specs=None):
+    s, _ = net.loss(p, b, OWN, specs)
+    return s, shard.sum_over_time(jnp.sum(b["weights"]))
+
+
+NUMBER = "the number of a row in the batch matters"
+
+
+@pytest.mark.parametrize("loss, mesh, changes, says", [
+    (noisy(lambda b: b.get("seeds", numbers(b))), "data=2", {},
+     f"{NUMBER}: 16 held-out rows give .*the held-out sum; --mesh data=2 splits the batch.*arange"),
+    full(noisy(numbers), "", dict(accumulate=2),
+         f"{NUMBER}: 16 rows give .*; --accumulate 2 splits the batch.*Or use --accumulate 1"),
+    full(lambda p, b, specs=None: table(p, b), "data=2", {}, f"{NUMBER}.*the batch, in collate"),
+    full(neighbours, "data=2", {}, SUM),
+    full(coupled_where_held_out, "data=2", {}, f"{SUM}.* held-out rows"),
+    (drawn_outside, "data=2", {}, "not a function of its weights and its batch: .*np.random"),
+    full(coupled_in_a_block, "pipe=2", dict(microbatches=2), f"{SUM}.*--microbatches 2 splits"),
+    (counted_over_all_time, "seq=2", {}, "or by a sum over all of the time"),
+    (lambda p, b: (errors(p, b).reshape(2, 8).sum(), len(b["x"])), "data=2", {},
+     "can be computed of 16 rows, and not of 8"),
+    (noisy(lambda b: b["seeds"]), "", {}, r"batch\['seeds'\], which a held-out batch does not"),
+    (lambda p, b: (errors(p, b), len(b["x"])), "", {}, r"it returned \(.*\[16\].*\)(?!: instead)")],
+    ids=["noise held out", "noise", "table", "neighbours", "held out", "outside", "microbatches",
+         "count", "rows", "seeds", "each row"])
+def test_a_refusal_says_what_the_cause_is(loss, mesh, changes, says):
+    """Noise by a row's number was said to be code that picks positions of the time; a batch norm in
+    a pipeline, too; np.random, to be a loss that is not a sum. What is not the cause is not said:
+    a number is what matters only if nothing else of the batch does."""
+    given = TOKENS if loss in (coupled_in_a_block, counted_over_all_time) else VECTORS
+    with pytest.raises(ConfigError, match=says) as e:
+        learn(make(layers=4, batch=16, **changes), mesh, loss=loss, **given)
+    assert (NUMBER in str(e.value)) == (NUMBER in says) and POOLS not in str(e.value)
+
+
+def test_noise_by_the_seeds_of_a_batch_trains_anywhere():
+    """The way out that a refusal names is refused, too."""
+    loss = noisy(lambda b: b.get("seeds", (1000 * jnp.abs(b["x"][:, 0])).astype("uint32")))
+    found = [learn(make(steps=3, batch=16, **more), mesh, loss=loss, **VECTORS)[0]
+             for mesh, more in (("", {}), ("data=2", dict(accumulate=2)))]
+    one, other = ([row.get("loss", row.get("eval_loss")) for row in rows] for rows in found)
+    assert other == pytest.approx(one, rel=5e-5)
 
 
 @pytest.mark.parametrize("name", ["coupled rows", slow("a penalty"), slow("a mean")])

@@ -22,7 +22,7 @@ from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.examples import Pairs
 from zigzag.generate.rows import cut_at_end
-from zigzag.run import metrics
+from zigzag.run import evaluation, metrics
 from zigzag.run.evaluation import predict_all
 from zigzag.tests.common import (
     SMALL,
@@ -287,6 +287,77 @@ def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
 
 
 # -------------------------------------------------------------------------------------------
+# What is shown, and how much is evaluated
+
+def test_a_few_outputs_are_shown_and_all_are_returned():
+    """A show=str that prints a line for each of thousands of rows; outputs that are cut for fit's
+    own result, or for the metric."""
+    shown, seen = [], []
+
+    def predict(params, batch):
+        return {"x": batch["tokens"][:, 0]}
+
+    config = make(steps=1)
+    _, result = learn(config, "data=2", held_out=tokens_of(config, 13, 5), predict=predict,
+                      show=lambda outputs: str(shown.append(outputs["x"].shape)),
+                      metric=lambda outputs, examples: seen.append(outputs["x"].shape) or 0.0)
+    assert shown == [(4,)] and seen == [(13,)] and result.outputs["x"].shape == (13,)
+
+
+@pytest.mark.parametrize("steps, first, batch", [
+    (100, False, 8), (100, True, 8), (900, False, 8), (3, False, 8), (40, False, 4096)])
+def test_evaluations_take_a_fifth_of_a_runs_time_at_most(steps, first, batch):
+    """A run that trains on 102,400 tokens and evaluates 655,000."""
+    config = run_of(steps=steps, eval_first=first, batch=batch)
+    count = len({s for s in range(1, steps + 1) if s % config.eval_every == 0} | {steps}) + first
+    training, tokens = 3 * steps * config.batch * config.seq_len, config.eval_tokens
+    least = config.batch * config.seq_len
+    assert 0 < tokens <= evaluation.MOST_TOKENS
+    if tokens > least:
+        assert count * tokens <= (training + count * tokens) / 5
+    if least < tokens < evaluation.MOST_TOKENS:     # nor much less
+        assert count * (tokens + 2 * evaluation.SHOWN_TEXT) > (training + count * tokens) / 5
+    assert run_of(steps=steps, eval_tokens=5).eval_tokens == 5
+
+
+def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
+    """More steps, and a held-out loss of other windows beside the earlier ones; a run of an earlier
+    version, whose record says nothing, with fewer than it had."""
+    def continued(record, **given):
+        (tmp_path / "config.json").write_text(json.dumps(record | {"tokenizer": "bytes"}))
+        return train.continued({"out": str(tmp_path), "steps": 500} | given).eval_tokens
+
+    record = train.record_of(run_of(steps=400, eval_tokens=3000))
+    assert continued(record) == 3000
+    assert continued(record, eval_tokens=5000) == 5000
+    del record["eval_tokens"]
+    assert continued(record) == 2**17
+
+
+@pytest.mark.slow
+def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
+    """The parts are right and the command does not use them."""
+    run, found = tmp_path / "run", []
+    for steps in (40, 44):
+        done = command(*SMALL, "--data", text, "--eval_every", 20, "--out", run, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((run / "config.json").read_text())["eval_tokens"])
+    assert found == [run_of(steps=40, batch=4, seq_len=32, eval_every=20).eval_tokens] * 2
+
+
+def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
+    """Fewer windows, all from the first of the files that are held out."""
+    config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
+    with opened as corpus:
+        held_out = train.language_task(config, corpus).held_out
+        assert len(held_out) == 4 < held_out.total
+        where = [i * held_out.total // 4 * 16 for i in range(4)]
+        assert max(where) > len(corpus.held_out) / 2
+        for i, start in enumerate(where):
+            np.testing.assert_array_equal(held_out[i], corpus.held_out[start:start + 17])
+
+
+# -------------------------------------------------------------------------------------------
 # Metrics of texts
 
 def subsequences(words):
@@ -479,7 +550,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
                              sample.load_model(sample.Config(run=str(out)))[1], 31, 0.0,
                              source=[[*b"123", 256]])[0]
     assert samples[-2]["text"] == data.Bytes().decode(cut_at_end([256], answer))
-    assert f"    | 123 ==> {samples[-2]['text'][:4]}" in done.stdout
+    assert f"    source | 123\n    answer | {samples[-2]['text'][:4]}" in done.stdout
     other = tmp_path / "other"
     for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or f1"),
                        (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1"),

@@ -22,6 +22,7 @@ from zigzag.disk.batches import batch_shapes, place_batch
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
+from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.tests.common import (
     SMALL,
@@ -168,6 +169,27 @@ def test_the_metrics_have_each_experts_load():
     load = np.array(rows[0]["expert_load"])
     assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4)
     assert rows[0]["router_loss"] > 0
+
+
+def test_the_speed_counts_the_tokens_that_are_computed():
+    """A run on rows that are mostly padding seemed to be slow; one whose task has no tokens, to
+    have none."""
+    def collate(examples):
+        batch = data.collate(examples, 16)
+        batch["weights"][:, 4:] = 0
+        return batch
+
+    rows, _ = learn(make(steps=3), collate=collate)
+    whole, _ = learn(make(steps=3))
+    assert [r["tokens"] for r in rows] == [32] * 3 and [r["tokens"] for r in whole] == [128] * 3
+    for batch, count, found in (
+            ({"tokens": (8, 16), "weights": (8, 16)}, 32, (128, 32)),
+            ({"tokens": (8, 16), "labels": (8,)}, 8, (128, 128)),
+            ({"tokens": (8, 16), "weights": (8,)}, 8, (128, 128)),
+            ({"source": (8, 3, 4, 4), "labels": (8,)}, 8, (8, 8)),
+            ({"tokens": (8,), "weights": (8,)}, 5, (5, 5))):
+        shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in batch.items()}
+        assert loop.tokens_of(shapes, count) == found
 
 
 # -------------------------------------------------------------------------------------------
