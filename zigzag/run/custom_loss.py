@@ -138,11 +138,12 @@ def _cause_on_one_device(plan, find, evaluates, batch, rows):
         _in_parts, plan, parts, parts // plan.accumulate if evaluates else 0))
     if not in_parts:
         return None
-    other = np.roll(usual, 1)
+    spread = usual * 0.618 % 1
+    other = np.argsort(-spread)
     if in_order := alone((1, other)):
         # A sum over (row, number) of anything: to exchange some rows, and then the others, changes
         # it by as much as to exchange all.
-        some = usual * 0.618 % 1 < 0.5
+        some = spread < 0.5
         if not alone((1, np.where(some, other, usual)), (1, np.where(some, usual, other)),
                      (-1, other)):
             return _numbers_matter(plan, in_order, rows)

@@ -98,9 +98,12 @@ def test_a_start_says_the_sizes_in_words(capsys):
     loop.report_header(custom, say, (3, 3), ())
     printed = capsys.readouterr().out
     assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
-    loop.report_header(program_of(make(encoder_layers=1, source_len=12), ""), say, (1, 1), ())
+    config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
+    loop.report_header(program_of(config, ""), say, (1, 1), ())
+    printed = capsys.readouterr().out
     assert re.search("sizes    1 encoder and 2 decoder layers, .*, source 12, context 16 tokens\n",
-                     capsys.readouterr().out)
+                     printed)
+    assert re.search(r"^relative +\[32,4\]", printed, re.M), "small, and a matrix"
 
 
 def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
@@ -182,7 +185,7 @@ def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch
         assert loop.seconds_of_others(state, at, 3.0) == pytest.approx(3 * count), at
     state.evaluations, state.saves = [9.0], [2.0, 4.0, 2.0]
     assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 3 + 2 * 2), "it compiled"
-    state.evaluations = [9.0, 5.0, 5.0]
+    state.evaluations = [9.0, 5.0]
     assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 5 + 2 * 2)
     task.held_out, state.folder = [], None
     assert loop.seconds_of_others(state, 1, 3.0) == 0

@@ -185,6 +185,7 @@ def test_the_speed_counts_the_tokens_that_are_computed():
     for batch, count, found in (
             ({"tokens": (8, 16), "weights": (8, 16)}, 32, (128, 32)),
             ({"tokens": (8, 16), "labels": (8,)}, 8, (128, 128)),
+            ({"tokens": (8, 16), "weights": (8,)}, 8, (128, 128)),
             ({"source": (8, 3, 4, 4), "labels": (8,)}, 8, (8, 8)),
             ({"tokens": (8,), "weights": (8,)}, 5, (5, 5))):
         shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in batch.items()}
