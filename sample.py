@@ -10,8 +10,9 @@
 The network is that of training, with a cache (model.extend). On a mesh each pass is one shard_map,
 as a training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
 
-In zigzag/generate/, rows.py pads prompts, cache.py keeps keys and values, decoding.py chooses ids,
-has the loops, and splits weights, rows and cache over a mesh.
+In zigzag/generate/, rows.py pads prompts and says what fits into the context, cache.py keeps keys
+and values, decoding.py chooses ids, has the loops, and splits weights, rows and cache over a mesh,
+reading.py keeps the cache of a conversation.
 
     python sample.py --run out --prompt "def main("
 """

@@ -2,6 +2,8 @@
 
     errors      the exceptions that end a command, and helpers that word them
     flags       command lines from dataclasses, and exit statuses
+    familiar    words of other codebases, and our flags for them
+    large_pages large pages of memory for a command, on Linux
     files       whole-file writes, JSON, hashes
     hosts       several processes: starting them, talking among them, the watchdog
     report      what a run prints while it goes on
