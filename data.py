@@ -55,33 +55,33 @@ def documents(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Pat
     found = [(p.relative_to(root).as_posix(), p) for root, files in places for p in files]
     if not any(p.stat().st_size for _, p in found):
         made = ", or one folder made by data.py" if flag == "--data" else ""
-        raise ConfigError(f"{flag} {' '.join(map(str, paths))}: no text in it; expected text files "
-                          f"or folders of them{made}")
+        name = " ".join([flag, *map(str, paths)]).strip()
+        raise ConfigError(f"{name}: no text in it; expected text files or folders of them{made}")
     return found
 
 
 def _text_files(path, flag):
     """The folder that names of files are relative to, and the text files at or under a path."""
     if not path:
-        raise ConfigError(f"{flag} '': an empty path; expected a text file or a folder")
-    path = Path(path)
+        raise ConfigError(f"{flag} '': an empty path; expected a text file or a folder".strip())
+    name, path = f"{flag} {path}".strip(), Path(path)
     if (path / "data.json").exists():
         how = ("give it alone, without other paths" if flag == "--data" else
                f"its text is encoded already; train on it by python train.py --data {path}")
-        raise ConfigError(f"{flag} {path} was made by data.py: {how}")
+        raise ConfigError(f"{name} was made by data.py: {how}")
     if not path.exists():
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{flag} {path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{name}: no such file or folder" + did_you_mean(path.name, near))
     root = path.parent if path.is_file() else path
     files = [p for p in (path, *sorted(path.rglob("*"))) if p.is_file() and not _binary(p)
              and not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if rows := [p for p in files if has_json_lines(p)]:
-        what = f"{flag} {path}" if rows[0] == path else f"{flag} {path}: {rows[0]}"
+        what = name if rows[0] == path else f"{name}: {rows[0]}"
         raise ConfigError(
             f"{what} has lines of JSON, whose braces and names a decoder would learn as text: "
-            f"extract the texts into .txt files; pairs of a source and a target are for a model "
-            f"with an encoder (train.py --model t5-small, or --model transformer "
-            f"--encoder_layers N)")
+            f"extract the texts first (jq -r .text {rows[0].name} > text.txt); pairs of a source "
+            f"and a target are for a model with an encoder (train.py --model t5-small, or --model "
+            f"transformer --encoder_layers N)")
     return root, files
 
 
@@ -212,8 +212,9 @@ class Corpus:
 
     def __repr__(self) -> str:
         r = self.record
+        kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
         return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
-                f"{r['held_out']['tokens']:,} held out, {r['tokenizer']} of {r['vocab_size']}")
+                f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
@@ -267,9 +268,10 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokeniz
             yield corpus
             if changes:         # (what the run has remains its data until config.json says so)
                 made = run / f"data-{corpus.fingerprint[:12]}"
-            shutil.rmtree(made, ignore_errors=True)
-            os.replace(part, made)
-            corpus.folder = made
+            if corpus.fingerprint != fingerprint:
+                shutil.rmtree(made, ignore_errors=True)
+                os.replace(part, made)
+                corpus.folder = made
         finally:
             shutil.rmtree(part, ignore_errors=True)
             if new:
@@ -408,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.vocab_size and config.vocab_size < 300:
         raise ConfigError(f"--vocab_size {config.vocab_size}: at least 300 (256 bytes and some "
                           f"pieces), or 0 for bytes alone")
-    print(prepare(paths, config.out, config.vocab_size, flag="PATH"))
+    print(prepare(paths, config.out, config.vocab_size, flag=""))
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     stop = decoding.end_ids(stop, config.vocab_size)
     text = Windows(_check_writes(config, "sample"), prompts, config, tokens, stop_at_context, say)
     with decoding.mesh_of_weights(params):
-        params = for_decoding(params, config)
         rows = _prompt_arrays(text.rows, config, min(tokens, text.room()), source)
+        params = for_decoding(params, config)
         state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, count=len(
             prompts)), stop, sampling, config.vocab_size)
         state, length = _first_ids(params, rows, config, min(tokens, text.room()), sampling, state)
@@ -411,8 +411,8 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if not (tokenizer := _tokenizer_of_run(config.run)):
-        raise ConfigError(f"--run {config.run}: this run has no tokenizer to read or write text "
-                          f"with: give fit its tokenizer (in Python, sample.load and "
+        raise ConfigError(f"--run {config.run}: a run of another task, or of fit without a "
+                          f"tokenizer to read and write text with (sample.load and "
                           f"sample.generate take ids)")
     params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))
     return for_decoding(params, c), c, tokenizer

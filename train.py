@@ -553,9 +553,11 @@ def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
     if asks_help is not None:
-        others = networks.NETWORKS.values() if is_all else [chosen_network(given)[0]]
-        show_help(help_text((*(network.config for network in others), Config),
-                            help.groups_of(model.Config, Config, others, is_all), help.LAST))
+        network, fields, run = chosen_network(given)
+        values = {**dataclasses.asdict(network.config(**fields)), **run} if run else {}
+        others = networks.NETWORKS.values() if is_all else [network]
+        show_help(help_text((*(network.config for network in others), Config), help.groups_of(
+            model.Config, Config, others, is_all), help.LAST, values | {"published": ""}))
     return given
 
 
@@ -582,6 +584,7 @@ def continued(given: dict[str, Any]) -> Config:
     continuing.check_change(given, out, is_run)
     if not is_run:
         return config_of_flags(*chosen_network(given), given)
+    continuing.check_steps(given, out)
     old = old_config(out)
     asked, network = {**fields_of_other_model(given, old), **given}, networks.network_of(old)
     values = {**continuing.left_out(asked, flat(old)), **asked, "out": out}

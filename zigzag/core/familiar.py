@@ -36,8 +36,9 @@ WORDS = {
     "optimizer": "optim opt",
     "steps": "max_iters iters iterations n_iters num_iterations train_iters max_steps num_steps "
              "n_steps total_steps train_steps num_train_steps training_steps updates",
-    "eval_every": "eval_interval eval_steps eval_iters eval_freq val_every val_interval "
+    "eval_every": "eval_interval eval_steps eval_freq val_every val_interval "
                   "val_check_interval",
+    "eval_tokens": "eval_iters eval_batches val_iters",
     "save_every": "save_interval save_steps save_freq ckpt_every checkpoint_every "
                   "checkpoint_interval ckpt_interval",
     "keep": "save_total_limit keep_checkpoints",
@@ -79,8 +80,8 @@ SENTENCES = [
     ("save_every", "AdamW's betas are 0.9 and 0.95: `optimizer` in train.py has them",
      "beta1 beta2 betas adam_beta1 adam_beta2"),
     ("save_every", "the rate ends at a fiftieth of --lr: `learning_rate` in train.py has the "
-     "schedule", "min_lr decay_lr lr_decay_iters lr_scheduler lr_scheduler_type lr_schedule "
-                 "scheduler"),
+     "schedule", "min_lr decay_lr lr_decay lr_decay_iters lr_scheduler lr_scheduler_type "
+                 "lr_schedule scheduler"),
     ("save_every", "every step is compiled", "compile torch_compile jit"),
     ("mesh", "all devices are used; JAX_PLATFORMS=cpu before the command keeps to the CPU, and "
              "--mesh splits the work over devices",
@@ -96,6 +97,10 @@ SENTENCES = [
      "expert_parallel_size expert_model_parallel_size"),
     ("prompt", "a file of prompts, one a line, has a sample for each: --prompts FILE",
      "num_samples n_samples num_return_sequences samples n"),
+    ("save_every", "that is an option of sample.py", "prompt prompts tokens max_new_tokens "
+     "temperature top_k top_p min_p stop score json logprobs num_samples"),
+    ("prompt", "that is an option of train.py", "data steps batch_size lr layers seq_len dtype"),
+    ("prompt", "on a terminal, without a prompt, it is a chat", "chat interactive"),
     ("prompt", "--temperature 0 is greedy", "do_sample greedy sample"),
     ("PATH", "paths are given without a flag: python data.py PATH ... --out DIR",
      "data dataset input inputs path paths file files in text corpus data_dir"),

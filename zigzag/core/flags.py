@@ -9,6 +9,7 @@ below it that are indented further than the fields.
 """
 
 import dataclasses
+import difflib
 import inspect
 import math
 import os
@@ -86,7 +87,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
              if not dataclasses.is_dataclass(f.default)}
-    given, words = {}, []
+    given, words, unknown = {}, [], []
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help"):
@@ -98,7 +99,10 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
                 print(f"warning: --{name} is now --{renamed[name]}", file=sys.stderr)
                 name = renamed[name]
             if name not in types:
-                raise ConfigError(f"--{name} is not an option" + _instead(name, types, positional))
+                unknown.append(f"--{name} is not an option{_instead(name, types, positional)}")
+                while argv and not argv[0].startswith("--"):
+                    argv.pop(0)
+                continue
             if name in once and name in given:
                 raise ConfigError(f"--{name} is given twice; give it once")
             values = [value] if equals else []
@@ -110,7 +114,9 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
             words.append(word)
         else:
             raise ConfigError(f"{word!r} stands alone: options are written --name value"
-                              + did_you_mean(word, types))
+                              + did_you_mean(word.lstrip("-"), types, "--{}".format))
+    if unknown:
+        raise ConfigError("; ".join(unknown).replace("?; ", "? "))
     return given, words
 
 
@@ -118,8 +124,8 @@ def _instead(name, types, positional):
     """What to give in place of an option that there is not."""
     if known := meaning(name.lower(), {*types, positional}):
         return f"; {known}"
-    return (did_you_mean(name, types, "--{}".format)
-            or f"; the options are --{' --'.join(types)}")
+    near = difflib.get_close_matches(name, types, 1, 0.7)
+    return f"; did you mean --{near[0]}?" if near else "; --help lists the options"
 
 
 def _value(name, kind, values, given):
@@ -158,11 +164,13 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
             if not dataclasses.is_dataclass(f.default)]
 
 
-def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "") -> str:
+def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
+              values: dict[str, Any] = {}) -> str:
     """What --help prints: the flags in these groups (by default all, without a heading), and a
-    last line."""
+    last line. `values` take the place of defaults."""
     classes = cls if isinstance(cls, tuple) else (cls,)
-    rows = {row[0]: row for row in reversed(flag_rows(cls))}        # (the first of a name)
+    rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
+            for name, default, text in reversed(flag_rows(cls))}
     lines = [inspect.cleandoc(classes[-1].__doc__)]
     for group, names in (groups or {"": list(reversed(rows))}).items():
         found = [rows[name] for name in names if name in rows]

@@ -44,7 +44,8 @@ class Reporter:
         pipeline; `host_names` has the name of each process's host, and `about` has lines about the
         model and the run."""
         device, count = mesh.devices.flat[0], mesh.size
-        what = (f"{count} simulated CPU device{'s' if count > 1 else ''}, no accelerator was found"
+        cpus = f"{count} simulated CPU devices" if count > 1 else "1 CPU device"
+        what = (f"{cpus}, no accelerator was found"
                 if device.platform == "cpu" else f"{count} x {device.device_kind}")
         if config.topology:
             what += " that are not here: compiled, not run"
@@ -78,10 +79,11 @@ class Reporter:
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
     def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
-             others: Callable[[float], float] = lambda usual: 0.0) -> None:
+             others: Callable[[float], float] = lambda usual: 0.0, what: str = "tokens") -> None:
         """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use. `tokens`
         are how many were computed and how many learned from, where row["tokens"] does not say
-        both. others(seconds of a usual step): how long evaluations and saves to come will take."""
+        both; `what` says what they are. others(seconds of a usual step): how long evaluations and
+        saves to come will take."""
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
             self.times.append(took)
@@ -91,7 +93,7 @@ class Reporter:
         left = f"{(total - at) * usual + others(usual):.0f} s left" if self.times else "-"
         mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
         computed, learned = tokens if tokens[0] else (row["tokens"],) * 2
-        speed = f"{computed / usual:,.0f} tokens/s"
+        speed = f"{computed / usual:,.0f} {what}/s"
         if abs(computed - learned) > 0.01 * computed:
             speed += f" ({learned / usual:,.0f} learned from)"
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  {speed}  mfu {mfu}"

@@ -18,8 +18,9 @@ from zigzag.generate.cache import CHUNK
 from zigzag.generate.rows import context_of, on_host, pad_rows, seeds_of
 from zigzag.weights.network import Network
 
-# Ids of a chunk; and slots of the first cache, which doubles when it is full.
-READ, SLOTS = 64, 2048
+# Ids of a chunk; slots of the first cache, which doubles when it is full; and how many ids of an
+# answer the state has room for (a longer one begins a new state).
+READ, SLOTS, NEW_IDS = 64, 2048, 4096
 
 
 class Passes(NamedTuple):
@@ -41,6 +42,7 @@ class Reading:
         self.slots = self._rounded(SLOTS)
         self.ids, self.cache = [], None     # the ids that the cache has
         self.is_ready = False               # whether everything is compiled
+        self.has_rolled = False             # whether the context was full in the last answer
 
     def compile(self) -> Iterator[None]:
         """Compile everything, by reading and writing ids that mean nothing."""
@@ -52,28 +54,34 @@ class Reading:
                stop_at_context: bool = False) -> Iterator[list[list[int]] | None]:
         """The new ids of this row, as sample.stream gives them, one after the other; None while
         it is still read."""
-        row, written, ends = list(ids[-self.context:]), None, decoding.end_ids(
-            stop, self.c.vocab_size)
+        row, ends = list(ids[-self.context:]), decoding.end_ids(stop, self.c.vocab_size)
+        written, count, has_read, self.has_rolled = None, 0, False, False
         for _ in range(tokens):
             if len(row) > self.context:
                 if stop_at_context:
                     return
-                row, written = row[-max(1, self.context // 2):], None
-            if len(row) > self.slots:
-                self.slots, self.cache, written = self._rounded(2 * len(row)), None, None
-            if written is None:
+                row, has_read, self.has_rolled = row[-max(1, self.context // 2):], False, True
+            while len(row) > self.slots:
+                self.slots, self.cache, has_read = self._rounded(2 * self.slots), None, False
+            if count == NEW_IDS:
+                written, count, has_read = None, 0, False
+            if has_read:
+                written = self._go_on(row, written, count)
+            else:
                 for _ in self._read(row):
                     yield None
-                written = self._begin(row, seed, ends)
-            else:
-                written = self._go_on(row, written)
-            count = int(on_host(written["count"]))
-            new = int(on_host(written["ids"])[0, count - 1])
+                written, has_read = self._begin(row, seed, ends, written, count), True
+            new, count = int(on_host(written["ids"])[0, count]), count + 1
             if new in ends:
                 yield [[]]
                 return
             row.append(new)
             yield [[new]]
+
+    def _length(self):
+        """The length that scales positions where they follow from it: that of the cache. (One that
+        followed from the text would have all of it read again with each turn.)"""
+        return self.network.decoding_length(self.c, min(self.slots, self.context), self.slots)
 
     def _rounded(self, slots):
         return -(-min(slots, self.context) // READ) * READ
@@ -85,7 +93,7 @@ class Reading:
             with decoding.mesh_of_weights(self.params):
                 start = {"start": pad_rows(np.zeros(1, np.int32))}
                 self.cache = self.passes.new_cache(self.params, start, self.c, self.slots)
-        length = self.network.decoding_length(self.c, self.slots, self.slots)
+        length = self._length()
         for at in range(self._known(row), len(row), READ):
             part = row[at:at + READ]
             tokens = np.zeros((1, READ), np.int32)
@@ -106,27 +114,26 @@ class Reading:
         # (A rolling window has lost what is so far behind.)
         return 0 if self.has_windows and len(self.ids) - same > CHUNK else same
 
-    def _begin(self, row, seed, ends):
-        """What is written after a row: its first new id."""
+    def _begin(self, row, seed, ends, written, count):
+        """What is written when a row has been read: one id more than the `count` before."""
         tokens = np.zeros((1, self.slots), np.int32)
         tokens[0, -len(row):] = row
-        rows = {"tokens": pad_rows(tokens),
-                "start": pad_rows(np.array([self.slots - len(row)], np.int32))}
         with decoding.mesh_of_weights(self.params):
-            written = decoding.empty_ids(rows, self.slots, seeds_of(rows, seed), ends,
-                                         self.sampling, self.c.vocab_size)
+            rows = {"tokens": pad_rows(tokens),
+                    "start": pad_rows(np.array([self.slots - len(row)], np.int32))}
+            if written is None:
+                written = decoding.empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
+                                             self.sampling, self.c.vocab_size)
             state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
-                               "slot": np.int32(len(row))}
+                               "slot": np.int32(len(row) - count)}     # (as sample._first_ids)
             state = self.passes.choose(state, self.logits, self.c, self.sampling)
         self.cache = state.pop("cache")
         return state
 
-    def _go_on(self, row, written):
+    def _go_on(self, row, written, count):
         """One more id: the last one of the row is read."""
-        length = self.network.decoding_length(self.c, self.slots, self.slots)
-        limit = np.int32(len(row) - int(written["slot"]) + 1)
         with decoding.mesh_of_weights(self.params):
-            state = self.passes.decode(self.params, written | {"cache": self.cache}, limit, self.c,
-                                       length, self.sampling)
+            state = self.passes.decode(self.params, written | {"cache": self.cache},
+                                       np.int32(count + 1), self.c, self._length(), self.sampling)
         self.cache, self.ids = state.pop("cache"), list(row)
         return state

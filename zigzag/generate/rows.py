@@ -163,7 +163,7 @@ class Windows:
                 f"last {size:,} are read")
         if min(longest, size) + tokens - 1 > size and not stop_at_context:
             say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
-                f"its last {self._half():,} (stop_at_context ends it there)")
+                f"its last {self._half():,} (--stop_at_context ends it there)")
 
     def _half(self):
         return max(1, self.context // 2)

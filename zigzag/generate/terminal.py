@@ -187,7 +187,8 @@ def show_scores(texts: Sequence[str], found: Iterable[tuple[float, int]], as_jso
         counts.append(int(count))
         print(line("text", text, logprobs[-1], counts[-1]), flush=True)
     total = len(texts) if as_json else f"all {len(texts):,} texts"
-    print(line("texts", total, math.fsum(logprobs), sum(counts)))
+    if as_json or len(texts) > 1:
+        print(line("texts", total, math.fsum(logprobs), sum(counts)))
 
 
 # -------------------------------------------------------------------------------------------
@@ -282,8 +283,8 @@ def run_command(line: str, commands: dict[str, tuple[str, Callable[[str], Any]]]
         except ConfigError as e:
             write(f"error: {e}")
     else:
-        write(f"error: /{name} is no command: /help lists them, and a space before it says it to "
-              f"the model")
+        write(f"error: no command /{name}: /help lists them (begin the line with a space to say it "
+              f"to the model)")
 
 
 def converse(greeting: str, answer: Callable[[str, list[int]], None],

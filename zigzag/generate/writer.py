@@ -140,6 +140,9 @@ class Writer(NamedTuple):
         pieces = terminal.in_background(pieces, pressed, status)
         first, answer = list(itertools.islice(pieces, 1)), self._answer(prompt, tokens)
         terminal.show(itertools.chain(first, pieces), [answer], pressed=pressed)
+        if reading and reading.has_rolled:
+            terminal.note(f"the context of {reading.context:,} tokens was full: the answer went on "
+                          f"from its last half")
         if answer.reason in ("length", "context") and not pressed:
             terminal.note(f"--tokens {tokens} ended this answer" if answer.reason == "length" else
                           "the context is full")

@@ -2,6 +2,7 @@
 
     left_out       the values that a command takes from the run it continues
     check_change   refuse a --change that changes nothing
+    check_steps    refuse fewer steps than were made
     first_lines    which run continues from which step, and what its schedule will do
     changes_text   what --change has changed
 """
@@ -37,6 +38,14 @@ def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
             raise ConfigError(f"--change {name}: give --{name} too, with its new value")
 
 
+def check_steps(given: dict[str, Any], out: str) -> None:
+    """Refuse --steps that the run has passed: it would be noted, and nothing trained."""
+    at = newest_step(out)
+    if given.get("steps", at) < at:
+        raise ConfigError(f"--steps {given['steps']}: --out {out} is at step {at:,} already; give "
+                          f"more than that, or leave --steps out")
+
+
 def first_lines(config: Any, old: Any, learning_rate: Callable) -> Iterator[str]:
     """What a person is told of the run that `config` continues, and that was `old`.
     learning_rate(config, step) is train.py's."""
@@ -45,12 +54,12 @@ def first_lines(config: Any, old: Any, learning_rate: Callable) -> Iterator[str]
         "" if at else ": it has no checkpoint yet")
     changed = [f"{name} {getattr(old, name):,} -> {getattr(config, name):,}" for name in SCHEDULE
                if getattr(old, name) != getattr(config, name)]
+    another = "" if "lr" in config.change else "; --lr X --change lr gives it another peak"
     if changed and 0 < at < config.steps:
         before, after = (float(learning_rate(c, jnp.int32(step)))
                          for c, step in ((old, at - 1), (config, at)))
         yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
-               f"and will be {after:.1e} at step {at + 1:,}; --lr X --change lr gives the schedule "
-               f"another peak")
+               f"and will be {after:.1e} at step {at + 1:,}{another}")
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:

@@ -129,7 +129,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
         loop.best = folder.read_best(config.best)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    if loop.at:
+    if loop.at and "fingerprint" not in folder.record:      # (else the command has said so)
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
@@ -166,8 +166,12 @@ def flush_metrics(loop: Loop) -> None:
     loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
     if loop.folder:
         loop.folder.write(row)
+    what = "tokens"
+    if loop.program.plan.network is None and "tokens" not in loop.program.plan.batch:
+        what, computed = "examples", loop.program.config.batch
+        learned = computed
     loop.reporter.step(row, took, chips.memory_in_use(), (computed, learned),
-                       functools.partial(seconds_of_others, loop, at))
+                       functools.partial(seconds_of_others, loop, at), what)
     if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
         loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
                            f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
@@ -267,7 +271,12 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
                             skips_idle=plan.sizes["seq"] == 1)
-    hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size"}     # (said elsewhere)
+    # (What other lines say.)
+    hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr",
+              "warmup", "optimizer", "eval_tokens"}
+    if plan.network is not None:
+        hidden |= {"layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "seq_len",
+                   "experts", "experts_per_token"}
     say.header(config, program.mesh, weights, table, schedule,
                process_allgather(socket.gethostname()),
                [network and f"network  {network}", describe_sizes(plan), describe_training(plan),
@@ -280,8 +289,8 @@ def describe_sizes(plan: Any) -> str:
         return ""
     c, network = plan.config, plan.network
     encoder, source = getattr(c, "encoder_layers", 0), network.source_shape(c.network)
-    parts = [f"{encoder} encoder and {c.layers} decoder layers" if encoder else
-             f"{c.layers} layers", f"d_model {c.d_model}",
+    parts = [f"layers {c.layers}" + (f" and {encoder} of the encoder" if encoder else ""),
+             f"d_model {c.d_model}",
              f"{c.heads} heads" + (f" ({c.kv_heads} kv_heads)" if c.kv_heads != c.heads else ""),
              f"d_ff {c.d_ff}", c.experts and f"{c.experts} experts, {c.experts_per_token} a token",
              c.vocab_size and f"vocabulary {c.vocab_size:,}",

@@ -87,7 +87,7 @@ def test_a_start_says_the_sizes_in_words(capsys):
     config = make(kv_heads=2, experts=4)
     loop.report_header(program_of(config, "tensor=2"), say, (1, 1), ())
     printed = capsys.readouterr().out
-    assert ("sizes    2 layers, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
+    assert ("sizes    layers 2, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
             "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
             "adamw, lr up to 0.0156 after 3 steps of warmup\noptions  ") in printed
     assert "image_size" not in printed and "image_size" not in train.record_of(config)
@@ -101,7 +101,7 @@ def test_a_start_says_the_sizes_in_words(capsys):
     config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
     loop.report_header(program_of(config, ""), say, (1, 1), ())
     printed = capsys.readouterr().out
-    assert re.search("sizes    1 encoder and 2 decoder layers, .*, source 12, context 16 tokens\n",
+    assert re.search("sizes    layers 2 and 1 of the encoder, .*, source 12, context 16 tokens\n",
                      printed)
     assert re.search(r"^relative +\[32,4\]", printed, re.M), "small, and a matrix"
 

@@ -214,7 +214,7 @@ def test_lines_of_json_are_not_learned_as_text(tmp_path, capsys, name, content, 
         if not is_refused:
             assert (name, folder / name) in data.documents([str(path)])
             continue
-        for main, flag, words in ((data.main, "PATH", [path]), (train.main, "--data",
+        for main, flag, words in ((data.main, "", [path]), (train.main, "--data",
                                                                 ["--data", path])):
             more = ["--mesh", "data=8"] if main is train.main else []
             error = refused(capsys, *words, "--out", tmp_path / "out", *more, main=main)
@@ -231,6 +231,6 @@ def test_messages_of_data_py_speak_of_its_own_words(tmp_path, capsys):
     for path, says in (("made", "was made by data.py: its text is encoded already"),
                        ("empty", "no text in it; expected text files"), ("b.txt", "'a.txt'")):
         error = refused(capsys, tmp_path / path, "--out", tmp_path / "out", main=data.main)
-        assert error.startswith(f"error: PATH {tmp_path / path}") and says in error
+        assert error.startswith(f"error: {tmp_path / path}") and says in error
     with pytest.raises(ConfigError, match="--data .*made was made by data.py: give it alone"):
         data.documents([str(tmp_path / "made"), str(tmp_path / "a.txt")])

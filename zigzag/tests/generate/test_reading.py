@@ -55,8 +55,7 @@ def say(row, ids, tokens, seed=0, stop=()):
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("options, mesh", [
     ({}, ""), ({"window": 8, "local_layers": "lg"}, ""), ({"kv_heads": 1}, "tensor=2"),
-    pytest.param({"positions": "learned", "position_rows": 48}, "data=2",
-                 marks=pytest.mark.slow)])
+    ({"positions": "learned", "position_rows": 48}, "data=2")])
 def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
     """A prompt that is read at the wrong slots, or on top of what it does not begin with; ids of a
     chunk's end that are seen; a window that has lost what a query needs; a context that runs
@@ -99,6 +98,16 @@ def test_a_turn_reads_only_what_is_new_and_compiles_nothing(small, caplog):
         say(row, turn, 3, stop=[7])
     assert not [r.message for r in caplog.records if r.message.startswith("Finished XLA comp")]
     assert len(turn) == 31
+
+
+@pytest.mark.filterwarnings("ignore:.*context")
+def test_an_answer_that_fills_the_context_is_sampled_as_generate_does(small):
+    """Ids that are forgotten, or random numbers that begin again, when the context is full."""
+    sampling = decoding.Sampling(0.9, repetition_penalty=1.2)
+    row, params, config = begin({}, sampling=sampling)
+    want, = sample.generate(params, [[5, 6, 7] * 9], config, 60, 0.9, repetition_penalty=1.2,
+                            seed=4)
+    assert say(row, [5, 6, 7] * 9, 60, seed=4) == want and row.has_rolled
 
 
 def test_an_end_ends_an_answer(small):

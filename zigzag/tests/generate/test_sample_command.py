@@ -48,7 +48,7 @@ class FakeModel:
         patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
         patch.setattr(writer, "Reading", lambda *_: self)
-        self.context, self.is_ready = config.seq_len, True
+        self.context, self.is_ready, self.has_rolled = config.seq_len, True, False
         self.compile = lambda: iter(())
 
     def stream(self, params, prompts=None, config=None, *_, **choices):
@@ -480,7 +480,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         person.type("/help\n")
         assert "/reset" in person.until("> ") and not person.raw
         person.type("/rest\n")
-        assert "error: /rest is no command: /help lists them" in person.until("> ")
+        assert "error: no command /rest: /help lists them" in person.until("> ")
         person.type("/system be brief\n")
         assert "a new conversation, with this system message" in person.until("> ")
         person.type("y" * CONTEXT + "\n")

@@ -135,6 +135,24 @@ def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, caps
     assert text_of(config, run).startswith("what stands at the same path by now\n")
 
 
+def test_fewer_steps_than_were_made_are_refused(run, capsys):
+    """A record of two steps for a run that has made four, and that trains none."""
+    before = record_of(run)
+    says = refused(capsys, "--out", run, "--steps", 2)
+    assert "--steps 2: " in says and "is at step 4 already; give more than that" in says
+    assert record_of(run) == before
+
+
+def test_the_same_text_given_again_is_not_kept_twice(text, tmp_path, capsys):
+    """--change data with the text that the run has: the disk holds it twice."""
+    run = tmp_path / "run"
+    go(*WORDS, "--data", text, "--out", run)
+    go("--out", run, "--steps", 5, "--change", "data")
+    assert not [*run.glob("data-*")] and (run / "data/data.json").exists()
+    assert "changes" not in record_of(run)
+    assert capsys.readouterr().out.count(f"continuing {run} at step 4") == 1
+
+
 def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, capsys):
     """The text of a run replaced, and then its start refused."""
     before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
