@@ -484,7 +484,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         person.type("/system be brief\n")
         assert "a new conversation, with this system message" in person.until("> ")
         person.type("y" * CONTEXT + "\n")
-        assert "note: that is 62 tokens: the last 40, the model's context, are read" in (
+        assert "note: that is 56 tokens: the last 40, the model's context, are read" in (
             person.until("> "))
         person.type("fail\n")
         status, rest = person.end()
