@@ -72,7 +72,7 @@ from zigzag.core.mesh import (
     beside_auto_tensor,
     is_single_cpu,
     keep_on_first,
-    mark_alike,
+    vary_like,
     mark_varying,
     pmean_over,
     spec_axes,
@@ -424,7 +424,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
     if "seq" in varying(q):     # (to generate, time is not split)
         ring = attention.causal_ring if causal else attention.full_ring
-        out = ring(attend_to, queries, mark_alike(keys, q), send_around, n)
+        out = ring(attend_to, queries, vary_like(keys, q), send_around, n)
     elif kernel and attention.kernel_fits(q, k, v):
         out = attention.by_kernel(q, k, v)
     else:

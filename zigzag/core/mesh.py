@@ -298,7 +298,7 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
         lambda x: lax.pcast(x, tuple(sorted(axes - varying(x))), to="varying"), tree)
 
 
-def mark_alike(tree: Any, *like: Any) -> Any:
+def vary_like(tree: Any, *like: Any) -> Any:
     """mark_varying, but never over tensor: there a type says that a thing is split, and what is
     carried around a loop is split or not as it was given."""
     return mark_varying(tree, also=varying(*like) - {"tensor"})

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import add_to, ambient, cast, mark_alike, mark_varying, varying, zeros_of
+from zigzag.core.mesh import add_to, ambient, cast, vary_like, mark_varying, varying, zeros_of
 from zigzag.parallel.remat import POLICIES
 
 
@@ -217,7 +217,7 @@ def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tupl
         x, aux = turn(x)
         return loss.send(x, 1), (x, aux)
 
-    start = mark_alike(jnp.zeros_like(xs[0]), xs, batch, weights, me)
+    start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
     _, (out, aux) = lax.scan(tick, start, jnp.arange(finished[-1] + 1))
     return jnp.where(me == S - 1, out[finished], 0).reshape(x.shape), aux
@@ -280,7 +280,7 @@ class _Stage:
         self.zeros = self._alike(zeros_of(loss.embed, params, pick(self.batch, 0)))
 
     def _alike(self, tree):
-        return mark_alike(tree, self.params, self.batch, self.weights, self.me)
+        return vary_like(tree, self.params, self.batch, self.weights, self.me)
 
     def embed(self, params, m):
         return self._alike(self.loss.embed(params, pick(self.batch, m)))

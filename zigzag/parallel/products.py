@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zigzag.core.mesh import add_to, mark_alike, mark_varying, platform, zeros_of
+from zigzag.core.mesh import add_to, vary_like, mark_varying, platform, zeros_of
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +95,7 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
     """The sum of the scalar fn(weights, *chunk) over chunks (arrays [count, ...]), with one chunk
     in memory at a time. Where it is differentiated, a chunk's gradients are made with the chunk in
     the forward pass: the backward pass only scales them, and computes nothing again."""
-    weights, chunks = mark_varying(weights, chunks), mark_alike(chunks, weights, chunks)
+    weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
 
     @jax.custom_vjp

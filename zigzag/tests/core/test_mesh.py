@@ -13,7 +13,7 @@ from zigzag.core.mesh import (
     drop_trivial_axes,
     keep_on_first,
     make_mesh,
-    mark_alike,
+    vary_like,
     mark_varying,
     pmean_all,
     untyped,
@@ -73,7 +73,7 @@ def test_what_a_loop_carries_is_never_marked_over_tensor():
     """There a type says that a thing is split: a whole weight marked beside the activations that it
     meets would be taken for its first part."""
     def fn(rows, weight, split):
-        return [varying(a) for a in (*mark_alike((rows, weight), rows, split),
+        return [varying(a) for a in (*vary_like((rows, weight), rows, split),
                                      mark_varying(weight, split, also={"seq"}))]
 
     assert types_in("data=2,tensor=2,seq=2", fn, P("data"), P(), P(None, "tensor")) == [
