@@ -72,10 +72,10 @@ from zigzag.core.mesh import (
     beside_auto_tensor,
     is_single_cpu,
     keep_on_first,
-    vary_like,
     mark_varying,
     pmean_over,
     spec_axes,
+    vary_like,
     varying,
 )
 from zigzag.core.mesh import make_mesh as make_mesh

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import add_to, ambient, cast, vary_like, mark_varying, varying, zeros_of
+from zigzag.core.mesh import add_to, ambient, cast, mark_varying, vary_like, varying, zeros_of
 from zigzag.parallel.remat import POLICIES
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zigzag.core.mesh import add_to, vary_like, mark_varying, platform, zeros_of
+from zigzag.core.mesh import add_to, mark_varying, platform, vary_like, zeros_of
 
 
 @jax.tree_util.register_dataclass

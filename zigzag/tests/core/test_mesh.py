@@ -13,10 +13,10 @@ from zigzag.core.mesh import (
     drop_trivial_axes,
     keep_on_first,
     make_mesh,
-    vary_like,
     mark_varying,
     pmean_all,
     untyped,
+    vary_like,
     varying,
 )
 from zigzag.tests.common import mesh_of
