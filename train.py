@@ -30,7 +30,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
@@ -49,7 +48,7 @@ from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
 from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags, show_help
 from zigzag.core.flags import run_main as run_main
-from zigzag.core.mesh import cast, keep_compiled, mark_varying, pmean_all, row_groups
+from zigzag.core.mesh import cast, keep_compiled, pmean_all, row_groups
 from zigzag.core.report import Reporter
 from zigzag.disk import examples
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
@@ -98,9 +97,7 @@ from zigzag.run.plan import (
     make_program,
     resolve_dtype,
     shapes_hash,
-    sums_and_gradient,
 )
-from zigzag.weights import lora
 from zigzag.weights.network import COMPUTED, Network
 from zigzag.weights.presets import fields_of_preset
 from zigzag.weights.table import count
@@ -240,66 +237,66 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
                        optax.add_decayed_weights(config.weight_decay, matrices))
 
 
-def gather_weights(plan: Plan, weights: Any) -> Any:
-    """Weights as the loss gets them: whole over fsdp, but for those of layers that gather their
-    own, one layer after the other."""
+def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
+    """Weights, placed by these decisions of the rule, as the loss takes them: whole over fsdp.
+    Layers that gather their own weights, one layer at a time, get them as they are."""
     config = plan.config
-    weights = stored_to_used(weights, plan.stored, plan.used, config.chunks, config.sum_dtype)
+    weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
-        lambda d: P() if plan.takes_specs and d.stacked else d.used, plan.decisions),
-        config.sum_dtype)
+        lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), config.sum_dtype)
 
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
     (params, batch) -> gradients, sums, for tests that compare gradients."""
     def gradients(params, batch):
-        # Accumulate, in float32. Weights of no layer are gathered once (`scatter`, the transpose,
-        # takes their gradients back); layers gather their own in each micro-batch.
-        weights, frozen = plan.split(plan.mark(cast(params, plan.dtype)))
-        whole, scatter, frozen = jax.vjp(
-            lambda w: plan.split(gather_weights(plan, lora.join(w, frozen))), weights, has_aux=True)
+        # On every device, for its rows. What is outside the layers is gathered here, once for all
+        # micro-batches; `scatter`, the transpose of that gather, takes gradients back to where
+        # the weights are stored.
+        weights, gather, sums_and_gradient = plan.bind(params, functools.partial(
+            gather_weights, plan))
+        gathered, scatter = jax.vjp(gather, weights)
 
-        compute = plan.on_device(functools.partial(sums_and_gradient, plan.local_sums))
-
-        def add_micro_batch(total, part):
-            sums, grads = compute(whole, frozen, part)
+        def add_micro_batch(total, micro_batch):
+            sums, grads = sums_and_gradient(gathered, micro_batch)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
 
-        total = (jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), weights),
-                 plan.mark(optax.tree.zeros_like(plan.sums)))
+        # Accumulate, in float32.
+        total = plan.zeros(weights)
         if plan.accumulate == 1:
             total, _ = add_micro_batch(total, batch)
         else:
             total, _ = jax.lax.scan(add_micro_batch, total, jax.tree.map(
                 lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch))
+
         # Reduce: one sum over devices, of the gradients and of what they are divided by.
         grads, sums = total
-        stored = plan.split(plan.stored)[0]
-        return (shard.sum_gradients(grads, plan.sum_axes, stored, plan.moments),
+        return (shard.sum_gradients(grads, plan.sum_axes, plan.trained(plan.stored), plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
     gradients = plan.on_mesh(gradients, (plan.moments, P()), shard.shard_time)
 
     def step(state, batch):
-        (params, frozen), config = plan.split(state["params"]), plan.config
-        grads, (total, count, aux) = gradients(state["params"], batch)
+        grads, (total, count, others) = gradients(state["params"], batch)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
-        # Update. One number that is not finite would be in every weight from then on: then nothing
-        # changes. Nor where nothing was asked, as weights would decay and moments fade.
-        rate, norm = learning_rate(config, state["step"]), optax.tree.norm(grads)
-        updates, opt = optimizer.update(grads, state["opt"], params)
-        new = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+
+        # Update, unless the gradient is not finite (it would spoil every weight for good) or the
+        # batch asked nothing (weights would decay, and moments fade, for no reason).
+        params, opt = plan.trained(state["params"]), state["opt"]
+        rate, norm = learning_rate(plan.config, state["step"]), optax.tree.norm(grads)
+        updates, new_opt = optimizer.update(grads, opt, params)
+        new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         is_finite = jnp.isfinite(norm)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
-                                   (new, opt), (params, state["opt"]))
+                                   (new_params, new_opt), (params, opt))
+
         metrics = {"loss": total / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
-                   "skipped": 1 - is_finite, **{name: x / divisor for name, x in aux.items()}}
-        params = lora.join(params, frozen)
-        return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
+                   "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
+        return {"params": plan.replace(state["params"], params), "opt": opt,
+                "step": state["step"] + 1}, metrics
 
     return step, gradients
 
@@ -311,7 +308,7 @@ def make_evaluate(plan: Plan) -> Callable:
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
         def local(params, batch):
-            weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)))
+            weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)), plan.decisions)
             sums = plan.on_device(plan.local_sums)(weights, batch)
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
             return pmean_all(shard.sum_gradients(plan.mark(sums), axes))
@@ -330,7 +327,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     if ours:
         check_rows(config)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None)
-    update = optimizer(plan.config, plan.split(plan.decisions)[0])
+    update = optimizer(plan.config, plan.trained(plan.decisions))
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
@@ -338,30 +335,37 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 # The loop
 
 def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
-        predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (),
-        show: Callable | None = None, flops: float | None = None,
-        bits_per_nat: float | None = None, record: dict[str, Any] | None = None,
-        mesh: Any = None, say: Reporter | None = None,
-        overrides: Sequence[tuple[str, P]] = (), weights: Callable | None = None,
-        metric: Callable | None = None, predicted: int | None = None,
-        samples: Samples | None = None, tokenizer: data.Tokenizer | None = None) -> Fit:
+        predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (), *,
+        show: Callable | None = None, metric: Callable | None = None,
+        predicted: int | None = None, samples: Samples | None = None,
+        weights: Callable | None = None, overrides: Sequence[tuple[str, P]] = (),
+        tokenizer: data.Tokenizer | None = None, record: dict[str, Any] | None = None,
+        flops: float | None = None, bits_per_nat: float | None = None,
+        mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
-    At each evaluation predict is given all held-out examples, or the first `predicted`, in batches;
-    its outputs, any tree of arrays with a row for each example, are put together in their order, on
-    the host of every process. metric(outputs, examples) makes a number of them, or a dict of
-    numbers. show(outputs) makes a text of those of the first four examples, or a dict of texts by
-    their labels. `samples` are texts that the model writes besides. flops is the arithmetic of an
-    update, for MFU. bits_per_nat turns the held-out loss into bits per byte. What is in `record` is
-    saved with the configuration and must be the same when the run continues. The run keeps the
-    tokenizer, so that sample.py can read and write text with it. `say` reports to a person.
-    `overrides`, (path regex, PartitionSpec) pairs, say where weights live, after --override: of
-    those that match a weight the last wins. weights(places), of shapes with shardings, gives the
-    weights that a new run begins with, in place of init's."""
+        predict(params, batch)      outputs for held-out examples, at each evaluation: any tree of
+                                    arrays with a row for each example. All of them are put
+                                    together in the order of the examples, on every host
+        show(outputs)               a text, or a dict of texts by their labels, made of the outputs
+                                    of the first four held-out examples
+        metric(outputs, examples)   a number, or a dict of numbers, to log
+        predicted                   call predict for this many held-out examples; None: for all
+        samples                     texts for the model to write at each evaluation
+        weights(places)             the weights a new run begins with, instead of init's; places
+                                    are shapes with shardings
+        overrides                   (path regex, PartitionSpec) pairs: where weights are stored,
+                                    beside --override; the last match wins
+        tokenizer                   kept by the run, so that sample.py can read and write text
+        record                      saved in config.json; must be the same when the run continues
+        flops, bits_per_nat         of an update, for MFU; from loss to bits per byte
+        say                         reports to a person
+    """
     stop: list[int] = []
-    task = Task(collate, predict, examples, held_out, show, flops, bits_per_nat, metric, predicted,
-                samples)
+    task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
+                metric=metric, predicted=predicted, samples=samples, flops=flops,
+                bits_per_nat=bits_per_nat)
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop):
         shapes = batch_shapes(config.batch, collate, examples)
@@ -371,21 +375,13 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         check_task(config, program, task)
         facts = {"weights": shapes_hash(program.state["params"]), **(record or {}),
                  **(data.tokenizer_record(tokenizer) if tokenizer else {})}
-        same, record = [*facts_of(config), *facts], record_of(config) | facts
-        hosts.assert_same_everywhere(record)
+        hosts.assert_same_everywhere(record_of(config) | facts)
         if config.check or not program.plan.trusted:
             program = check_program(program, build_program, task, say.line)
         if config.check:
             say.line("check    on this mesh the loss and its gradients are those of one device")
         first, facts_of_first = frozen_state(program, weights)
-        record |= facts_of_first
-        folder = RunFolder(config.out, record, [*same, *facts_of_first], read_old,
-                           program.saved(program.state), config.keep, config.verify == "on",
-                           config.patience, config.change) if config.out else None
-        if folder and folder.changed:
-            say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
-        if folder and tokenizer and jax.process_index() == 0:
-            data.copy_files(tokenizer, Path(config.out))
+        folder = open_folder(program, facts | facts_of_first, say, tokenizer)
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
             loop = Loop(program, task, folder, say, lambda at: data.order(
                 len(examples), config.seed, at * config.batch, config.batch), first)
@@ -405,11 +401,28 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                next(iter(loop.best), None))
 
 
+def open_folder(program: Program, facts: dict[str, Any], say: Reporter,
+                tokenizer: data.Tokenizer | None) -> RunFolder | None:
+    """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
+    recorded beside the configuration, and must be what they were when the run continues."""
+    config = program.config
+    if not config.out:
+        return None
+    folder = RunFolder(config.out, record_of(config) | facts, [*facts_of(config), *facts], read_old,
+                       program.saved(program.state), config.keep, config.verify == "on",
+                       config.patience, config.change)
+    if folder.changed:
+        say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
+    if tokenizer and jax.process_index() == 0:
+        data.copy_files(tokenizer, Path(config.out))
+    return folder
+
+
 def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
-    """Until the last step, or until somebody stops it. While the devices work on a step, the
-    numbers of the one before are written down."""
+    """Update until the last step, or until a signal asks to stop. While the devices work on a step,
+    the numbers of the one before are written down."""
     program, folder, config = loop.program, loop.folder, loop.program.config
-    loop.clock = time.perf_counter()
+    loop.reporter.start_clock()
     if config.eval_first and loop.at < config.steps:
         is_best = evaluate(loop, is_new=not folder or folder.restored is None)
         if folder and is_best:
@@ -429,16 +442,21 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         hosts.share_stop(stop)
     flush_metrics(loop)
     if stop:
-        if folder:
-            save(loop)
-        # (What train_language has begun continues by its folder, in one process.)
-        by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
-        again = f"python train.py --out {config.out}" if by_folder else "the same command"
-        loop.reporter.line(
-            f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
-            + (f", saved in {config.out}: run {again} to continue" if folder else ""))
+        end_early(loop, stop)
     elif not loop.evaluation:       # a finished run was asked for again
         evaluate(loop, is_new=False)
+
+
+def end_early(loop: Loop, stop: list[int]) -> None:
+    """Save, and say how to go on."""
+    folder, out = loop.folder, loop.program.config.out
+    if folder:
+        save(loop)
+    # A run of the command line, in one process, continues by its folder alone.
+    by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
+    again = f"python train.py --out {out}" if by_folder else "the same command"
+    loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
+                       + (f", saved in {out}: run {again} to continue" if folder else ""))
 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
@@ -662,9 +680,9 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
                                       network.limits(config.network))
-        make = functools.partial(Task, examples.collate_arrays, None, arrays.train, arrays.held_out)
-        yield config, lambda: make(None, flops_of_update(config), None), {
-            "fingerprint": arrays.fingerprint}, arrays
+        task = Task(collate=examples.collate_arrays, examples=arrays.train,
+                    held_out=arrays.held_out, flops=flops_of_update(config))
+        yield config, lambda: task, {"fingerprint": arrays.fingerprint}, arrays
     elif networks.network_of(config).source_shape(config.network):
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)
@@ -714,8 +732,10 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
 
     samples = answers(config.sample_prompts, lambda sources: collate(
         [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[2]))
-    return Task(collate, predict, pairs.train, pairs.held_out, show, flops_of_update(config), None,
-                metric if config.metric else None, None if config.metric else 1, samples)
+    return Task(collate=collate, predict=predict, examples=pairs.train, held_out=pairs.held_out,
+                show=show, metric=metric if config.metric else None,
+                predicted=None if config.metric else 1, samples=samples,
+                flops=flops_of_update(config))
 
 
 def language_task(config: Config, corpus: data.Corpus) -> Task:
@@ -737,14 +757,15 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
         tokens = batch["tokens"][:, :begin]
         return jnp.concatenate([tokens, write(params, {"tokens": tokens})], 1)
 
-    return Task(
-        lambda examples: data.collate(examples, T), predict,
-        data.Windows(corpus.train, T, vocab_size=ids), held_out,
-        lambda ids: {"prompt": tokenizer.decode(ids[0][:begin]),
-                     "written": tokenizer.decode(ids[0][begin:])},
-        flops_of_update(config), len(targets) / size / math.log(2) if size else None,
-        predicted=1,
-        samples=continuations(config.sample_prompts, tokenizer, room, write))
+    def show(outputs):
+        return {"prompt": tokenizer.decode(outputs[0][:begin]),
+                "written": tokenizer.decode(outputs[0][begin:])}
+
+    return Task(collate=lambda examples: data.collate(examples, T), predict=predict,
+                examples=data.Windows(corpus.train, T, vocab_size=ids), held_out=held_out,
+                show=show, predicted=1, flops=flops_of_update(config),
+                samples=continuations(config.sample_prompts, tokenizer, room, write),
+                bits_per_nat=len(targets) / size / math.log(2) if size else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -815,7 +836,7 @@ def train_language(config: Config, mesh: Any) -> None:
         print(f"data     {text}", flush=True)
     init, loss, _ = language(config)
     result = fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
-                 **make_task()._asdict())
+                 **vars(make_task()))
     if is_process_0 and result.step >= config.steps and reads_text(config):
         prompt = "..." if config.data else "def main("
         print(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"',

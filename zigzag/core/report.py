@@ -22,12 +22,54 @@ from zigzag.core.flags import changed
 
 
 class Reporter:
-    """Prints a run of so many steps."""
+    """Prints how a run of `steps` steps goes, and keeps what only that needs: times and losses."""
 
     def __init__(self, steps: int):
         self.steps, self.is_terminal = steps, sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
-        self.times = collections.deque(maxlen=50)
+        self.clock = time.perf_counter()            # when the last step's numbers came
+        self.times = collections.deque(maxlen=50)   # seconds of recent steps
+        self.saving = 0.0                           # seconds that saves took since the last step
+        self.evaluations: list[float] = []          # seconds of each
+        self.saves: list[float] = []
+        self.losses: list[float] = []               # since the last evaluation
+        self.recent = collections.deque(maxlen=128)
+
+    def start_clock(self) -> None:
+        """Measure the next step from now on."""
+        self.clock = time.perf_counter()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the numbers of the last step came, and how many of them saves took."""
+        took, saving = time.perf_counter() - self.clock, self.saving
+        self.clock, self.saving = self.clock + took, 0.0
+        return took, saving
+
+    def saved(self, seconds: float) -> None:
+        """A save held the loop up for so long."""
+        self.saves.append(seconds)
+        self.saving += seconds
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took this long. (Its time is no step's.)"""
+        self.evaluations.append(seconds)
+        self.start_clock()
+
+    def note_loss(self, at: int, loss: float) -> None:
+        """Keep a step's loss, and say so if it is far above those before it."""
+        recent = self.recent
+        if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
+            self.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
+                      f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
+        if math.isfinite(loss):
+            recent.append(loss)
+            self.losses.append(loss)
+
+    def training_loss(self) -> float | None:
+        """The mean of the losses since the last evaluation, without those that are not finite; None
+        if there are none."""
+        finite = list(filter(math.isfinite, self.losses))
+        return statistics.fmean(finite) if finite else None
 
     def line(self, text: str, live: bool = False) -> None:
         """Print a line. On a terminal, a live one is replaced by the next."""
@@ -149,12 +191,6 @@ def options_text(config: Any, hidden: set[str]) -> str:
                 lines.append("        ")
             lines[-1] += word
     return "\n".join(lines) if lines != ["options "] else ""
-
-
-def mean_loss(losses: Sequence[float]) -> float | None:
-    """The mean of training losses, without what is not finite; None of no loss."""
-    finite = list(filter(math.isfinite, losses))
-    return statistics.fmean(finite) if finite else None
 
 
 class BenchReporter(Reporter):

@@ -20,15 +20,15 @@ from zigzag.core.mesh import ambient, beside_auto_tensor, full_spec
 from zigzag.parallel.collectives import with_reduce_scatter
 
 
-def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int, sum_dtype: str) -> Any:
-    """Inside a shard_map: weights that are split as `stored` says, split as `used` says. The
-    transposes, a reduce-scatter and a padding with zeros, bring gradients back."""
+def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
+    """Inside a shard_map: weights that are split as each decision's `spec` says, split as its
+    `used` says. The transposes, a reduce-scatter and a padding with zeros, bring gradients back."""
     sizes, manual = ambient()
     if not manual:          # --step jit: the compiler moves what it needs
         return weights
 
-    def convert(w, stored, used):
-        stored, used = full_spec(stored, w.ndim), full_spec(used, w.ndim)
+    def convert(w, decision):
+        stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.used, w.ndim)
         for dim, axis in enumerate(stored):
             if axis in manual and axis != used[dim]:
                 gather = functools.partial(_all_gather, axis=axis, dim=dim, sum_dtype=sum_dtype)
@@ -41,7 +41,7 @@ def stored_to_used(weights: Any, stored: Any, used: Any, chunks: int, sum_dtype:
                 w = _own(w, dim, axis, sizes[axis], chunks if axis == "pipe" else 1)
         return w
 
-    return jax.tree.map(convert, weights, stored, used)
+    return jax.tree.map(convert, weights, decisions)
 
 
 def _all_gather(w, axis, dim, sum_dtype):

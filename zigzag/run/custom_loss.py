@@ -250,7 +250,7 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
     chunks = 1 if plan.mode == JIT else plan.config.chunks
     staged = permute_layers(params, places, chunks)
     grad, sums = gradients(staged, batch)
-    return (sums, permute_layers(grad, plan.split(places)[0], chunks, back=True),
+    return (sums, permute_layers(grad, plan.trained(places), chunks, back=True),
             evaluate(staged, _held_out(batch)) if evaluate else ())
 
 

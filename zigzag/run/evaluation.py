@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, RunError, did_you_mean, one_line
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
-from zigzag.core.report import mean_loss
 from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
 from zigzag.generate.prompts import file_prompts
@@ -99,7 +98,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     begin = time.perf_counter()
     watchdog.arm("an evaluation")
     loss, others = _held_out_sums(program, task, loop.state["params"])
-    row = {"step": at, "eval_loss": loss, "train_loss": mean_loss(loop.losses),
+    row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
     texts, written = [], []
@@ -126,9 +125,8 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
         if loop.folder:
             loop.folder.write(row)
             loop.folder.write_samples(written)
-        loop.losses = []
-    loop.clock = time.perf_counter()
-    loop.evaluations.append(loop.clock - begin)
+        loop.reporter.losses = []
+    loop.reporter.evaluated(time.perf_counter() - begin)
     watchdog.arm("a step")
     return is_best
 

@@ -6,7 +6,6 @@
     profile         begin or end a trace
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -54,39 +53,34 @@ class Samples(NamedTuple):
     labels: tuple[str, str] = ("prompt", "written")     # of the two, for a person
 
 
-class Task(NamedTuple):
-    """What is learned, and shown: fit's arguments of these names."""
-    collate: Callable
-    predict: Callable | None
-    examples: Sequence
-    held_out: Sequence
-    show: Callable | None       # of the first SHOWN outputs, a text, or texts by their labels
-    flops: float | None
-    bits_per_nat: float | None
-    metric: Callable | None = None
-    predicted: int | None = None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learned and shown: fit's arguments of these names."""
+    collate: Callable                   # examples -> a batch
+    predict: Callable | None = None     # (params, batch) -> outputs
+    examples: Sequence = ()             # to learn from
+    held_out: Sequence = ()             # to evaluate on
+    show: Callable | None = None        # the first SHOWN outputs -> a text, or texts by labels
+    metric: Callable | None = None      # (outputs, held-out examples) -> numbers
+    predicted: int | None = None        # how many held-out examples predict is given; None: all
     samples: Samples | None = None
+    flops: float | None = None          # of an update, for MFU
+    bits_per_nat: float | None = None   # turns the held-out loss into bits per byte
 
 
 @dataclasses.dataclass
 class Loop:
-    """What goes around the loop."""
+    """What the training loop carries from step to step."""
     program: Program
     task: Task
     folder: RunFolder | None        # None: nothing is kept on disk
-    reporter: Reporter
+    reporter: Reporter              # has what is only logged: times, recent losses
     numbers: Callable               # update -> the numbers of its examples
     state: Any = None               # params, opt, step; first what the run begins with, if made
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
-    clock: float = 0.0              # when the last step's numbers came
-    saving: float = 0.0             # seconds that saves took since then
-    evaluations: list[float] = dataclasses.field(default_factory=list)  # seconds that each took
-    saves: list[float] = dataclasses.field(default_factory=list)
     skipped: int = 0                # updates in a row whose gradient was not finite
-    losses: list[float] = dataclasses.field(default_factory=list)   # since the last evaluation
-    recent: Any = dataclasses.field(default_factory=lambda: collections.deque(maxlen=128))
     evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's line
     outputs: Any = None             # and predictions
     best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
@@ -124,7 +118,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
         state = loop.state or first_state(program, weights)
     else:
         state = program.restored(state, loop.state)
-        loop.skipped, loop.losses = folder.skipped, folder.losses
+        loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
         loop.best = folder.read_best(config.best)
     loop.state = program.permute(state)
@@ -151,44 +145,42 @@ def flush_metrics(loop: Loop) -> None:
     if loop.pending is None:
         return
     (at, metrics), loop.pending = loop.pending, None
+    say, plan = loop.reporter, loop.program.plan
     watchdog.arm("a step")
     values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
                           else float(v), jax.device_get(metrics))
-    took = time.perf_counter() - loop.clock
-    loop.clock += took
+    took, saving = say.lap()
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
     tokens, values["skipped"] = int(np.nan_to_num(values.pop("tokens"))), loop.skipped
-    computed, learned = tokens_of(loop.program.plan.batch, tokens)
+    computed, learned = tokens_of(plan.batch, tokens)
     row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
            "tokens": tokens, "tokens_per_second": round(computed / took, 1),
            "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
-           "save_seconds": round(loop.saving, 4), **values}
-    loop.saving, recent, loss = 0.0, loop.recent, row["loss"]
+           "save_seconds": round(saving, 4), **values}
     if loop.folder:
         loop.folder.write(row)
     what = "tokens"
-    if loop.program.plan.network is None and "tokens" not in loop.program.plan.batch:
-        what, computed = "examples", loop.program.config.batch
+    if plan.network is None and "tokens" not in plan.batch:
+        what, computed = "examples", plan.config.batch
         learned = computed
-    loop.reporter.step(row, took, chips.memory_in_use(), (computed, learned),
-                       functools.partial(seconds_of_others, loop, at), what)
-    if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
-        loop.reporter.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
-                           f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
-    if math.isfinite(loss):
-        recent.append(loss)
-        loop.losses.append(loss)
+    say.step(row, took, chips.memory_in_use(), (computed, learned),
+             functools.partial(seconds_of_others, loop, at), what)
+    say.note_loss(at, row["loss"])
     if loop.skipped:
-        chosen = loop.numbers(at - 1)
-        batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
-                 + (", ..." if len(chosen) > 8 else ""))
-        loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; "
-                           f"{batch}")
-        if loop.skipped >= loop.program.config.max_skipped:
-            if loop.folder:
-                loop.folder.drain()         # every process is here
-            raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
-                           f"(--max_skipped); {batch}; what is saved is finite")
+        _report_skipped(loop, at)
+
+
+def _report_skipped(loop, at):
+    """Say that update `at` learned nothing; end the run after --max_skipped such updates."""
+    chosen = loop.numbers(at - 1)
+    batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
+             + (", ..." if len(chosen) > 8 else ""))
+    loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; {batch}")
+    if loop.skipped >= loop.program.config.max_skipped:
+        if loop.folder:
+            loop.folder.drain()         # every process is here
+        raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
+                       f"(--max_skipped); {batch}; what is saved is finite")
 
 
 def tokens_of(batch: Any, count: int) -> tuple[int, int]:
@@ -213,11 +205,11 @@ def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
 
     if len(loop.task.held_out):
         guess = usual / 3 * len(loop.task.held_out) / config.batch
-        first, *others = loop.evaluations or [guess]
+        first, *others = loop.reporter.evaluations or [guess]
         each = statistics.median(others) if others else min(first, guess)
         seconds += count(config.eval_every) * each
-    if loop.folder and loop.saves:
-        seconds += count(config.save_every) * statistics.median(loop.saves)
+    if loop.folder and loop.reporter.saves:
+        seconds += count(config.save_every) * statistics.median(loop.reporter.saves)
     return seconds
 
 
@@ -230,8 +222,7 @@ def save(loop: Loop) -> None:
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
     loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
                      next(iter(loop.best), None))
-    loop.saves.append(time.perf_counter() - begin)
-    loop.saving += loop.saves[-1]
+    loop.reporter.saved(time.perf_counter() - begin)
     watchdog.arm("a step")
 
 
@@ -260,7 +251,7 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if visited < total:
         weights += f", of which a token visits {visited:,}"
     if config.lora_rank:
-        trained = sum(w.size for w in jax.tree.leaves(plan.split(plan.params)[0]))
+        trained = sum(w.size for w in jax.tree.leaves(plan.trained(plan.params)))
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "

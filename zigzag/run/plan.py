@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
@@ -138,14 +139,22 @@ class Plan:
     @property
     def moments(self) -> Any:
         """Specs of the optimizer's state, of what is trained: with --zero 1 split over data too."""
-        (params, _), (stored, _) = self.split(self.params), self.split(self.stored)
+        stored = self.trained(self.stored)
         if not self.config.zero:
             return stored
-        return zero1_specs(params, stored, self.mesh, self.config.fsdp_min)
+        return zero1_specs(self.trained(self.params), stored, self.mesh, self.config.fsdp_min)
 
     def split(self, tree: Any) -> tuple[Any, Any]:
-        """A tree like the weights in two: of those that are trained, and of the others."""
+        """A tree like the weights in two: what is trained, and what is frozen (--lora_rank)."""
         return lora.split(tree) if self.config.lora_rank else (tree, {})
+
+    def trained(self, tree: Any) -> Any:
+        """The part of a tree like the weights that is trained: all of it, or the adapters."""
+        return self.split(tree)[0]
+
+    def replace(self, tree: Any, trained: Any) -> Any:
+        """A tree like the weights, with these in place of what is trained."""
+        return lora.join(trained, self.split(tree)[1])
 
     @property
     def parts(self) -> int:
@@ -172,6 +181,28 @@ class Plan:
         sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
                             (total, count, aux))
         return keep_on_first(sums, self.shared_row_axes)
+
+    def bind(self, params: Any, gather: Callable) -> tuple[Any, Callable, Callable]:
+        """Inside the step's shard_map, from this device's weights as they are stored:
+
+            trained                          the trained ones, in the compute dtype and marked
+            gathered = gather_all(trained)   as the loss takes them; its vjp is the way back
+            sums, gradient = compute(gathered, batch)
+
+        gather(weights, decisions) is the step's. Frozen weights have no gradient and nothing to go
+        back: they are gathered here, once, and bound into `compute`."""
+        trained, frozen = self.split(self.mark(cast(params, self.dtype)))
+        of_trained, of_frozen = self.split(self.decisions)
+        frozen = gather(frozen, of_frozen)
+        compute = self.on_device(functools.partial(sums_and_gradient, self.local_sums))
+        return (trained, functools.partial(gather, decisions=of_trained),
+                lambda weights, batch: compute(weights, frozen, batch))
+
+    def zeros(self, trained: Any) -> tuple[Any, Any]:
+        """Where a device begins to add up its micro-batches, in float32: the gradients of its
+        trained weights, and what the loss returns."""
+        return (jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), trained),
+                self.mark(optax.tree.zeros_like(self.sums)))
 
     def on_mesh(self, fn: Callable, out_specs: Any, shard_time: Callable, splits_rows: bool = True
                 ) -> Callable:
@@ -330,13 +361,13 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
-def sums_and_gradient(loss: Callable, weights: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
-    """What a loss of weights and frozen ones gives, and the gradient of its sum in the former."""
-    def with_sums(weights):
-        sums = loss(lora.join(weights, frozen), batch)
+def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
+    """What the loss returns, and the gradient of its sum with respect to the trained weights."""
+    def with_sums(trained):
+        sums = loss(lora.join(trained, frozen), batch)
         return sums[0], sums
 
-    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(weights)
+    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(trained)
     return sums, gradient
 
 
@@ -417,12 +448,12 @@ class Program:
 
     def saved(self, state: Any) -> Any:
         """What a checkpoint has of a state: frozen weights come again from where they came from."""
-        return {**state, "params": self.plan.split(state["params"])[0]}
+        return {**state, "params": self.plan.trained(state["params"])}
 
     def restored(self, saved: Any, first: Any) -> Any:
         """The state of which this was saved; `first` is a state that the run began with."""
-        return {**saved, "params": lora.join(saved["params"],
-                                             first and self.plan.split(first["params"])[1])}
+        return {**saved, "params": self.plan.replace(first["params"], saved["params"])} if (
+            first) else saved
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -433,12 +464,12 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         """The state of a run that begins, with these weights (adapters aside) or with init's."""
         params = plan.init(key)
         if weights is not None:
-            adapters, _ = plan.split(params)
-            params = lora.join(adapters, cast(weights, c.dtype)) if c.lora_rank else weights
-        return {"params": params, "opt": optimizer.init(plan.split(params)[0]),
+            params = (lora.join(plan.trained(params), cast(weights, c.dtype)) if c.lora_rank
+                      else weights)
+        return {"params": params, "opt": optimizer.init(plan.trained(params)),
                 "step": jnp.zeros((), jnp.int32)}
 
-    opt = state_specs(optimizer, plan.split(plan.params)[0], plan.moments)
+    opt = state_specs(optimizer, plan.trained(plan.params), plan.moments)
     places = shardings({"params": plan.stored, "step": P(), "opt": opt}, mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)

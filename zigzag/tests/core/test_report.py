@@ -180,12 +180,12 @@ def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch
     config = make(steps=10, eval_every=4, save_every=5, batch=8)
     task = SimpleNamespace(held_out=[0] * 24)
     state = SimpleNamespace(program=SimpleNamespace(config=config), task=task, folder=object(),
-                            evaluations=[], saves=[])
+                            reporter=reporter)
     for at, count in ((1, 3), (4, 3), (5, 2), (8, 2), (9, 1), (10, 1)):
         assert loop.seconds_of_others(state, at, 3.0) == pytest.approx(3 * count), at
-    state.evaluations, state.saves = [9.0], [2.0, 4.0, 2.0]
+    reporter.evaluations, reporter.saves = [9.0], [2.0, 4.0, 2.0]
     assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 3 + 2 * 2), "it compiled"
-    state.evaluations = [9.0, 5.0]
+    reporter.evaluations = [9.0, 5.0]
     assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 5 + 2 * 2)
     task.held_out, state.folder = [], None
     assert loop.seconds_of_others(state, 1, 3.0) == 0
@@ -213,8 +213,11 @@ def test_an_evaluation_is_told_beside_the_training_loss(capsys):
 
 def test_the_mean_loss_skips_what_is_not_finite():
     """One step without a finite loss would hide all the others."""
-    assert report.mean_loss([1.0, float("nan"), 3.0, float("inf")]) == 2.0
-    assert report.mean_loss([float("nan")]) is None and report.mean_loss([]) is None
+    for losses, mean in (([1.0, float("nan"), 3.0, float("inf")], 2.0), ([float("nan")], None),
+                         ([], None)):
+        say = report.Reporter(1)
+        say.losses = losses
+        assert say.training_loss() == mean
 
 
 def test_each_evaluation_has_the_mean_of_the_losses_since_the_one_before():

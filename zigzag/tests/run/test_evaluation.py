@@ -2,6 +2,7 @@
 the predictions; the best checkpoint, which stays; samples."""
 
 import collections
+import dataclasses
 import fractions
 import itertools
 import json
@@ -123,8 +124,8 @@ def digits_task(tmp_path_factory):
                   steps=60, lr=0.01, metric="exact")
     pairs = Pairs(path, data.Bytes())
     task = train.pairs_task(config, pairs)
-    task = task._replace(held_out=[pairs.held_out[i] for i in range(203)])
-    rows, result = learn(config, **task._asdict())
+    task = dataclasses.replace(task, held_out=[pairs.held_out[i] for i in range(203)])
+    rows, result = learn(config, **vars(task))
     return config, task, result, rows
 
 
@@ -575,10 +576,10 @@ def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
                                out=str(tmp_path / "run"))
     with opened as corpus:
         task = train.language_task(config, corpus)
-        _, result = learn(config, mesh, **task._asdict())
+        _, result = learn(config, mesh, **vars(task))
         shutil.rmtree(tmp_path / "run/checkpoints/4")
         before = (tmp_path / "run/samples.jsonl").read_text()
-        learn(config, mesh, **task._asdict())
+        learn(config, mesh, **vars(task))
     assert (tmp_path / "run/samples.jsonl").read_text() == before
     samples = [json.loads(line) for line in before.splitlines()]
     assert [(s["step"], s["prompt"]) for s in samples] == list(
@@ -623,6 +624,6 @@ def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
                                    sample_prompts=prompts, out=str(tmp_path / name / "run"))
         with opened as corpus:
             task = train.language_task(config, corpus)
-            learn(config, **task._asdict())
+            learn(config, **vars(task))
         found.append(without_times(tmp_path / name / "run/metrics.jsonl"))
     assert found[0] == found[1]
