@@ -1,18 +1,25 @@
 """Generation.
 
+    generate_slowly   the whole text through the network for every new id: ten lines, the reference
+    generate          the same ids, many times faster: a cache, batches of prompts, meshes
+
     prompts of any lengths -> padded on the left -> prefill: chunk by chunk into a cache
                            -> decode: one compiled loop that appends an id to each row
 
-    . . t h e |        places before a row's start are padding: masked, and without a position
+    . . t h e |        slots before a row's start are padding: masked, and without a position
     o n c e   |
-              ^ all rows choose their first new id at the same place
+              ^ all rows choose their first new id in the same slot
 
-The network is that of training, with a cache (model.extend). On a mesh each pass is one shard_map,
-as a training step is. A single token has no time to split, so its `shard.row` is an all-reduce.
+    generate -> stream -> _prefill -> _forward_chunk -> network.extend      for each chunk
+                       -> _decode -> next_logits -> network.extend          for each new id
+
+The network is that of training; with a cache it is called `extend`. On a mesh each pass is one
+shard_map, as a training step is. A single token has no time to split, so its `shard.row` is an
+all-reduce.
 
 In zigzag/generate/, rows.py pads prompts and says what fits into the context, cache.py keeps keys
-and values, decoding.py chooses ids, has the loops, and splits weights, rows and cache over a mesh,
-reading.py keeps the cache of a conversation.
+and values, decoding.py has the loops and splits weights, rows and cache over a mesh, and reading.py
+keeps the cache of a conversation.
 
     python sample.py --run out --prompt "def main("
 """
@@ -70,6 +77,46 @@ from zigzag.parallel.products import LOGITS
 from zigzag.run.plan import resolve_dtype
 
 
+def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
+                    temperature: float = 1.0, seed: int = 0) -> list[int]:
+    """The ids that `generate` adds to this prompt, found without a cache. (The text must fit into
+    the context, config.seq_len.)"""
+    forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
+    sampling = decoding.Sampling(temperature)
+    seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
+    row = np.zeros((1, len(prompt) + tokens), np.int32)
+    row[0, :len(prompt)] = prompt
+    for count in range(tokens):     # (what follows a token does not change its logits)
+        at = len(prompt) + count
+        logits = forward(params, row)[:, at - 1]
+        row[:, at] = draw(logits, decoding.keys_of(seeds, count), sampling)
+    return row[0, len(prompt):].tolist()
+
+
+def draw(logits: Array, keys: Array, sampling: decoding.Sampling) -> Array:
+    """One id for each row of logits [B, V], by each row's own random key:
+
+        logits -> temperature -> top_k -> top_p -> min_p -> one id"""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
+    logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ranked = jnp.sort(logits, descending=True)
+        share = jax.nn.softmax(ranked, -1)
+        # An id stays if those before it have less than top_p. (A tiny top_p is 0 in float32.)
+        stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
+        least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.min_p > 0:
+        least = logits.max(-1, keepdims=True) + jnp.log(sampling.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
              tokens: int = 128, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
              seed: int | Sequence[int] = 0, source: Any = None, min_p: float = 0.0,
@@ -122,14 +169,25 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stop = decoding.end_ids(stop, config.vocab_size)
     text = Windows(_check_writes(config, "sample"), prompts, config, tokens, stop_at_context, say)
-    with decoding.mesh_of_weights(params):
-        rows = _prompt_arrays(text.rows, config, min(tokens, text.room()), source)
-        params = for_decoding(params, config)
-        state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, count=len(
-            prompts)), stop, sampling, config.vocab_size)
-        state, length = _first_ids(params, rows, config, min(tokens, text.room()), sampling, state)
-    sent, full = 0, text.room()
-    while True:
+    sent = full = 0         # new ids that were given out, and up to which the context has room
+    state = None
+    while sent < tokens and text.unfinished.any():
+        with decoding.mesh_of_weights(params):
+            if sent == full:            # read the prompts, or later the last half of full rows
+                if sent:
+                    text.keep_last_half()
+                full = sent + text.room()
+                room = text.room() if sent else min(tokens, full)
+                rows = _prompt_arrays(text.rows, config, room, source)
+                if not sent:
+                    params = for_decoding(params, config)
+                    state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(
+                        rows, seed, count=len(prompts)), stop, sampling, config.vocab_size)
+                read, length = _prefill(params, rows, config, room)
+                state = _choose_ids(state | read, config, sampling)
+            else:
+                limit = np.int32(min(sent + piece, tokens, full))
+                state = _decode(params, state, limit, config, length, sampling)
         count = min(int(on_host(state["count"])), tokens)
         ids, logs = (on_host(state[name])[:len(prompts), sent:count].tolist()
                      for name in ("ids", "logprobs"))
@@ -137,17 +195,6 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
         yield new if logprobs else [ids for ids, _ in new]
         sent = count
-        if sent >= tokens or not text.unfinished.any():
-            return
-        with decoding.mesh_of_weights(params):
-            if sent == full:
-                text.keep_last_half()
-                full = sent + text.room()
-                rows = _prompt_arrays(text.rows, config, text.room(), None)
-                state, length = _first_ids(params, rows, config, text.room(), sampling, state, sent)
-            else:
-                limit = np.int32(min(sent + piece, tokens, full))
-                state = _decode(params, state, limit, config, length, sampling)
 
 
 def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
@@ -262,26 +309,23 @@ def _forward_chunk(params, cache, rows, config, length):
                     ("cache", "sums" if "targets" in rows else "logits"))
 
 
-def _forward_chunks(params, rows, config, tokens, chunk=CHUNK):
-    """Run rows through the network chunk by chunk, with a new cache for them and `tokens` more ids.
-    Yields what _forward_chunk returns, and the length that scales positions (decoding_length)."""
+def _prefill(params, rows, config, tokens, chunk=CHUNK):
+    """Read rows chunk by chunk, into a new cache with room for `tokens` more ids. Returns the state
+    after them, with _forward_chunk's logits (or, where rows have targets, the sums of all chunks),
+    and the length that scales positions (decoding_length)."""
     P, has_time = rows["tokens"].shape[1], ("tokens", "targets", "weights")
     slots = P + (padded_length(tokens) if tokens else 0)
     length = networks.network_of(config).decoding_length(config, P + tokens, slots)
-    cache = _new_cache(params, rows, config, slots)
+    state = {"cache": _new_cache(params, rows, config, slots)}
     for begin in range(0, P, chunk):
         inputs = {name: x[:, begin:begin + chunk] if name in has_time else x
                   for name, x in rows.items() if not name.startswith("source")}
-        out = _forward_chunk(params, cache, {**inputs, "slot": np.int32(begin)}, config, length)
-        cache = out["cache"]
-        yield out, length
-
-
-def _prefill(params, rows, config, tokens):
-    """The state after the prompts, with the logits [B, V]; the length that scales positions."""
-    for out, length in _forward_chunks(params, rows, config, tokens):
-        pass
-    return {**out, "start": rows["start"], "slot": np.int32(rows["tokens"].shape[1])}, length
+        before = state.get("sums", 0)
+        state = _forward_chunk(params, state["cache"], {**inputs, "slot": np.int32(begin)}, config,
+                               length)
+        if "sums" in state:
+            state["sums"] += before
+    return {**state, "start": rows["start"], "slot": np.int32(P)}, length
 
 
 def _sum_logprobs(params, rows, weights, config):
@@ -291,29 +335,24 @@ def _sum_logprobs(params, rows, weights, config):
         chunk //= 2
     # (The last target is the first token, by wrapping around; its weight is 0.)
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
-    return sum(on_host(out["sums"]) for out, _ in _forward_chunks(params, rows, config, 0, chunk))
+    return on_host(_prefill(params, rows, config, 0, chunk)[0]["sums"])
 
 
-def _first_ids(params, rows, config, tokens, sampling, written, count=0):
-    """The state that has read these rows, and one more id for each beside the `count` that were
-    written before; and the length that scales positions. The cache has room for `tokens` more."""
-    written = {name: x for name, x in written.items() if name not in ("cache", "start", "slot")}
-    state, length = _prefill(params, rows, config, tokens)
-    logits = state.pop("logits")
-    # (New id number n is in slot + n.)
-    state = written | state | {"slot": state["slot"] - np.int32(count)}
-    return _choose_ids(state, logits, config, sampling), length
+def _append(sampling):
+    return functools.partial(decoding.append_ids, draw=draw, sampling=sampling)
 
 
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="state")
-def _choose_ids(state, logits, config, sampling):
-    """The state with one more id for each row, chosen by these logits [B, V]."""
+def _choose_ids(state, config, sampling):
+    """The state with one more id in each row, chosen by its logits [B, V]. `slot` was behind the
+    last id read; from here on it is such that new id number n goes into slot + n."""
     def choose(_, state):
-        logits = state.pop("logits")
-        return decoding.append_ids(state, logits, sampling)
+        logits, slot = state.pop("logits"), state["slot"] - state["count"]
+        return _append(sampling)(state | {"slot": slot}, logits)
 
     layers = networks.network_of(config).cache_layers(config)
-    return decoding.on_mesh(choose, {}, state | {"logits": logits}, layers, _specs(config), state)
+    outputs = [name for name in state if name != "logits"]
+    return decoding.on_mesh(choose, {}, state, layers, _specs(config), outputs)
 
 
 @jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
@@ -322,7 +361,7 @@ def _decode(params, state, limit, config, length, sampling):
     def decode(params, specs, state):
         limit = state.pop("limit")
         next_logits = _next_logits(params, state["start"], config, length, specs)
-        return decoding.decode_loop(next_logits, state, limit, sampling)
+        return decoding.decode_loop(next_logits, _append(sampling), state, limit)
 
     return _on_mesh(decode, params, state | {"limit": limit}, config, state)
 
@@ -370,7 +409,8 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
         return best["finished"][:count, 0]
     state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, jnp), ends,
                                sampling, config.vocab_size)
-    state, length = _first_ids(params, rows, config, tokens, sampling, state)
+    read, length = _prefill(params, rows, config, tokens)
+    state = _choose_ids(state | read, config, sampling)
     return _decode(params, state, tokens, config, length, sampling)["ids"][:count, :tokens]
 
 

@@ -11,48 +11,77 @@
                  y [B, T, D]          whole again, after one all-reduce
 
 Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
-alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py): it decides what is split.
-The functions below send what that decision needs. Each parallelism is one section, readable alone:
-data, fsdp, tensor (and its vocabulary), seq, expert, pipe.
+alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py) and so decides what is
+split. The functions below send what the decision needs. Each parallelism is one section, which can
+be read alone: data, fsdp, tensor (and the vocabulary), seq, expert, pipe. Outside a mesh every
+function here is the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
-E experts. Outside a mesh each function is the plain computation.
+E experts.
 
-Varying types: half a page that everything rests on
-----------------------------------------------------
-In a shard_map with check_vma=True the type of an array says over which mesh axes it may differ
-from device to device: it *varies* over them. Nothing about layout, only "may differ".
+Varying types: the page that everything rests on
+------------------------------------------------
+jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) runs f on every device, each time on that
+device's piece of the arguments. A spec says what the piece is: P("data", None) cuts dimension 0 of
+a matrix over the axis data, so with data=2 each device has half of the rows; P() gives every device
+the whole array. Inside f a device sees only its own pieces; collectives such as lax.psum exchange
+numbers.
 
-    def f(w, x):                    # w has the spec P(), x the spec P("data")
-        varying(w)                  # set()           every device has the same w
-        varying(x)                  # {"data"}        each has its own rows
-        y = w * x                   # {"data"}        what meets a varying value varies
-        return lax.psum(y.sum(), "data")    # set()   summed over data: the same everywhere
+With check_vma=True (the default) the type of each array in f lists the mesh axes over which its
+value may differ from device to device. The array *varies* over these axes:
 
-Collectives change types, and their transposes, which autodiff applies to gradients, are fixed by
-them:
+    def f(w, x):                            # in_specs=(P(), P("data", None))
+        varying(w)                          # set()       P(): every device has the same w
+        varying(x)                          # {"data"}    every device has other rows
+        y = w * x                           # {"data"}    made from an array that varies
+        return lax.psum(y.sum(), "data")    # set()       every device gets the same sum
+
+The type does not say which dimension was cut: with P(None, "data") x would have the same type.
+
+Collectives change the type. The types also fix each collective's transpose, which is what autodiff
+applies to gradients:
 
     collective                        type                transpose
-    psum                              varying -> not      mark_varying (no communication)
-    pmean: psum divided by n          varying -> not      mark_varying, divided by n
+    lax.psum                          varying -> not      mark_varying: nothing is sent
     mark_varying (lax.pcast)          not -> varying      psum
+    lax.pmean = psum / n              varying -> not      mark_varying, divided by n
     all_gather                        varying -> varying  psum_scatter
     all_gather(to="invarying")        varying -> not      this device's slice
     psum_scatter                      varying -> varying  all_gather
 
-In the second row lies the rule of gradients: w above does not vary, and where it met x it was
-marked as varying (jax does so by itself). So the gradient of w is a psum over data. We do it by
-hand for large weights: train.py marks them before it differentiates, so their gradients stay local
-through all micro-batches, and sums them once (`sum_gradients`). A norm scale under tensor
-parallelism needs nothing: it does not vary over tensor, the time-split stream that it multiplies
-does, so autodiff adds up what the devices found for their parts of the time.
+*Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
+Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
+the gradient of w is summed over data, as it must be: each device saw other rows. That would send
+the gradients of every micro-batch. So train.py marks the weights itself, before it differentiates;
+their gradients then stay local through all micro-batches, and `sum_gradients` sums them once. The
+scale of a norm under tensor parallelism needs no code at all: it does not vary over tensor, the
+stream that it multiplies is split over tensor by time and does, and so jax's mark adds up what the
+devices found.
 
-A value that all n devices compute alike must be counted once. There are two cases.
-- Its type says that it varies, as it was made of gathered parts. Then pmean makes it one value, and
-  gives each device 1/n of its gradient; a psum would make both n times too large.
-- Its type says that it does not vary, but a sum with values that do is to come: with seq, the loss
-  of a first token alone (read with `whole_time`). Then the first device keeps it and the others
-  have 0 (`keep_on_first`, called by `local_sums` in zigzag/run/plan.py), and a psum counts it once.
+*Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
+- Its type says that it varies, although the values are equal (it was computed from gathered parts).
+  lax.pmean gives 3.0, which does not vary, and each device a quarter of the gradient.
+- Its type says that it does not vary, and it is about to be added to sums that do (a loss of the
+  first token alone, with seq). `keep_on_first` leaves 3.0 on the first device and 0.0 on the
+  others, so that the psum to come counts it once. `local_sums` in zigzag/run/plan.py does this.
+
+Who has which part of the time
+------------------------------
+The time of a row may be cut over seq (in zigzag order), then over tensor (only the residual stream,
+and only where T divides), and for the loss head over pipe. These functions convert:
+
+    shard_time        a batch [B, T], whole            -> this device's part over seq, zigzag order
+    own_time          a source or picture, whole       -> this device's part over seq, plain order
+    residual_stream   [B, T, D], whole over tensor     -> the stream: this device's part over tensor
+    my_time_slice     [B, T, ...], whole over tensor   -> the part that the stream has over tensor
+    time_of_block     a part over tensor               -> whole over tensor, as inside a block
+    whole_time        the stream                       -> all of the time, in order, on all devices
+    sum_over_time     a sum over this device's time    -> the sum over all of the time
+    slots_of          tokens of this device            -> where in its row each of them lies
+    whole_length      tokens of this device            -> how long their rows are
+
+`columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside a
+block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
 """
 
 import math
@@ -79,7 +108,7 @@ from zigzag.core.mesh import (
     varying,
 )
 from zigzag.core.mesh import make_mesh as make_mesh
-from zigzag.measure.hlo import collectives as collectives  # (names as they are: part of this file)
+from zigzag.measure.hlo import collectives as collectives  # re-exported
 from zigzag.parallel import attention, pipeline
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.collectives import reduce_scatter, with_reduce_scatter
@@ -100,17 +129,20 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 
 
 def _size(axis):
-    """The size of an axis that is split by hand here, else 1."""
+    """The size of a mesh axis, or 1 where the compiler splits it (--step jit) or there is none."""
     sizes, manual = ambient()
     return sizes[axis] if axis in manual else 1
 
 
 def is_split(x: Array) -> bool:
+    """Whether devices of tensor have different parts of x. (Along which dimension, the caller must
+    know: types do not say.)"""
     return "tensor" in varying(x)
 
 
 def own_part(x: Array, dim: int) -> Array:
-    """This device's part of an array that every device of tensor has."""
+    """This device's part, along one dimension, of an array that is whole on every device of
+    tensor."""
     size = x.shape[dim] // _size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
@@ -119,22 +151,24 @@ def own_part(x: Array, dim: int) -> Array:
 # data
 #
 #   split       the rows of a batch; every device has all weights
-#   collective  one all-reduce of the gradients in an update (lax.psum); with --zero 1 a
-#               reduce-scatter, as each device updates its part, and an all-gather of the weights
-#               (the compiler's, for the places that train.py's step must give back)
-#   bytes       2 (n-1)/n of the gradients, float32, however many micro-batches
-#   correct     a loss is a sum and a count, and the sum over all rows is the sum of the devices'
-#               sums: so is its gradient. Divided once, by the count of all
-#   more        train.make_step calls it; README "The parallelisms"
+#   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 a
+#               reduce-scatter in its place; each device updates its part of the weights; and an
+#               all-gather of the new weights, which no line here calls: the step's out_shardings
+#               (zigzag/run/plan.py) ask for whole weights, so the compiler inserts it
+#   bytes       2 (n-1)/n of the gradients in float32, however many micro-batches there are
+#   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
+#               and so is its gradient; both are divided once, by the count over all devices
+#   more        train.make_step calls it; docs/parallelism.md
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each leaf summed over `axes` (all over which devices have other rows, layers or time), but
-    for those that its spec names: there devices have different parts of it, and fsdp's gather has
-    already summed them. Where `moments`, the specs of the optimizer's state, split a leaf over
-    data, each device gets its part of the sum."""
+    """Each gradient, summed over `axes`: all axes whose devices saw other rows, layers or time. An
+    axis that cuts this weight (its spec names it) is left out: there every device has the gradient
+    of its own part, and the transpose of fsdp's gather has summed it already. Where `moments`, the
+    specs of the optimizer's state, cut a weight over data (--zero 1), each device gets its part of
+    the sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
-        if "data" in over & spec_axes(part):        # first: what is left to sum is less
+        if "data" in over & spec_axes(part):        # first, so that less is left for the psum
             dim = list(part).index("data")
             x = beside_auto_tensor(lambda x: reduce_scatter(x, "data", dim), spec)(x)
             over = over - {"data"}
@@ -148,17 +182,17 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 # fsdp
 #
 #   split       the rows of a batch, and every large weight along one dimension
-#   collective  an all-gather of a layer's weights where it uses them, and again in the backward
-#               pass; its transpose is a reduce-scatter of their gradient
+#   collective  an all-gather of a layer's weights where the layer uses them, and again in the
+#               backward pass; its transpose is a reduce-scatter of their gradients
 #   bytes       3 (n-1)/n of the weights, in the compute dtype, in each micro-batch
-#   correct     the gathered weight is the whole weight; the reduce-scatter adds up the gradients
-#               that the devices found for their rows, and leaves each its own part
-#   more        zigzag/parallel/collectives.py (TPU), zigzag/parallel/remat.py (why no gathered
-#               weight is kept)
+#   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
+#               that the devices found for their rows, and each device keeps its part of the sum
+#   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
+#               weight is kept for the backward pass)
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
-    """Whole weights of those that are split over fsdp. Their gradients are sent and added up in
-    `sum_dtype`, or if that is empty in their own."""
+    """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
+    ('': in the weights' own)."""
     if specs is None or _size("fsdp") == 1:
         return weights
 
@@ -179,55 +213,66 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # -------------------------------------------------------------------------------------------
 # tensor, with sequence parallelism
 #
-#   split       the columns F of weights into a block and the rows F of those out of it, by their
-#               specs; between blocks the time of the residual stream, where it divides
-#   collective  into a block an all-gather over time, out of it a reduce-scatter over time; each is
-#               the other's transpose
-#   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP), X the stream
-#   correct     the rows' partial sums add up to the whole product. Weights that are whole do not
-#               vary over tensor, so autodiff adds their gradients up over the parts of the time
-#   more        zigzag/rule/rule.py decides which weights are split; README "The parallelisms"
+#   split       the columns F of the weights into a block and the rows F of those out of it, by
+#               their specs; between blocks the time of the residual stream, where T divides
+#   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
+#               the other's transpose. Where T does not divide: nothing, and an all-reduce
+#   bytes       8 (n-1)/n X a layer: forward and backward, attention and MLP; X is the stream's
+#   correct     the devices' partial products add up to the whole product. Weights that are whole
+#               do not vary over tensor, so autodiff sums their gradients over the parts of the time
+#   more        zigzag/rule/rule.py decides which weights are split; docs/parallelism.md
 #
-# Types carry that decision: a weight whose spec names tensor varies over it, a stream whose time is
-# split does too. They say whether, not along which dimension: only `columns`, `row` and
-# `embed_lookup` may make a stream vary over tensor, and only `whole_time` may pick positions of it.
+# A split weight has a type that varies over tensor, because its spec names tensor; a stream whose
+# time is split varies over it too. As the type does not say which dimension is split, only
+# `columns`, `row` and `embed_lookup` may make a stream vary over tensor, and only `whole_time` may
+# pick positions of it.
+#
+# Not every weight of a block divides. With tensor=2 and 3 kv heads, say, wq is split and wk is
+# whole. Then `columns` takes this device's part of the whole weight, so that all products of a
+# block have matching columns; and `row` sums what is split over devices, and adds what is whole
+# once.
 
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
-    """Into a block: the stream x [B, T, D] times weights [D, F, ...], or pairs of a weight and a
-    bias [1, F, ...]. Time is whole in the results, F split where the weights' is. `dtype` is the
-    products', if not x's; `gathered` says that x is what time_of_block gave."""
+    """Into a block: the stream x [B, T, D] times each weight [D, F, ...], or (weight, bias [1, F,
+    ...]). The products [B, T, F, ...] have all of the time, and this device's columns F where any
+    of the weights is split. dtype: of the products (None: x's). gathered=True: x has all of the
+    time already, from time_of_block."""
     weights = [w if isinstance(w, tuple) else (w,) for w in weights]
     n, some = _size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)
-    elif some:              # its transpose: one all-reduce for all the weights
+    elif some:              # transpose: one psum of x's gradient, for all the weights together
         x = mark_varying(x, also={"tensor"})
-    if some:                # of a whole weight beside split ones, this device's columns
+    if some:                # this device's columns of a weight that is whole, beside split ones
         weights = on_columns(
             lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1), weights)
     return [named(sum(bias, matmul(x, w, 1, dtype)), "columns") for w, *bias in weights]
 
 
 def row(*pairs: tuple[Array, Array]) -> Array:
-    """Out of a block: the sum of the products of activations [B, T, F, ...] with weights
-    [F, ..., D], as the stream [B, T, D]. All of them share one reduction."""
+    """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
+    [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
     return named(_into_stream(*_products(pairs)), "row")
 
 
 def _products(pairs):
-    """Those that are partial sums over tensor, and those that every device has whole."""
+    """The products of (h, w) pairs in two lists: those that are partial sums, to be summed over
+    tensor, and those that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
-        if h.shape[2] > w.shape[0]:         # one of them is split: the other's own part
+        if h.shape[2] > w.shape[0]:         # w has this device's rows only: take the same part of h
             h = own_part(h, 2)
+        # h has this device's columns only: take the same rows of w
         w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
 
 
 def _into_stream(partial, whole):
-    """The residual stream of partial sums over tensor, and of what every device has whole."""
+    """The residual stream [B, T, D] from products [B, T, D]: `partial` ones are summed over tensor,
+    `whole` ones are equal on all its devices and count once. Where T divides, each device gets its
+    part of the time."""
     n, total = _size("tensor"), []
     split_time = n > 1 and (partial or whole)[0].shape[1] % n == 0
     if partial:
@@ -246,13 +291,14 @@ def _into_stream(partial, whole):
 
 
 def residual_stream(x: Array) -> Array:
-    """An array [B, T, D] that every device of tensor has whole, as the residual stream."""
+    """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
     return _into_stream([], [x])
 
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
-    pool positions. Its transpose keeps this device's time. `in_parts`: it began as own_time's."""
+    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut by
+    own_time, in plain order, and not by shard_time."""
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if "seq" in varying(x):
@@ -262,16 +308,18 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def time_of_block(x: Array) -> Array:
-    """An array [B, T, ...] beside the stream, with all time, as a block has it."""
+    """An array [B, T, ...] whose time is cut like the stream's, with all of the time: what
+    `columns` gives its weights."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
-    """The part of arrays [B, T, ...] whose time this device has in the stream x."""
+    """Arrays [B, T, ...] that are whole over tensor, cut to the time that this device has of the
+    stream x."""
     def part(a):
         if a.shape[1] != x.shape[1] * _size("tensor"):
-            raise ValueError(f"time {a.shape[1]} beside a stream that has {x.shape[1]} on each of "
-                             f"{_size('tensor')} devices of tensor")
+            raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
+                             f"{x.shape[1]} on each of {_size('tensor')} devices of tensor")
         return own_part(a, 1)
 
     return jax.tree.map(part, tree) if is_split(x) else tree
@@ -279,27 +327,27 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 # The vocabulary, over the same axis
 #
-#   split       the rows V of the table of tokens, the columns V of the head
-#   collective  a reduce-scatter of the rows looked up; of the logits a max and two sums, [B, T],
-#               or, to choose a token, an all-gather
+#   split       the rows V of the embedding, the columns V of the head
+#   collective  embedding: a reduce-scatter of the rows that were looked up. Loss: all-reduces of a
+#               maximum and two sums, [B, T] each. To choose a token: an all-gather of the logits
 #   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in an update
-#   correct     a token's row is on one device, zeros on the others; a softmax needs of the others
-#               only their largest logit and their sum of exponentials
-#   more        zigzag/parallel/products.py (chunks of the time, for memory)
+#   correct     one device has a token's row, and the others add zeros. A softmax over the whole
+#               vocabulary needs only the largest logit and the sum of exponentials of each part
+#   more        zigzag/parallel/products.py (chunks of the time, to save memory)
 
 def embed_lookup(table: Array, ids: Array) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(table[ids])
-    here = ids - lax.axis_index("tensor") * len(table)      # others' rows are zeros
+    here = ids - lax.axis_index("tensor") * len(table)      # zeros for rows of other devices
     rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return _into_stream([rows], [])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
-    """float32 logits [B, T, V] of a head [D, V], with all of the vocabulary on every device, to
-    choose from. Columns of the head beyond vocab_size are padding, which no token has. The head may
-    be a pair of it and of a bias [1, V]; a softcap keeps logits between it and its negative."""
+    """float32 logits [B, T, V] with the whole vocabulary on every device, to choose tokens from.
+    head is [D, V], or (head, bias [1, V]). Its columns beyond vocab_size are padding and get -1e30.
+    softcap bounds the logits by softcap * tanh(logits / softcap); 0: no bound."""
     logits = _capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
@@ -318,16 +366,17 @@ def _vocab_ids(head):
 
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
-    """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for a
-    stream x and a head as `vocab_logits` takes it. The logits are computed in so many chunks of the
-    time, one in memory at a time (0: as many as memory needs)."""
+    """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
+    stream x and a head as `vocab_logits` takes it. Logits are computed in `chunks` chunks of the
+    time, one in memory at a time (0: as many chunks as memory asks for)."""
     split_vocab, ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
-    own_time = is_split(x) and not split_vocab      # each device all logits of its time: no gather
-    if own_time:
+    # With a whole head beside a split stream, each device computes all logits of its own time.
+    local = is_split(x) and not split_vocab
+    if local:
         targets, weights = my_time_slice((targets, weights), x)
 
     def chunk_loss(head, x, targets, weights):
-        if own_time:
+        if local:
             head, *bias = head if isinstance(head, tuple) else (head,)
             logits = sum(bias, matmul(x, head, 1, jnp.float32))
         else:
@@ -336,7 +385,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
         top = lax.stop_gradient(logits.max(-1))                                 # [B, T]
         top = lax.pmax(top, "tensor") if split_vocab else top
         total = jnp.exp(logits - top[..., None]).sum(-1)
-        # Not a gather of the target's logit, whose gradient a compiler may send around.
+        # (An indexed lookup would do; but some compilers send its gradient between devices.)
         target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)
         if split_vocab:
             total, target = lax.psum((total, target), "tensor")
@@ -347,7 +396,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
     if chunks == 1:
         loss = chunk_loss(head, x, targets, weights)
     else:
-        n = _size("tensor") if is_split(x) and not own_time else 1
+        n = _size("tensor") if is_split(x) and not local else 1
         loss = chunked_sum(chunk_loss, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
     return _sum_over_tensor(loss)
@@ -360,42 +409,45 @@ def _sum_over_tensor(x):
 # -------------------------------------------------------------------------------------------
 # seq
 #
-#   split       the time of everything, in zigzag order: device i has the i-th part of 2 n and the
-#               i-th from the end, so that all have as many keys to see
+#   split       the time of everything, in zigzag order: of 2 n parts, device i has the i-th and the
+#               i-th from the end, so that under a causal mask all have the same number of keys to
+#               see
 #   collective  keys and values go around a ring: n - 1 collective-permutes to the next device. The
-#               transpose of a step forward is a step back: their gradients return
-#   bytes       4 (n-1) K a layer, K the keys of a device
-#   correct     attention to some keys, normalised by itself, and the logarithm of its weights' sum
-#               join to attention to all of them; all else in a layer is token by token
-#   more        zigzag/parallel/attention.py; `shard_time` orders a batch; README "The parallelisms"
+#               transpose of a step forward is a step back, which returns their gradients
+#   bytes       4 (n-1) K a layer; K is the bytes of a device's keys
+#   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
+#               of exponentials; with both, the parts combine exactly into attention to all keys.
+#               The rest of a layer treats each token by itself
+#   more        zigzag/parallel/attention.py; `shard_time` orders a batch; docs/parallelism.md
 
 def zigzag_order(time: int, devices: int) -> np.ndarray:
-    """The order in which `devices` hold a causal sequence."""
+    """The order of the time in which device 0, 1, ... hold a row, end to end. With 8 tokens on 2
+    devices: 0 1 6 7 | 2 3 4 5."""
     parts = np.arange(time).reshape(2 * devices, -1)
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
 
 
 def whole_length(tokens: Array) -> int:
-    """How long the rows of tokens [B, T] are, of which seq may have given a device a part."""
+    """How long the rows are of which this device has the tokens [B, T]."""
     return tokens.shape[1] * _size("seq")
 
 
 def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
-    """A batch as seq splits it, and its specs: the time of what has as much of it as the tokens
-    (but not of a source, which is another sequence) in zigzag order, with the places that the
-    tokens had. The devices of seq have the batch whole: nothing is sent."""
+    """A batch in the order in which seq splits it, and specs that split it. Arrays whose dimension
+    1 is as long as the tokens' go into zigzag order and are split; others (and sources, which have
+    a time of their own) stay whole. All devices of seq were given the whole batch: nothing is
+    sent."""
     n = mesh.shape["seq"]
-    if n == 1 or "source" in batch and "tokens" not in batch:   # (of which the loss has own_time)
+    if n == 1 or "source" in batch and "tokens" not in batch:   # (the loss calls own_time)
         return batch, {k: P(None) for k in batch}
     if np.ndim(batch.get("tokens")) != 2:
         raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
                           f"time could be split")
-    B, T = batch["tokens"].shape
+    T = batch["tokens"].shape[1]
     if T % (2 * n):
         raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
                           f"early and a late one for each device")
-    place = jnp.broadcast_to(jnp.arange(T), (B, T))
-    batch, order = {**batch, "places": place}, zigzag_order(T, n)
+    order = zigzag_order(T, n)
     timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and not k.startswith("source")}
     return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
             {k: P(None, "seq") if k in timed else P(None) for k in batch})
@@ -403,15 +455,20 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
-    """attention_fn(q, k, v, mask) over whole heads; q [B, T, H, N], k and v [B, S, K, N]. It gives
-    [B, T, H, N] and the logarithm of its weights' sum [B, H, T]. The mask is mask(query_info,
-    key_info), of what is known of each query and each key (trees of [B, T] and [B, S]). `causal`
-    says that no query sees a later key, `kernel` that causal softmax attention is all there is,
-    for which a device may have a kernel of its own."""
+    """Attention of queries q [B, T, H, N] to keys and values [B, S, K, N], over whatever axes their
+    time is split: [B, T, H, N].
+
+        attention_fn(q, k, v, mask)    attention to some of the keys: a pair of the result
+                                       [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
+        mask(query_info, key_info)     the mask between some queries and some keys, from what is
+                                       known about each (trees of [B, T] and of [B, S])
+        causal                         no query sees a later key: half of the work can be skipped
+        kernel                         it is plain causal softmax attention, so the device's own
+                                       kernel may compute it"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
-        raise ValueError(f"queries of {q.shape[1]} tokens beside info of {known}: time must be "
-                         f"whole here")
+        raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens: both need the "
+                         f"same time")
     queries, keys = (q, query_info), (k, v, key_info)
     n = _size("seq")
 
@@ -429,13 +486,13 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # (The second name tells the start of a run what was asked for.)
+    # (Names leave no trace in the program. The header of a run reads the second one.)
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
 def own_time(tree: Any) -> Any:
-    """This device's part of the time of arrays [B, T, ...] that every device of seq has whole (a
-    source, a picture: not what shard_time splits)."""
+    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
+    does not split), cut to this device's part of the time, in plain order."""
     def part(a):
         parts = a.reshape(a.shape[0], _size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
@@ -444,7 +501,7 @@ def own_time(tree: Any) -> Any:
 
 
 def sum_over_time(x: Array) -> Array:
-    """What each device has summed over its part of the time, summed over all of it."""
+    """A sum over this device's part of the time, summed over all of the time."""
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
 
 
@@ -452,21 +509,26 @@ def sum_over_time(x: Array) -> Array:
 # expert
 #
 #   split       the rows of a batch, and the experts of every layer
-#   collective  an all-to-all: each token to the devices that have one of its experts; and one back,
-#               each device's part of the sum. The transpose of an all-to-all is an all-to-all
-#   bytes       4 (n-1) X a layer: there is room for every token on every device, none is dropped
-#   correct     an expert computes a token by itself, and the sum over its experts is the same
-#               wherever they are
-#   more        zigzag/parallel/experts.py (sorting, grouped products); README "The parallelisms"
+#   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
+#               back; the transpose of an all-to-all is an all-to-all. A device has a slot for each
+#               token of every device, with zeros where the token chose none of its experts. (An
+#               all-gather and a reduce-scatter would send as many bytes. But then results would be
+#               summed in the compute dtype, and some compilers make a reduce-scatter an all-reduce,
+#               which sends twice as much)
+#   bytes       4 (n-1) X a layer: no token is dropped, at the price of all these slots
+#   correct     an expert treats each token by itself, and the sum over a token's experts is the
+#               same wherever the experts are
+#   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
 
 def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
             between: Callable, back: Array, *beside: tuple[Array, Array]) -> Array:
-    """Each token of the stream x [B, T, D] through the experts that it has chosen [B, T, K], into
-    the stream: the sum of what they make, by shares [B, T, K]. An expert is columns `into`, each
-    [E, D, F], then between(...), then rows `back` [E, F, D]. `beside` are pairs as `row` takes
-    them, of what all tokens visit: they share its reduction."""
+    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
+    experts it has chosen [B, T, K], and their outputs are summed with the weights shares [B, T, K].
+    An expert multiplies by its columns `into` (each [E, D, F]), applies between(...), and
+    multiplies by its rows `back` [E, F, D]. `beside`: further (h, w) pairs, as `row` takes them,
+    for what every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
-    if any(map(is_split, (*into, back))):       # of a whole weight beside split ones, our part
+    if any(map(is_split, (*into, back))):       # this device's part of what is whole beside these
         into = on_columns(lambda w: w if is_split(w) else own_part(w, 2), into)
         back = on_rows(lambda w: w if is_split(w) else own_part(w, 1), back)
     if is_split(x):
@@ -477,10 +539,10 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     n, own, usual = _size("expert"), back.shape[0], chosen.size
     rows, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
 
-    def exchange(a):        # a[j] to device j; from device j its own
+    def exchange(a):        # sends a[j] to device j, and receives what device j sends here
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
-    def of_all(a):
+    def of_all(a):          # of the tokens of all devices
         return lax.all_gather(a, "expert", tiled=True)
 
     if n > 1:
@@ -498,10 +560,10 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
 
 
 # -------------------------------------------------------------------------------------------
-# Attention within a row, and dropout: what a block has beside its products
+# Attention within a row, and dropout
 
 def slots_of(tokens: Array) -> Array:
-    """Where in its row each of this device's tokens [B, T, ...] lies: [1, T]."""
+    """The slots [1, T] of this device's tokens [B, T, ...]: where in its row each of them lies."""
     T, n = tokens.shape[1], _size("seq")
     if n == 1:
         return jnp.arange(T)[None]
@@ -513,17 +575,21 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                 scores: Callable | None = None, *, causal: bool = True, heads: int = 0,
                 positions: Array | None = None, documents: Array | None = None,
                 slots: Array | None = None, kernel: bool = True) -> Array:
-    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> q's shape.
+    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
 
-    A query sees the keys of its own document (documents [B, T]) up to its own slot; all of them
-    where causal is False. mask(query, key) takes some of them away: a window of 100 tokens is
-    query.slot - key.slot < 100. scores(s, query, key, heads) changes the scores s [B, H, T, S]:
-    of this device's query heads, whose numbers `heads` [H] has (the argument `heads` is how many
-    there are on all devices). query and key are attention.Token: slot, position, document, arrays
-    [B, T, 1] and [B, 1, S].
+    A query sees the keys of its own document (documents [B, T]; None: a row is one document), and
+    of these the ones up to its own slot, or all of them with causal=False. To change that:
 
-    The device's own kernel computes causal attention and nothing else, so it is used only where
-    nothing else was asked for."""
+        mask(query, key)               True where a query may see a key, besides. A window of 100
+                                       tokens is  query.slot - key.slot < 100
+        scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
+                                       query heads, whose numbers are in heads [H]
+
+    query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
+    The argument heads is the number of query heads over all devices.
+
+    A device's own attention kernel computes plain causal attention, so it is used only where none
+    of these was asked for."""
     is_usual = causal and mask is None and scores is None and documents is None
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
@@ -535,10 +601,10 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 
 
 def repeat_kv(w: Any, heads: int) -> Any:
-    """Weights [D, K, N] of keys or values beside `heads` query heads (or a tuple: the weight and
-    its bias [1, K, N]). Where tensor divides the query heads but not K, each head is repeated until
-    it divides, and a device has only those that its own queries use. Gradients are summed over a
-    head's copies and over tensor."""
+    """Weights [D, K, N] of keys or values (or the weight and its bias [1, K, N]), for `heads` query
+    heads. Where tensor divides the query heads but not the K kv heads, each kv head is repeated
+    until tensor divides them, and a device takes the ones that its own queries use. The gradient of
+    a kv head is the sum over its copies."""
     return on_columns(lambda w: _repeat_kv(w, heads), w)
 
 
@@ -549,15 +615,15 @@ def _repeat_kv(w, heads):
     times = count // w.shape[1]
     if _size("tensor") > 1:
         return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can follow a product.
+    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE. It can follow a product.
     return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
-    """Dropout of a stream [B, T, D] where there are seeds [B]: in training. The bits follow from
-    the row's seed, the site in the network and the slot in the row: not from the mesh, nor from how
-    the batch was cut."""
+    """The stream [B, T, D] with a share `rate` of its numbers dropped, where there are seeds [B]:
+    in training. The random bits depend on the row's seed, on `site` (a number for this place in the
+    network) and on the slot, and not on the mesh or on how the batch is cut."""
     if not rate or seeds is None:
         return x
 
@@ -576,20 +642,20 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 # -------------------------------------------------------------------------------------------
 # The stack of layers
 
-# Up to so many layers are no loop on a single CPU: 5 to 10% faster with 6, 12 and 16 layers
-# (measured), for half a second to two of compiling.
+# On a single CPU, up to this many layers are unrolled instead of a loop: 5 to 10% faster with 6, 12
+# and 16 layers (measured), for half a second to two of compiling.
 UNROLLED = 16
 
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
            remat: str = "none", sum_dtype: str = "") -> tuple[Any, Any]:
-    """x through a stack of identical layers: x, out = block(w, x, e) for the weights w of each
-    layer, which `weights` have as their leading dimension, and its entry e of xs. Gives the last x
-    and all the outs, stacked.
+    """The stream x after a stack of equal layers, and what each layer returned besides, stacked.
 
-    Under fsdp each layer's weights are gathered here, where they are used, and again in the
-    backward pass: no device keeps them. remat: none keeps what the backward pass needs; selective
-    keeps the products with weights; full keeps a layer's input alone (zigzag/parallel/remat.py)."""
+    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
+    have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
+    where they are used, and again in the backward pass, so that no device keeps them. remat says
+    what to recompute in the backward pass: none, selective (all but products with weights) or full
+    (all but the layer's input); see zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
 
     def body(x, layer):
@@ -599,17 +665,17 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     if remat != "none" or layer_specs is not None and _size("fsdp") > 1:
         body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
 
-    def step(x, layer):        # its input has a name, for a pipeline to keep
+    def step(x, layer):        # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    # A loop keeps what layers leave for the backward pass in arrays of all layers.
+    # (What a loop keeps for the backward pass it copies into arrays over all layers.)
     few = remat == "none" and jax.tree.leaves((weights, xs))[0].shape[0] <= UNROLLED
     return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
 
 
 def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any, batch: Any,
                    specs: Any, c: Any, all_time: bool = False) -> tuple:
-    """pipelined_loss with the layers params["layers"], computed as the configuration c says."""
+    """pipelined_loss with the layers in params["layers"], and the options of a configuration c."""
     others = {name: w for name, w in params.items() if name != "layers"}
     return pipelined_loss(embed, block, head, others, params["layers"], batch,
                           specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks,
@@ -617,11 +683,11 @@ def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any
 
 
 def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
-    """Layers of a stage, as zigzag/parallel/pipeline.py calls them, and how many there are in all
-    stages."""
+    """The layers of this stage as one function, stack(weights, x, indices, batch), for
+    zigzag/parallel/pipeline.py; and the number of layers over all stages."""
     count = jax.tree.leaves(weights)[0].shape[0]
     if is_1f1b and count == 1 < _size("pipe"):
-        remat = "none"      # it goes back right after it went forward: nothing to save
+        remat = "none"      # its backward pass comes right after its forward pass: nothing to save
 
     def stack(weights, x, indices, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
@@ -634,14 +700,14 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
 # -------------------------------------------------------------------------------------------
 # pipe
 #
-#   split       the layers, and the rows of a device into microbatches that go from stage to stage
+#   split       the layers into stages, and a device's rows into microbatches
 #   collective  a collective-permute of the activations to the next stage in every tick; its
-#               transpose sends their gradients back. At the end a reduce-scatter over time: the
-#               last stage's activations to all stages, which share the loss head (or an all-reduce:
-#               an encoder's output, and what a head takes whole_time of)
+#               transpose sends their gradients back. After the last stage a reduce-scatter over
+#               time, so that all stages share the work of the loss head (an all-reduce where the
+#               head needs all of the time, and for the output of an encoder)
 #   bytes       2 X times ticks / microbatches, and 2 (n-1)/n X
-#   correct     a stage applies its layers to every microbatch, in their order; a loss is a sum over
-#               microbatches and tokens, so each stage adds its part
+#   correct     every microbatch goes through all layers, in order. A loss is a sum over
+#               microbatches and tokens, so each stage adds its part of it
 #   more        zigzag/parallel/pipeline.py (gpipe, interleaved, 1f1b, and what each keeps in
 #               memory)
 
@@ -649,18 +715,19 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
                    batch: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
                    schedule: str = "gpipe", chunks: int = 1, sum_dtype: str = "",
                    all_time: bool = False) -> tuple:
-    """A loss with a stack of layers in the middle, as a sum and a count:
+    """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
 
         x = embed(params, batch)
-        x, aux = block(w, x, i, batch)      for layer i, weights w
-        sum, count = head(params, x, batch)     third, if it likes, a dict of other sums
+        x, aux = block(w, x, i, batch)          layer i, with weights w
+        sum, count = head(params, x, batch)     or sum, count, {name: other sum}
 
-    `weights` have the layers as their leading dimension, `specs` are theirs. `batch` is a tree of
-    [B, ...]. aux is None, or a pair: what the layer adds to the sum, and a dict of other sums,
-    without gradients, which are then given third. Without pipe it is just that. Under pipe, head is
-    given a part of the time of x and of the batch, so that all stages share it: its sum and count
-    are of that part. A head that needs all of the time (it calls whole_time) says so by `all_time`:
-    every stage then computes all of it."""
+    `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
+    tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
+    dict of other sums to log, which have no gradient.
+
+    Without pipe it is just that. Under pipe, each stage's head gets a part of the time of x and of
+    the batch, and its sum and count are of that part. A head that needs all of the time (it calls
+    whole_time) says all_time=True: then every stage computes the whole head, and it counts once."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype, schedule == "1f1b")
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
@@ -691,10 +758,10 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,
                      remat: str = "none", microbatches: int = 1, chunks: int = 1,
                      sum_dtype: str = "") -> Array:
-    """x [B, T, D] through a stack of layers, block(w, x, i, batch) as in pipelined_loss, with no
-    aux: an encoder, whose result every stage has. Its stages are those of the loss after it."""
+    """x [B, T, D] after a stack of layers, on every stage: an encoder in front of a pipelined_loss
+    with the same stages. block(w, x, i, batch) is as there, and its aux is None."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype)
-    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:     # (to generate)
+    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:     # (generation)
         return stack(weights, x, jnp.arange(total // _size("pipe")), batch)[0]
     stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
     loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total), stages,
@@ -703,27 +770,27 @@ def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs:
 
 
 def _send(tree, step):
-    """To the next stage (a step of 1), or the one before (-1); around the end."""
+    """Send a tree to the next stage (step 1) or to the one before (-1), around the end."""
     n = _size("pipe")
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
 def _share_time(x):
-    """x [B, T, D] that one stage has, and the others have zeros for: to each its part of the time
-    (of that which the device has of tensor's, if it divides)."""
+    """This stage's part of the time of x [B, T, D], which one stage has and the others have zeros
+    for. (Where tensor has split the time, this is a part of that part, if it divides.)"""
     stages = _size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = whole_time(x)
     if x.shape[1] % stages:
-        raise ConfigError(f"mesh axis pipe={stages}: {x.shape[1]} tokens of a device do not divide "
-                          f"by {stages}")
+        raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens of a device do not "
+                          f"divide by {stages}")
     return beside_auto_tensor(lambda x: lax.psum_scatter(
         x, "pipe", scatter_dimension=1, tiled=True), P())(x)
 
 
 def _time_of_stage(tree, x):
-    """The time of arrays [B, T, ...] that this stage's devices have of a shared x. (Others are
-    of another sequence, or of whole rows.)"""
+    """Arrays [B, T, ...], cut to this stage's part of the time after _share_time(x). Arrays whose
+    dimension 1 is not that time (a source, numbers of a row) stay as they are."""
     stages, n = _size("pipe"), _size("tensor") if is_split(x) else 1
 
     def part(a):

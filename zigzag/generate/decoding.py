@@ -1,6 +1,4 @@
-"""How the next id is chosen, the decoding loop, beam search, and all of it on a mesh.
-
-    logits [B, V] -> repetition penalty -> temperature -> top_k -> top_p -> min_p -> one id
+"""The decoding loop, beam search, and both of them on a mesh.
 
 Both loops call next_logits(ids [B, 1], cache, slot) -> logits, cache, and carry a dict of arrays,
 the state. If rows are split over devices, all devices go on until the last row has ended: they may
@@ -69,28 +67,6 @@ def end_ids(ends: Any, vocab_size: int) -> list[int]:
     return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
 
 
-def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
-    """One id for each row of logits [B, V], with each row's own key."""
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
-    logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p < 1:
-        ranked = jnp.sort(logits, descending=True)
-        share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p. (A tiny top_p is 0 in float32.)
-        stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
-        least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.min_p > 0:
-        least = logits.max(-1, keepdims=True) + jnp.log(sampling.min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-
 def penalised(logits: Array, seen: Array, penalty: float) -> Array:
     """Logits [B, V], lower for the ids that are `seen` [B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -117,15 +93,20 @@ def empty_ids(rows: dict[str, Any], size: int, seeds: Array, ends: Sequence[int]
     return state
 
 
-def append_ids(state: dict[str, Any], logits: Array, sampling: Sampling) -> dict[str, Any]:
-    """The state with one more id for each row, chosen by these logits [B, V]. Rows that have ended
-    get ids too, which nobody reads."""
+def keys_of(seeds: Array, count: Array | int) -> Array:
+    """The random keys [B] for new id number `count`, of rows with these seeds [B, 3]."""
+    return jax.vmap(lambda seed: functools.reduce(
+        jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(seeds)
+
+
+def append_ids(state: dict[str, Any], logits: Array, draw: Callable, sampling: Sampling
+               ) -> dict[str, Any]:
+    """The state with one more id in each row, which draw (sample.draw) chooses from these logits
+    [B, V]. Rows that have ended get ids too, which nobody reads."""
     count, scores = state["count"], logits
     if "seen" in state:
         scores = penalised(scores, state["seen"], sampling.repetition_penalty)
-    keys = jax.vmap(lambda seed: functools.reduce(
-        jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(state["seeds"])
-    ids = draw(scores, keys, sampling)
+    ids = draw(scores, keys_of(state["seeds"], count), sampling)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
     new = {"ids": lax.dynamic_update_slice_in_dim(state["ids"], ids[:, None], count, 1),
            "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], logprobs, count, 1),
@@ -141,14 +122,15 @@ def any_device(x: Array) -> Array:
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
 
 
-def decode_loop(next_logits: Callable, state: dict[str, Any], limit: Array, sampling: Sampling
+def decode_loop(next_logits: Callable, append: Callable, state: dict[str, Any], limit: Array
                 ) -> dict[str, Any]:
-    """The state with `limit` ids in each row, or fewer if all rows have ended before."""
+    """The state with `limit` ids in each row, or fewer if all rows have ended before. append(state,
+    logits) chooses the next id of each row."""
     def body(carry):
         state, _ = carry
         last = lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
         logits, cache = next_logits(last, state["cache"], state["slot"] + state["count"] - 1)
-        state = append_ids(state | {"cache": cache}, logits, sampling)
+        state = append(state | {"cache": cache}, logits)
         return state, any_device(~state["ended"])
 
     return lax.while_loop(lambda carry: carry[1] & (carry[0]["count"] < limit), body,

@@ -70,7 +70,7 @@ class Reading:
             else:
                 for _ in self._read(row):
                     yield None
-                written, has_read = self._begin(row, seed, ends, written, count), True
+                written, has_read = self._begin(row, seed, ends, written), True
             new, count = int(on_host(written["ids"])[0, count]), count + 1
             if new in ends:
                 yield [[]]
@@ -114,8 +114,8 @@ class Reading:
         # (A rolling window has lost what is so far behind.)
         return 0 if self.has_windows and len(self.ids) - same > CHUNK else same
 
-    def _begin(self, row, seed, ends, written, count):
-        """What is written when a row has been read: one id more than the `count` before."""
+    def _begin(self, row, seed, ends, written):
+        """What is written when a row has been read: one id more than before."""
         tokens = np.zeros((1, self.slots), np.int32)
         tokens[0, -len(row):] = row
         with decoding.mesh_of_weights(self.params):
@@ -125,8 +125,8 @@ class Reading:
                 written = decoding.empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
                                              self.sampling, self.c.vocab_size)
             state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
-                               "slot": np.int32(len(row) - count)}     # (as sample._first_ids)
-            state = self.passes.choose(state, self.logits, self.c, self.sampling)
+                               "slot": np.int32(len(row)), "logits": self.logits}
+            state = self.passes.choose(state, self.c, self.sampling)
         self.cache = state.pop("cache")
         return state
 

@@ -112,7 +112,7 @@ def small_chunks(monkeypatch):
     """Prompts are read in chunks of 8."""
     for module in (cache, rows, sample):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(sample._forward_chunks, "__defaults__", (8,))
+    monkeypatch.setattr(sample._prefill, "__defaults__", (8,))
     sample._new_cache.clear_cache()
     yield
     sample._new_cache.clear_cache()

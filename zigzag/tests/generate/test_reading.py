@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(reading, "SLOTS", 16)
     for module in (cache, rows, sample, reading):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(sample._forward_chunks, "__defaults__", (8,))
+    monkeypatch.setattr(sample._prefill, "__defaults__", (8,))
     sample._new_cache.clear_cache()
     yield
     sample._new_cache.clear_cache()

@@ -30,13 +30,16 @@ def test_greedy_is_the_argmax_without_a_cache(trained):
     """A cache read at the slot about to be filled gives other ids; so does padding that is seen."""
     params, config = trained
     got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
+    drawn = sample.generate(params, PROMPTS, config, tokens=8, temperature=1.5, seed=7)
     forward = jax.jit(lambda row: net.forward(params, row, config))
-    for prompt, new in zip(PROMPTS, got):
+    for prompt, new, other in zip(PROMPTS, got, drawn):
         row = list(prompt)
         for _ in range(8):      # what lies after a token cannot change its logits
             logits = forward(jnp.asarray([row + [0] * (20 - len(row))]))
             row.append(int(jnp.argmax(logits[0, len(row) - 1])))
-        assert new == row[len(prompt):]
+        assert new == row[len(prompt):] == sample.generate_slowly(params, prompt, config, 8, 0)
+        if len(row) <= config.seq_len:      # (where the context is full, generate drops its half)
+            assert other == sample.generate_slowly(params, prompt, config, 8, 1.5, seed=7)
     assert got[0][:4] == [5, 6, 7, 8], "it has learned to count"
 
 
@@ -178,7 +181,7 @@ def test_draws_are_from_the_distribution_that_is_left(options):
     if sampling.repetition_penalty != 1:
         rows = decoding.penalised(rows, is_seen, sampling.repetition_penalty)
     keys = jax.random.split(jax.random.key(1), 20000)
-    ids = jax.jit(decoding.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, sampling)
+    ids = jax.jit(sample.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, sampling)
     assert_drawn_from(filtered(logits, sampling, seen), np.asarray(ids))
 
 
@@ -188,7 +191,7 @@ def test_what_is_nearly_greedy_is_greedy(options):
     """A top_p or temperature that float32 takes for 0: all logits were infinite, and the id 0."""
     logits = jnp.array([[-3e3, 5.0, 5.1, -2.0], [9.0, 1.0, 2.0, 3.0]])
     keys = jax.random.split(jax.random.key(0), 2)
-    assert decoding.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
+    assert sample.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
 
 
 @pytest.mark.slow
@@ -262,7 +265,8 @@ def test_the_cache_is_donated(trained, mesh):
         rows = prompt_arrays(networks.network_of(config), PROMPTS, config, 8, None)
         sampling = decoding.Sampling()
         state = decoding.empty_ids(rows, 16, seeds_of(rows, 0), (), sampling, config.vocab_size)
-        state, length = sample._first_ids(params, rows, config, 8, sampling, state)
+        read, length = sample._prefill(params, rows, config, 8)
+        state = sample._choose_ids(state | read, config, sampling)
         limit = np.int32(8)
         compiled = sample._decode.lower(params, state, limit, config, length, sampling).compile()
     assert "input_output_alias" in compiled.as_text()
