@@ -3,10 +3,10 @@
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
     *.jsonl --zigzag/disk/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
 
-Tokens lie on disk as plain arrays of uint16 (uint32 above 65,536 ids) with a small JSON beside
-them. They are mapped into memory, never loaded. Which examples make the batch of a step is a pure
-function of (seed, step): no position needs saving, and any number of processes agree on it. This
-file needs numpy, not jax.
+On disk, tokens are plain arrays of uint16 (uint32 above 65,536 ids) beside a small JSON file. They
+are memory-mapped, never loaded whole. The examples in a step's batch are a pure function of (seed,
+step): there is no position to save, and any number of processes agree. This file needs numpy, not
+jax.
 
     python data.py PATH ... --out DIR --vocab_size 8192     train a tokenizer and encode with it
 """
@@ -37,20 +37,20 @@ SPLITS = ("train", "held_out")
 # Documents
 
 def _library_sources():
-    """The Python standard library's own source: a corpus that every machine already has."""
+    """The source of Python's standard library: a corpus that every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
     if not files:
-        raise ConfigError(f"this Python has no library sources in {root} to learn from: pass "
-                          f"--data with a text file, a folder of them, or what data.py made")
+        raise ConfigError(f"this Python has no library sources in {root} to learn from: give "
+                          f"--data a text file, a folder of text files, or one made by data.py")
     return root, files
 
 
 def documents(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
-    """(name, file) of every text file under the paths, in a fixed order. No paths: the Python
-    library. A name is relative to its path, so that it does not depend on the machine. `flag` is
-    what messages call the paths."""
+    """(name, file) for every text file under the paths (none: the Python library), in a fixed
+    order. Names are relative to the path, so that they do not depend on the machine. `flag` is what
+    messages call the paths."""
     places = [_text_files(path, flag) for path in paths] or [_library_sources()]
     found = [(p.relative_to(root).as_posix(), p) for root, files in places for p in files]
     if not any(p.stat().st_size for _, p in found):
@@ -61,7 +61,7 @@ def documents(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Pat
 
 
 def _text_files(path, flag):
-    """The folder that names of files are relative to, and the text files at or under a path."""
+    """The text files at or under a path, and the folder that their names are relative to."""
     if not path:
         raise ConfigError(f"{flag} '': an empty path; expected a text file or a folder".strip())
     name, path = f"{flag} {path}".strip(), Path(path)
@@ -91,7 +91,8 @@ def _binary(path):
 
 
 def _held_out(name):
-    """A tenth of the documents, by the hash of their names: adding a document moves no other."""
+    """Whether a document is held out: a tenth are, by a hash of the name, so that adding a document
+    moves no other."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 10 == 0
 
 
@@ -100,8 +101,9 @@ def _held_out(name):
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             tokenizer: Tokenizer | None = None, flag: str = "--data") -> "Corpus":
-    """Encode the text of the paths into `out`: with a tokenizer, with a new one of vocab_size
-    pieces, or as bytes. data.json is written last, so that a folder that has it is complete."""
+    """Encode the text of the paths into `out`: with the tokenizer given, with a new one of
+    vocab_size pieces, or as bytes. data.json is written last, so a folder that has it is complete.
+    Returns the Corpus."""
     out, files = Path(out), documents(paths, flag)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     groups = {split: [f for f in files if _held_out(f[0]) == (split == "held_out")]
               for split in SPLITS}
-    # Of a few files the hash may hold out almost nothing, or most: then the end of all is held out.
+    # With few files the hash may hold out almost nothing, or most of the text. Then the last tenth
+    # of all tokens is held out instead.
     size = {k: sum(p.stat().st_size for _, p in g) for k, g in groups.items()}
     end_held_out = not 0.03 < size["held_out"] / sum(size.values()) < 0.3
     if end_held_out:
@@ -144,7 +147,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
 
 
 def _encode(files, tokenizer, dtype, out):
-    """Write the tokens of the files, each after a separator."""
+    """Write the tokens of the files, with a separator before each file."""
     is_terminal = sys.stderr.isatty()
     with open(out, "wb") as f:
         for i, (_, path) in enumerate(files):
@@ -152,7 +155,7 @@ def _encode(files, tokenizer, dtype, out):
             for part in _parts(path):
                 ids = tokenizer.encode(part)
                 if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-                    raise ConfigError(f"{path}: its tokenizer made an id outside 0 to "
+                    raise ConfigError(f"{path}: the tokenizer made an id outside 0 to "
                                       f"{tokenizer.vocab_size - 1}")
                 ids.astype(dtype).tofile(f)
             if is_terminal and i % 20 == 0:
@@ -162,8 +165,8 @@ def _encode(files, tokenizer, dtype, out):
 
 
 def _parts(path):
-    """A file in parts of about a megabyte, cut after line ends where there are any. (Elsewhere a
-    character may be cut in two, and a tokenizer then sees two broken ones.)"""
+    """The bytes of a file in parts of about a megabyte, cut at line ends. (Only a line of 16 MB is
+    cut inside, where a character may be split into two broken ones.)"""
     rest = b""
     with open(path, "rb") as f:
         while chunk := f.read(2**20):
@@ -176,7 +179,7 @@ def _parts(path):
 
 
 def _changed(path, digest):
-    """Whether a file is another than when this digest was written down, if one was."""
+    """Whether a file differs from the one with this digest ('': nothing to compare with)."""
     return bool(digest) and sha256(path) != digest
 
 
@@ -218,7 +221,7 @@ class Corpus:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """By which a folder that was prepared with a tokenizer, or a run, knows it."""
+    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
     if tokenizer.kind == "bytes":
         return {"tokenizer": tokenizer.kind}
     digest = sha256(tokenizer.folder / tokenizer.file)
@@ -226,14 +229,14 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a prepared folder or a run; `record` says which one it must be."""
+    """The tokenizer of a prepared folder or a run, checked against its record."""
     if record["tokenizer"] == "bytes":
         return Bytes()
     kind = KINDS.get(record["tokenizer"])
     if kind is None:
         raise ConfigError(f"{folder}: its tokenizer is of the kind {record['tokenizer']!r}; "
                           f"expected bytes, {', '.join(KINDS)}")
-    # (A run has it with its tokens, or by itself where they are in another folder.)
+    # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
     path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
                  if path.exists()), folder / kind.file)
     if path.exists() and _changed(path, record.get("tokenizer_sha256")):
@@ -245,11 +248,11 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
 @contextlib.contextmanager
 def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
            fingerprint: str = "", changes: bool = False) -> Iterator[Corpus]:
-    """The corpus behind --data: a folder made by data.py as it is, or text, encoded with the
-    tokenizer (none: as bytes) into the folder of the run when the run begins, or when it `changes`
-    its data. It is kept only if the body of the `with` passes, so that a run that is refused leaves
-    nothing behind; a run that continues uses what it has, the corpus with this fingerprint.
-    `ready`: process 0 has made it already, and it must appear within so many seconds."""
+    """The corpus behind --data. A folder made by data.py is used as it is. Text is encoded with the
+    tokenizer (None: as bytes) into the run's folder, when the run begins or when it `changes` its
+    data; the result is kept only if the body of the `with` passes, so that a run that is refused
+    leaves nothing behind. A run that continues uses the corpus it has, with this fingerprint.
+    ready > 0: process 0 has made the corpus, and it must appear within `ready` seconds."""
     changed, part = run / f"data-{fingerprint[:12]}", run / "data.part"
     made = changed if (changes and ready) or (changed / "data.json").exists() else run / "data"
     given = len(paths) == 1 and paths[0] and (Path(paths[0]) / "data.json").exists()
@@ -266,7 +269,7 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokeniz
         try:
             corpus = prepare(paths, part, tokenizer=tokenizer)
             yield corpus
-            if changes:         # (what the run has remains its data until config.json says so)
+            if changes:         # (until config.json says otherwise, the old data stays in use)
                 made = run / f"data-{corpus.fingerprint[:12]}"
             if corpus.fingerprint != fingerprint:
                 shutil.rmtree(made, ignore_errors=True)
@@ -289,14 +292,14 @@ def opened(paths: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokeniz
 # Examples, and their order
 
 class Windows:
-    """A row of tokens as examples of T + 1: T inputs, and the T targets that follow them. The last
-    example may be shorter."""
+    """A row of tokens, cut into examples of T + 1 tokens: T inputs, and the T targets one place
+    later. The last example may be shorter."""
 
     def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
                  vocab_size: int = 2**31):
         self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
         self.total = max(len(tokens) - 1, 0) // length or int(len(tokens) > 1)
-        # With a count, so many of them, evenly spread: the same ones each time.
+        # With a count: that number of examples, evenly spread, the same ones each time.
         self.count = min(count, self.total)
 
     def __len__(self) -> int:
@@ -307,7 +310,7 @@ class Windows:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
         found = np.asarray(self.tokens[start:start + self.length + 1], np.int64)
-        # For an id that does not exist a device would take another one, silently.
+        # (A device would silently look up another row for an id that does not exist.)
         if (bad := (found < 0) | (found >= self.vocab_size)).any():
             at = start + int(bad.argmax())
             raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
@@ -317,7 +320,8 @@ class Windows:
 
 
 def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Examples as a batch: tokens and targets [B, T], and weights: 0 where no target is."""
+    """A batch of examples: tokens, targets and weights [B, T]. Weights are 0 where there is no
+    target."""
     tokens, targets, weights = np.zeros((3, len(examples), length), np.int32)
     for row, e in enumerate(examples):
         n = len(e) - 1
@@ -328,16 +332,17 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
 def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int,
                   target_len: int, start: int, end: int | None = None, pad: int = 0
                   ) -> dict[str, np.ndarray]:
-    """Pairs of (source ids, target ids) as a batch for an encoder and a decoder: source and
-    source_mask [B, S]; tokens, targets and weights [B, T], 0 where no target is. The decoder sees
-    its targets one place later, after the id `start`, which is put there unless it is there:
+    """A batch for an encoder and a decoder, from pairs (source ids, target ids): source and
+    source_mask [B, S]; tokens, targets and weights [B, T], where a weight is 0 if there is no
+    target. The decoder reads its targets shifted by one, after the id `start`, which is added
+    unless the target begins with it:
 
         start            ids of the target    tokens             targets
         T5: <pad>        a b </s>             <pad> a b          a b </s>
         BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
         (others): <s>    <s> a b </s>         <s> a b            a b </s>
 
-    What is too long is cut, and still ends with `end` if it did."""
+    Sources and targets that are too long are cut, and still end with `end` if they did."""
     def cut(ids, length):
         short = ids[:length].copy()
         if end is not None and len(ids) > length and ids[-1] == end:
@@ -352,7 +357,7 @@ def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len:
     for row, (ids, target) in enumerate(examples):
         ids = cut(ids, source_len)
         source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
-        # (Where the start is the end too, a target of that alone is an empty text.)
+        # (Where one id is both start and end, a target of that id alone is an empty text.)
         if len(target) > 1 and target[0] == start:
             target = target[1:]
         target = cut(target, target_len)
@@ -364,9 +369,9 @@ def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len:
 
 
 def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
-    """Items first .. first + size of an endless sequence of example numbers below `count`, in which
-    each epoch is a shuffle of its own, without repeats. No list of the examples is ever made: a
-    Feistel network permutes [0, 4^k), again where a number falls outside."""
+    """Numbers `first` to `first + size` of an endless sequence of example numbers below `count`.
+    Each epoch is a shuffle of all examples, without repeats. No list of them is ever made: a
+    Feistel network permutes [0, 4^k), and permutes a number again while it falls outside."""
     if count < 1:
         raise ConfigError("there are no examples to learn from")
     epoch, x = np.divmod(np.arange(first, first + size, dtype=np.uint64), count)
@@ -399,7 +404,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 class Config:
     """python data.py PATH ... --out DIR [--vocab_size N]: encode text for train.py --data DIR"""
     out: str = "data"           # folder to make
-    vocab_size: int = 8192      # pieces of the tokenizer that is trained; 0: bytes
+    vocab_size: int = 8192      # pieces of the new tokenizer; 0: bytes, without a tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

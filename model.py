@@ -2,12 +2,13 @@
 
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-RMSNorm before each half, rotary positions, grouped-query attention, and a SwiGLU MLP or a mixture
-of them. The weights are nested dicts of arrays, with the layers stacked along a leading dimension.
+Each half of a layer begins with an RMSNorm; attention has rotary positions and grouped queries; the
+MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all layers are
+stacked along a leading dimension.
 
-There is no mesh in this file. Where a collective may be needed it calls shard.py: `columns` is the
-product that leads into a block, `row` the one that leads out of it, and so on. On one device these
-are plain products. Published networks that differ from this one are in networks/.
+No mesh appears in this file. Where a collective may be needed it calls shard.py: `columns` is the
+product into a block, `row` the product out of it, and so on. On one device these are plain matrix
+products. Published networks that differ from this one are in networks/.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -34,26 +35,26 @@ from zigzag.weights.table import Table, padded
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
-    layers: int = 4               # how many blocks
+    """What a model is. Each field is also a flag. 0 means that it follows from the other fields."""
+    layers: int = 4               # number of layers
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
     kv_heads: int = 0             # key/value heads; 0: as many as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
     vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
-    seq_len: int = 128            # tokens in a training example: the context length
-    tied: bool = False            # one table for both the embedding of tokens and the head
-    norm_eps: float = 1e-6        # what a norm adds to the mean square
+    seq_len: int = 128            # context length: tokens in a training example
+    tied: bool = False            # use the embedding as the head, too
+    norm_eps: float = 1e-6        # added to the mean square in a norm
     rope_theta: float = 10000.0   # RoPE base
-    rope_scaling: str = ""        # JSON, as published: {"rope_type": "linear", "factor": 2}; or of
-                                  # type llama3
-    embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
-    dropout: float = 0.0          # share of each block's output dropped in training
+    rope_scaling: str = ""        # JSON as published: {"rope_type": "linear", "factor": 2}, or
+                                  # of type llama3
+    embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
+    dropout: float = 0.0          # dropout rate on each block's output, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # experts that each token visits
-    balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
-    router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
+    balance: float = 0.01         # weight of the load-balancing loss of the experts
+    router_z: float = 0.001       # weight of the z-loss on the router's logits
 
     def __post_init__(self) -> None:
         check_decoder(self)
@@ -66,7 +67,7 @@ def weights(c: Config) -> Params:
     zeros), and the one dimension that tensor parallelism may split."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
-    # What is added to the stream 2 L times begins smaller by the root of that.
+    # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
     into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
     layers = {"attn_norm": make("L D"),
               "wq": make("L D H N", into, "H"),
@@ -100,8 +101,8 @@ def norm(x, scale, c):
 
 
 def rotary(x, positions, c):
-    """Rotates each pair (x[i], x[i + N/2]) of the heads x [B, T, H, N] by its own rate times the
-    position, so that q.k depends on how far apart the two tokens are."""
+    """Rotates each pair (x[i], x[i + N/2]) of every head in x [B, T, H, N] by the token's position
+    times the pair's own rate, so that q.k depends on the distance between two tokens."""
     rates, _ = rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)
     angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -114,11 +115,12 @@ def swiglu(gate, up):
 
 
 def block(w, x, i, batch, attend, c):
-    """Layer number i (traced: an `if` cannot ask it): x [B, T, D] -> x, and None, or a pair of what
-    the layer adds to the loss and a dict of other sums, which are logged, divided by the count.
+    """One layer: the stream x [B, T, D] -> x, aux. aux is None, or a pair: what the layer adds to
+    the loss, and a dict of other sums to log (each is divided by the loss's count).
 
-    attend(q, k, v) is causal softmax attention: within the row in training, to the cache in
-    decoding. attend(q, k, v, mask, scores) is another attention, as shard.self_attend explains."""
+    i is the layer's number. It is traced, so an `if` cannot depend on it. attend(q, k, v) is causal
+    softmax attention: within the row in training, to the cache in decoding. For another mask or
+    other scores call attend(q, k, v, mask, scores), as shard.self_attend explains."""
     h = norm(x, w["attn_norm"], c)
     q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
     q, k = (rotary(a, batch["positions"], c) for a in (q, k))
@@ -135,8 +137,8 @@ def mlp(w, h):
 
 
 def mixture_of_experts(w, h, i, batch, c):
-    """Each token of h [B, T, D] through its best experts, summed by the router's shares; and in
-    training what the router adds to the loss."""
+    """The output of each token's best experts, weighted by the router's probabilities, for h
+    [B, T, D]; and, in training, router_loss."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     shares, chosen = lax.top_k(jax.nn.softmax(logits), c.experts_per_token)     # [B, T, K] twice
     shares = shares / shares.sum(-1, keepdims=True)
@@ -145,12 +147,12 @@ def mixture_of_experts(w, h, i, batch, c):
 
 
 def router_loss(logits, chosen, i, batch, c):
-    """What a layer's router adds to the loss, and what is logged of it.
+    """What a layer's router adds to the loss, and a dict of what to log.
 
-    Balance: the share of a row's tokens that visit an expert times the mean probability that the
-    router gives it, summed over experts, times their number: 1 if all are equally busy. z: the
-    squared log-sum-exp of the logits. Both are sums over rows and tokens, weighted as the loss is,
-    so that no mesh changes them."""
+    Balance: for each expert, the share of the row's tokens that visit it times the mean probability
+    that the router gives it; summed over experts, times their number. It is 1 if all experts are
+    equally busy. z: the squared log-sum-exp of the logits. Both are summed over rows and tokens
+    with the loss's weights, so the mesh does not change them."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
     busy = busy / c.experts_per_token
@@ -172,7 +174,7 @@ def embed(params, tokens, c):
 
 
 def layer(w, x, i, batch, c):
-    """A block over whole rows, as the loss and `forward` run it."""
+    """A block with attention within whole rows, as the loss and `forward` use it."""
     w = lora.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
@@ -183,8 +185,8 @@ def layer(w, x, i, batch, c):
 
 
 def documents(batch):
-    """The number of each token's document [B, T], -1 where a mask says that there is no token, or
-    None where every row is one document."""
+    """The number of each token's document [B, T], with -1 where a mask says that there is no token;
+    None if every row is one document."""
     if "mask" in batch:
         return jnp.where(batch["mask"] > 0, batch.get("segments", 0), -1)
     return batch.get("segments")
@@ -195,16 +197,16 @@ def norm_and_head(params, x, c):
 
 
 def head_logits(params: Params, x: Array, config: Config) -> Array:
-    """float32 logits [B, T, vocab_size] of the token that follows each of x [B, T, D]."""
+    """float32 logits [B, T, vocab_size] for the next token, from the last layer's x [B, T, D]."""
     logits = shard.vocab_logits(*norm_and_head(params, x, config), config.vocab_size)
     return logits[..., :config.vocab_size]
 
 
 def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
             segments: Array | None = None, mask: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]; of one row [T],
-    [T, vocab_size]. `segments` number the documents packed into a row, and the mask is 0 where a
-    row has no token."""
+    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T]; or [T, vocab_size] for
+    one row [T]. segments [B, T] number the documents packed into a row, and mask [B, T] is 0 where
+    there is no token."""
     if (tokens := jnp.asarray(tokens)).ndim == 1:
         return forward(params, tokens[None], config)[0]
     given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
@@ -216,10 +218,12 @@ def forward(params: Params, tokens: Array, config: Config, positions: Array | No
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
-    weights, to be divided when all is summed. A batch with `seeds` [B] is to learn from: dropout is
-    on, and experts add router_loss, and a dict of what is logged, third. On seq a device has a part
-    of the time, in another order: other targets are made in data.collate, not by shifting here."""
+    """(sum, count): the cross-entropy of the batch's targets in nats, summed with its weights, and
+    the sum of those weights. They are divided when both are summed over devices and micro-batches.
+
+    A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
+    and a dict of sums to log comes third. With seq, a device has only a part of the time, out of
+    order. So make other targets in data.collate; shifting tokens here would be wrong."""
     def embed_tokens(params, batch):
         return embed(params, batch["tokens"], config)
 
@@ -240,16 +244,18 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 # Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
 def cache_layer(config: Config, i: int) -> Layer:
-    """What the cache keeps of layer i: arrays by name with the width of a head, and the heads."""
+    """What the cache keeps for layer i: names of arrays with the width of a head, and the number of
+    heads."""
     return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
-    """Runs `tokens` [B, T], from `slot` on in rows that begin at start [B], through all layers.
-    Returns the last block's output [B, T, D] and the cache with their keys and values. Weights and
-    cache have a list of layers. (length is for networks whose positions depend on it.)"""
+    """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
+    with their keys and values. They go into the cache from `slot` on; rows begin at slots start
+    [B]. Here the layers of params and cache are lists. (length is for networks with positions that
+    depend on it.)"""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers

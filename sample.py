@@ -123,19 +123,22 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any,
              repetition_penalty: float = 1.0, stop: Sequence[int | str] = (),
              logprobs: bool = False, tokenizer: Any = None, stop_at_context: bool = False,
              say: Callable[[str], Any] = warnings.warn) -> list:
-    """The new ids of each prompt: `tokens` of them, or those before the first id in `stop`, or up
-    to a text in it (give the tokenizer). With logprobs, pairs (ids, log-probability of each).
+    """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
+    first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities).
 
-    Temperature 0 is greedy. top_k keeps the k likeliest ids (0: all), top_p the likeliest whose
-    probabilities add up to top_p, min_p those with at least min_p times the probability of the
-    likeliest. repetition_penalty makes ids less likely that the row has already. The ids depend on
-    a prompt and its seed, not on the rest of the batch; seed is one number, or one for each prompt.
-    An encoder-decoder takes a source for each prompt (ids, or what its stem reads); its prompts are
-    [[zigzag.hub.llama.start_id(config)]].
+        temperature                 0: greedy
+        top_k                       keep the k likeliest ids; 0: all
+        top_p                       keep the likeliest ids whose probabilities add up to top_p
+        min_p                       keep ids with at least min_p times the largest probability
+        repetition_penalty          above 1: ids that the row has already become less likely
+        seed                        one number, or one for each prompt
+        source                      for an encoder-decoder: ids, or what its stem reads, for each
+                                    prompt; its prompts are [[zigzag.hub.llama.start_id(config)]]
 
-    The context is config.seq_len tokens. A row that has filled it goes on from its last half, read
-    again at positions from 0; with stop_at_context it ends. A longer prompt keeps its end.
-    `say` is told either."""
+    An answer depends on its prompt and its seed, and not on the rest of the batch. The context is
+    config.seq_len tokens. When a row has filled it, the row goes on from its last half, read again
+    at positions from 0; with stop_at_context it ends. A prompt that is longer keeps its end. `say`
+    is called with a line about either."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [text for text in stop if isinstance(text, str)]
     if texts and tokenizer is None:
@@ -164,16 +167,16 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            repetition_penalty: float = 1.0, stop: Sequence[int] = (), piece: int = 8,
            logprobs: bool = False, stop_at_context: bool = False,
            say: Callable[[str], Any] = warnings.warn) -> Iterator[list]:
-    """What generate returns, piece by piece: a list with the next ids of each prompt. The first
-    piece has one id of each, the others at most `piece`. A prompt that has ended has none."""
+    """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
+    prompts that have ended. The first piece has one id for each prompt, others up to `piece`."""
     sampling = decoding.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     stop = decoding.end_ids(stop, config.vocab_size)
     text = Windows(_check_writes(config, "sample"), prompts, config, tokens, stop_at_context, say)
-    sent = full = 0         # new ids that were given out, and up to which the context has room
+    sent = full = 0         # new ids yielded so far, and how many of them fit into the context
     state = None
     while sent < tokens and text.unfinished.any():
         with decoding.mesh_of_weights(params):
-            if sent == full:            # read the prompts, or later the last half of full rows
+            if sent == full:            # read the prompts; later, the last half of full rows
                 if sent:
                     text.keep_last_half()
                 full = sent + text.room()
@@ -201,11 +204,11 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
                 beams: int = 4, tokens: int = 128, eos: int | Sequence[int] | None = None,
                 source: Any = None, length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
-    """For each prompt the `beams` best continuations that the search finds, as (ids, score), best
-    first. The score is the sum of log-probabilities, divided by length ** length_penalty. An id in
-    `eos` ends a continuation: it counts in the score and is not returned. early_stop says when to
-    end. False: when no running beam, at its present length, beats a finished one; "never": when
-    none can at any length; True: as soon as `beams` have finished."""
+    """For each prompt, the `beams` best continuations that the search finds: pairs (ids, score),
+    best first. The score is the sum of log-probabilities, divided by length ** length_penalty. An
+    id in `eos` ends a continuation; it counts in the score and is not returned. early_stop says
+    when the search ends. False: when no running beam, at its present length, can beat a finished
+    one. "never": when none can at any length. True: as soon as `beams` beams have finished."""
     decoding.check_beams(beams, tokens, length_penalty, early_stop, config.vocab_size)
     ends = np.array(decoding.end_ids(eos, config.vocab_size) or [-1], np.int32)
     with decoding.mesh_of_weights(params):
@@ -221,8 +224,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8) -> list[tuple[float, int]]:
-    """For each row of ids the sum of its log-probabilities, and their number: all ids but the first
-    have one. A row longer than the context is read in windows that overlap by half."""
+    """For each row of ids, the sum of their log-probabilities and how many there are: every id has
+    one except the first. A row longer than the context is read in windows that overlap by half."""
     totals, windows = np.zeros((len(rows), 2)), list(overlapping_windows(rows, config.seq_len))
     with decoding.mesh_of_weights(params):
         params = for_decoding(params, config)
@@ -249,18 +252,20 @@ def _specs_on(mesh, config):
 
 
 def _specs(config):
-    """The specs of decoding's weights on the ambient mesh; None if there is no mesh."""
+    """The specs of the weights for decoding on the ambient mesh; None if there is no mesh."""
     return _specs_on(jax.sharding.get_abstract_mesh(), config)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
-    """The weights as decoding needs them. (Call it once yourself if you generate often.)"""
+    """The weights as decoding uses them: cast, split, and with a list of layers. `generate` calls
+    it; call it yourself once if you generate often."""
     with decoding.mesh_of_weights(params):
         return decoding.for_decoding(params, config.dtype, _specs(config))
 
 
 def _on_mesh(fn, params, state, config, outputs):
-    """fn(params, specs, state) on the ambient mesh. fn returns a dict with the names `outputs`."""
+    """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a mesh.
+    fn returns a dict with the names `outputs`."""
     specs = _specs(config)
 
     def run(params, state):
@@ -272,7 +277,8 @@ def _on_mesh(fn, params, state, config, outputs):
 
 @jax.jit(static_argnames=("config", "slots"))
 def _new_cache(params, rows, config, slots):
-    """An empty cache for these rows; with an encoder, it has the keys and values of the sources."""
+    """An empty cache for these rows. With an encoder, it holds the keys and values of the
+    sources."""
     network = networks.network_of(config)
     cache = decoding.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
                                  params["embed"].dtype, _specs(config))
@@ -288,9 +294,9 @@ def _new_cache(params, rows, config, slots):
 
 @jax.jit(static_argnames=("config", "length"), donate_argnames="cache")
 def _forward_chunk(params, cache, rows, config, length):
-    """Run the rows' tokens [B, T] through the network: the cache with them in it, and the logits
-    [B, V] after the last one, or after number `last`. If rows have targets, the weighted sum of
-    their log-probabilities [B] takes the place of the logits."""
+    """Run the rows' tokens [B, T] through the network. Returns the cache with these tokens, and the
+    logits [B, V] after the last of them, or after number rows["last"]. If rows have targets, it
+    returns the weighted sums of their log-probabilities [B] instead of logits."""
     network = networks.network_of(config)
 
     def forward(params, specs, state):
@@ -311,8 +317,8 @@ def _forward_chunk(params, cache, rows, config, length):
 
 def _prefill(params, rows, config, tokens, chunk=CHUNK):
     """Read rows chunk by chunk, into a new cache with room for `tokens` more ids. Returns the state
-    after them, with _forward_chunk's logits (or, where rows have targets, the sums of all chunks),
-    and the length that scales positions (decoding_length)."""
+    after them, with the logits of the last chunk (or, if rows have targets, the sums over all
+    chunks); and the length that scales positions (Network.decoding_length)."""
     P, has_time = rows["tokens"].shape[1], ("tokens", "targets", "weights")
     slots = P + (padded_length(tokens) if tokens else 0)
     length = networks.network_of(config).decoding_length(config, P + tokens, slots)
@@ -329,11 +335,11 @@ def _prefill(params, rows, config, tokens, chunk=CHUNK):
 
 
 def _sum_logprobs(params, rows, weights, config):
-    """For each row the sum of its tokens' log-probabilities, times the weights [B, P]."""
+    """The sum of each row's log-probabilities, weighted by weights [B, P]."""
     chunk, B = CHUNK, len(rows["tokens"])
-    while chunk > 16 and B * chunk * config.vocab_size > LOGITS:        # they must fit in memory
+    while chunk > 16 and B * chunk * config.vocab_size > LOGITS:    # logits must fit in memory
         chunk //= 2
-    # (The last target is the first token, by wrapping around; its weight is 0.)
+    # (Rolling makes the first token the last target. Its weight is 0.)
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
     return on_host(_prefill(params, rows, config, 0, chunk)[0]["sums"])
 
@@ -344,8 +350,8 @@ def _append(sampling):
 
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="state")
 def _choose_ids(state, config, sampling):
-    """The state with one more id in each row, chosen by its logits [B, V]. `slot` was behind the
-    last id read; from here on it is such that new id number n goes into slot + n."""
+    """The state with one more id in each row, chosen by its logits [B, V]. Before, `slot` is the
+    one after the last id read; from here on, new id number n has the slot `slot` + n."""
     def choose(_, state):
         logits, slot = state.pop("logits"), state["slot"] - state["count"]
         return _append(sampling)(state | {"slot": slot}, logits)
@@ -357,7 +363,7 @@ def _choose_ids(state, config, sampling):
 
 @jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
 def _decode(params, state, limit, config, length, sampling):
-    """The state with `limit` new ids of each row, or fewer if all rows have ended before."""
+    """The state with `limit` new ids in each row, or fewer if all rows end before."""
     def decode(params, specs, state):
         limit = state.pop("limit")
         next_logits = _next_logits(params, state["start"], config, length, specs)
@@ -367,8 +373,8 @@ def _decode(params, state, limit, config, length, sampling):
 
 
 def _next_logits(params, start, config, length, specs):
-    """next_logits of zigzag/generate/decoding.py's loops: ids [B, 1] -> logits [B, V], and the new
-    cache."""
+    """The step of the loops in zigzag/generate/decoding.py: (ids [B, 1], cache, slot) -> logits
+    [B, V] and the new cache."""
     network = networks.network_of(config)
 
     def next_logits(ids, cache, slot):
@@ -380,7 +386,7 @@ def _next_logits(params, start, config, length, specs):
 
 @jax.jit(static_argnames=("config", "length", "beams", "tokens", "length_penalty", "early_stop"))
 def _beam_search(params, state, config, length, beams, tokens, length_penalty, early_stop):
-    """The best beams of each prompt: finished [B, beams, tokens], finished_scores, lengths."""
+    """The best beams of each prompt: finished [B, beams, tokens], finished_scores and lengths."""
     def search(params, specs, state):
         start = jnp.repeat(state["start"], beams, 0)
         next_logits = _next_logits(params, start, config, length, specs)
@@ -396,9 +402,9 @@ def _beam_search(params, state, config, length, beams, tokens, length_penalty, e
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
                  sampling: decoding.Sampling = decoding.Sampling(), seed: int = 0,
                  ends: tuple[int, ...] = (), beams: int = 0) -> Array:
-    """generate for use inside a compiled function; with beams, the best one. rows are arrays:
-    `tokens` [B, P], `start` [B] if they are padded, and the encoder's inputs if there is one.
-    Returns new ids [B, tokens]; those after the first end mean nothing."""
+    """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
+    are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
+    after the first one in `ends` mean nothing."""
     count = len(rows["tokens"])
     rows = {"start": jnp.zeros(count, jnp.int32), **rows}
     rows, params = {n: pad_rows(x, jnp) for n, x in rows.items()}, for_decoding(params, config)
@@ -419,8 +425,9 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None
          ) -> tuple[Any, Any, data.Tokenizer | None]:
-    """The float32 weights of a run (of this checkpoint, or the newest) or of a published model, in
-    their places on the mesh; its network's configuration; its tokenizer, or None if it has none."""
+    """(weights, configuration, tokenizer) of a run, at this checkpoint or the newest, or of a
+    published model. Weights are float32, split over the mesh if one is given; the configuration is
+    the network's; the tokenizer is None if there is none."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = networks.load_hf(folder, mesh)
         has_one = any((Path(folder) / kind.file).exists() for kind in data.KINDS.values())
@@ -438,31 +445,32 @@ def _tokenizer_of_run(folder):
 # The command line
 
 def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
-    """The weights on a mesh, as decoding needs them; the network's configuration; its tokenizer."""
+    """What the flags ask for: the weights as decoding uses them, the network's configuration, and
+    the tokenizer."""
     mesh = mesh_of_flags(config.mesh, config.shards)
     if config.model:
         c = networks.hf_config(config.model)
         network = _check_writes(c, f"--model {config.model}")
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
-        networks.read_hf(config.model, c)       # (first: is everything in the folder?)
+        networks.read_hf(config.model, c)       # (checks first that the folder is complete)
         shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c), _specs_on(mesh, c),
                                           mesh)
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if not (tokenizer := _tokenizer_of_run(config.run)):
-        raise ConfigError(f"--run {config.run}: a run of another task, or of fit without a "
-                          f"tokenizer to read and write text with (sample.load and "
-                          f"sample.generate take ids)")
+        raise ConfigError(f"--run {config.run}: this run has no tokenizer to read and write text "
+                          f"with (fit(tokenizer=...) keeps one; sample.load and sample.generate "
+                          f"work with ids)")
     params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))
     return for_decoding(params, c), c, tokenizer
 
 
 def _check_writes(c, what):
-    """The network of a model that generates text; other models are refused."""
+    """The network of a model that generates text. Other models are refused."""
     network = networks.network_of(c)
     if (gives := network.gives(c)) != "text":
-        raise ConfigError(f"{what}: this model gives {gives}, and writes no text")
+        raise ConfigError(f"{what}: this model gives {gives} and writes no text")
     return network
 
 
@@ -477,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
         if config.system and not is_chat:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
-        text = given_text(config)       # (first: a missing file should not wait for a model)
+        text = given_text(config)       # (first: an error here should not wait for the model)
         params, c, tokenizer = load_model(config)
         network = networks.network_of(c)
         passes = Passes(_new_cache, _forward_chunk, _choose_ids, _decode)

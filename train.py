@@ -5,15 +5,16 @@
     batch -> [ micro-batch -> loss -> gradient ] x accumulate -> one sum over devices -> AdamW
              \\__________________ shard_map: our collectives _______________/   \\_ the compiler's
 
-`fit` trains anything. It takes the three functions of a task, and the command line at the end of
-this file is only its first user:
+`fit` trains anything. A task is three functions, and the command line at the end of this file is
+only one user of `fit`:
 
-    collate(examples) -> batch          a list of raw examples to a dict of arrays [B, ...]
-    loss(params, batch) -> sum, count   over the batch; divided once, when all is summed (a third,
-                                        a dict of other sums, is divided too, and logged)
-    predict(params, batch) -> outputs   of held-out examples, at each evaluation
+    collate(examples) -> batch          raw examples -> a dict of arrays [B, ...]
+    loss(params, batch) -> sum, count   over the batch. They are divided once, after both have been
+                                        summed over micro-batches and devices. A third result, a
+                                        dict of other sums, is divided too, and logged
+    predict(params, batch) -> outputs   for held-out examples, at each evaluation
 
-zigzag/run/plan.py finds out how a loss runs on a mesh, zigzag/run/custom_loss.py compares a custom
+zigzag/run/plan.py decides how a loss runs on a mesh; zigzag/run/custom_loss.py compares a custom
 loss on the mesh with the same loss on one device.
 """
 
@@ -107,60 +108,59 @@ from zigzag.weights.table import count
 class Config:
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     network: Any = model.Config()   # what is trained: the configuration of a network
-    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), which other flags change, or a
-                                    # Hugging Face folder, with its weights
-    init_from: str = ""             # another run, whose model and weights this one begins with
+    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), whose sizes other flags
+                                    # change, or a Hugging Face folder, with its weights
+    init_from: str = ""             # a run: begin with its model and its weights
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py;
                                     # empty: the source of Python's own library
     fields: tuple[str, ...] = ("source", "target")  # names of the two texts in a file of pairs
-    out: str = "out"                # folder of the run; if it holds a run, that run continues, with
-                                    # its own values for flags that are left out
+    out: str = "out"                # folder of the run. If it holds a run, that run continues, with
+                                    # its own values for flags you leave out
     change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
                                     # weight_decay, clip, data
     steps: int = 900                # updates of the weights
     batch: int = 8                  # examples in an update, over all devices
-    accumulate: int = 1             # micro-batches that a device computes one after the other; the
-                                    # batch stays the same
+    accumulate: int = 1             # micro-batches into which each device cuts its rows
     lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, or a tenth of that to
                                     # fine-tune all weights
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
     weight_decay: float = 0.1       # weight decay of matrices; scales and biases have none
-    clip: float = 1.0               # largest norm of the gradient; a longer one is scaled down
+    clip: float = 1.0               # clip the gradient's norm to this
     optimizer: str = "adamw"        # adamw, or muon for the matrices of the layers
     seed: int = 0                   # seed of the weights, the order of the data, and dropout
     shards: int = 0                 # devices that share each layer's weights: the tensor axis
-    mesh: str = ""                  # axis=size,... of data, fsdp, pipe, seq, expert, tensor; data
-                                    # takes the devices that are left; or auto: the fastest one
+    mesh: str = ""                  # axis=size,... for data, fsdp, pipe, seq, expert, tensor; data
+                                    # takes the devices that are left. auto: the fastest mesh
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
-    step: str = "shard_map"         # shard_map, or jit: all left to the compiler, as a control
-    fsdp_min: int = 4096            # elements of the smallest weight that fsdp or zero splits
+    step: str = "shard_map"         # shard_map, or jit to leave all collectives to the compiler
+    fsdp_min: int = 4096            # smallest weight, in elements, that fsdp or zero splits
     zero: int = 0                   # 1: split the optimizer's state over data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
-    eval_tokens: int = 0            # held-out tokens of running text in an evaluation; 0: so many
-                                    # that evaluations take a fifth of the time at most
-    metric: str = ""                # how answers to held-out pairs are judged: exact, f1 or rouge
+    eval_tokens: int = 0            # held-out tokens of running text per evaluation; 0: as many as
+                                    # fit into a fifth of the time
+    metric: str = ""                # score answers to held-out pairs by exact, f1 or rouge
     beams: int = 0                  # beams of the search for these answers; 0: greedy
-    best: str = ""                  # smallest:NAME or largest:NAME, a number that evaluations give:
-                                    # keep the checkpoint with the best one beside the newest
-    sample_prompts: str = ""        # a file of prompts: each evaluation writes a sample for each
-    keep: int = 3                   # how many of the newest checkpoints are kept
-    verify: str = "on"              # on or off: compare the checksums of a checkpoint that is read
-    max_skipped: int = 10           # updates in a row without a finite gradient that end a run
+    best: str = ""                  # smallest:NAME or largest:NAME, for a number of an evaluation:
+                                    # keep the checkpoint where it was best
+    sample_prompts: str = ""        # a file of prompts: every evaluation continues each of them
+    keep: int = 3                   # number of newest checkpoints to keep
+    verify: str = "on"              # on or off: check the checksums of a checkpoint when reading it
+    max_skipped: int = 10           # end the run after this many non-finite gradients in a row
     topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
     check: bool = False             # before the first step, compare the loss and its gradients on
-                                    # the mesh with one device's, for a small batch
+                                    # the mesh with one device's, on a small batch
     bench: bool = False             # measure how fast it trains here; keeps nothing on disk
     profile: int = 0                # steps to trace, for Perfetto, into out/profile
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
-    processes: int = 0              # how many processes there are, each with the same command
-    process_id: int = -1            # which of them this is, from 0
-    distributed: bool = False       # many hosts, known to SLURM, Open MPI, Kubernetes or a TPU pod
+    processes: int = 0              # number of processes; each gets the same command
+    process_id: int = -1            # the number of this process, from 0
+    distributed: bool = False       # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
     patience: int = 120             # seconds that other processes may be late, beyond the usual
 
     def __getattr__(self, name: str) -> Any:
-        """The network's fields can be read here too: config.layers is config.network.layers."""
+        """Read the network's fields: config.layers is config.network.layers."""
         if name.startswith("__") or name == "network":
             raise AttributeError(name)
         return getattr(self.network, name)
@@ -173,39 +173,39 @@ class Config:
         fill_in(self, eval_tokens=tokens_to_evaluate(self))
 
 
-# What decides a run's numbers, beside the network's configuration (but for network.COMPUTED). To
-# continue a run these must be what they were; the rest (how long, where, how fast, how often it is
-# saved) may change.
+# These, and the network's configuration (except network.COMPUTED), decide a run's numbers. To
+# continue a run they must be the same; the rest (how long, where, how fast, how often it is saved)
+# may change.
 SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
-# What only one start of it, or one process, is told.
+# Options of one start, or of one process. config.json does not have them.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
                 "check", "bench", "profile", "change")
-HIDDEN = (*NOT_RECORDED, "published")       # not shown, at the beginning of a run
+HIDDEN = (*NOT_RECORDED, "published")       # not shown at the start of a run
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """What config.json has of a configuration: all fields, flat, and the network's name."""
+    """A configuration as config.json has it: all fields, flat, and the network's name."""
     return {**{k: v for k, v in flat(config).items() if k not in NOT_RECORDED},
             "network": networks.network_of(config).name}
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What must be the same when a run continues."""
+    """The values that must be the same when a run continues."""
     own = [f.name for f in dataclasses.fields(config.network) if f.name not in COMPUTED]
     record = record_of(config)
     return {name: record[name] for name in ("network", *own, *SAME)}
 
 
 def old_config(folder: str) -> Config:
-    """The configuration of the run in a folder that is continued. Its evaluations have as many
-    tokens as before: then their numbers can be compared."""
+    """The configuration of the run in a folder, to continue it. Its evaluations keep their number
+    of tokens, so that their losses can be compared."""
     own = networks.config_of_run(folder, "--out")
     more = {} if "eval_tokens" in run_record(folder, "--out") else {"eval_tokens": MOST_TOKENS}
     return run_config(folder, Config, "--out", network=own, **more)
 
 
 def read_old(folder: str) -> dict[str, Any]:
-    """config.json of the run in a folder that is continued, as this version would write it."""
+    """config.json of the run in a folder, as this version would write it."""
     return {**run_record(folder, "--out"), **record_of(old_config(folder))}
 
 
@@ -213,17 +213,17 @@ def read_old(folder: str) -> dict[str, Any]:
 # The step
 
 def learning_rate(config: Config, step: jax.Array) -> jax.Array:
-    """The rate of update number `step` (from 0): up to the peak in `warmup` updates, then half
-    a cosine, down to a fiftieth at the last one."""
+    """The rate of update number `step`, from 0: linear warmup to the peak, then half a cosine down
+    to a fiftieth of it at the last update."""
     return optax.warmup_cosine_decay_schedule(
         config.lr / config.warmup, config.lr, config.warmup - 1,
         max(config.steps - 1, config.warmup), config.lr / 50)(step)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW but for the rate, which the step applies. Or Muon, at
-    AdamW's rates, for the matrices of the layers, and Nesterov's Adam for the rest: which of their
-    dimensions are contracted with activations the rule knows."""
+    """Clipping by the global norm, then AdamW without the learning rate, which the step applies.
+    With muon: Muon, scaled to AdamW's rates, for the matrices of the layers (the rule knows which
+    of their dimensions are contracted with activations), and Adam with Nesterov for the rest."""
     scaled = optax.scale_by_adam(0.9, 0.95)
     if config.optimizer == "muon":
         has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
@@ -302,8 +302,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
 
 def make_evaluate(plan: Plan) -> Callable:
-    """(params, batch) -> the sums over a batch, which every group of devices computes in full where
-    its rows do not divide."""
+    """(params, batch) -> the loss's sums over a batch. If the mesh does not divide its rows, every
+    device computes all of them."""
     def evaluate(params, batch):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
@@ -321,7 +321,7 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # Only this partial of the network's own loss is trusted; what wraps it is a custom loss.
+    # Only this partial of the network's own loss is trusted. Anything else is a custom loss.
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
@@ -461,13 +461,13 @@ def end_early(loop: Loop, stop: list[int]) -> None:
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """The batch of update number `at` (from 0), or its first rows: a pure function of the seed and
-    the number. Its rows must be shaped as in `shapes`, if that is given."""
+    """The batch of update number `at`, from 0, or its first `rows` rows (0: all): a pure function
+    of the seed and the number. Rows must have the shapes in `shapes`, if that is given."""
     def make(first, last):
         first, last = at * config.batch + first, at * config.batch + last
         numbers = data.order(len(task.examples), config.seed, first, last - first)
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
-        # A seed for each row: randomness belongs to the example, wherever it is computed.
+        # A seed for each row, so that dropout does not depend on where a row is computed.
         place = np.arange(first, last, dtype=np.uint64)
         seeds = data.mix(place * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
@@ -476,15 +476,15 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 
 def check_program(program: Program, build_program: Callable, task: Task, say: Callable) -> Program:
-    """The program of somebody else's loss, checked; computed on each device as on one, if it must
-    be."""
+    """The program of a custom loss, compared with one device. If the loss is only right when every
+    device computes it as one device would, the program that does so."""
     hosts.watchdog.arm("compiling")
     make_batch = functools.partial(training_batch, program.config, program.mesh, task,
                                    program.batch)
     with jax.set_mesh(program.mesh):
         while not check_loss(program.plan, lambda plan: make_step(plan, None)[1], make_evaluate,
                              make_batch, len(task.held_out) > 0, say):
-            program = build_program(typed=False)        # (which is right, or refused)
+            program = build_program(typed=False)        # (and this one is right, or refused)
         check_traceable(program)
     return program
 
@@ -493,7 +493,7 @@ def check_program(program: Program, build_program: Callable, task: Task, say: Ca
 # The transformer, and the command line
 
 def language(config: Config) -> tuple[Callable, Callable, Any]:
-    """The configuration's own model for `build`: init, loss, and the shape of a batch."""
+    """The configuration's own network, for `build` and `fit`: init, loss, and a batch's shapes."""
     network = networks.network_of(config)
     batch = {**network.batch_shapes(config.network, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
@@ -502,19 +502,19 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
 
 
 def count_parameters(program: Program) -> tuple[int, int]:
-    """All parameters, and those that a token visits."""
+    """The number of parameters, and how many of them a token visits."""
     if program.plan.trusted:
         return networks.network_of(program.config).parameters(program.config.network)
     return (count(program.plan.params),) * 2
 
 
 def check_rows(config: Config) -> None:
-    """Refuse to cut a batch whose rows the network's loss compares."""
+    """Refuse to cut a batch if the network's loss compares its rows."""
     network = networks.network_of(config)
     if network.couples_rows and config.accumulate > 1:
         raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
-                          f"every row of a batch with all others, and a part of a batch has fewer; "
-                          f"give a smaller --batch, or more devices of data or fsdp")
+                          f"every row of a batch with all others, so a batch cannot be cut; give a "
+                          f"smaller --batch, or more devices of data or fsdp")
 
 
 def check_transformer(config: Config, mesh: Any) -> None:
@@ -525,14 +525,14 @@ def check_transformer(config: Config, mesh: Any) -> None:
     check_rows(config)
     has_source = network.source_shape(config.network) is not None
     if config.beams and not has_source:
-        raise ConfigError(f"--beams {config.beams}: searches for the answers of a model with an "
-                          f"encoder to held-out pairs; this model has none (sample.py --beams "
+        raise ConfigError(f"--beams {config.beams}: the beam search answers held-out pairs, for a "
+                          f"model with an encoder; this model has none (sample.py --beams "
                           f"continues prompts)")
     if tuple(config.fields) != ("source", "target") and not has_source:
-        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder, and "
-                          f"learns from running text; to learn from pairs, give the --model of a "
-                          f"T5 or BART, or --model transformer --encoder_layers N")
-    # (A vocabulary that is still to follow from the data divides by everything.)
+        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
+                          f"learns from running text; to learn from pairs, give a T5 or BART as "
+                          f"--model, or --model transformer --encoder_layers N")
+    # (Where the vocabulary will follow from the data, any that divides will do here.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
@@ -554,14 +554,14 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. --model and --init_from choose the network. (No run
-    folder is looked at: `continued` does that.)"""
+    """train.py's command line as a Config. --model and --init_from choose the network. (It does not
+    look at --out; `continued` does.)"""
     given = read_flags(argv)
     return config_of_flags(*chosen_network(given), given)
 
 
 def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The flags that are given. --help ends the command."""
+    """The flags that were given, by name. With --help, print the help and exit."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
     is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
@@ -581,7 +581,7 @@ def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any],
                     given: dict[str, Any]) -> Config:
-    """The configuration of a network with these fields, of a run with these, and what is given."""
+    """The configuration with these fields of a network and of a run, changed by the flags given."""
     fields, own = dict(fields), {f.name for f in dataclasses.fields(network.config)}
     for name, value in given.items():
         if name in own:
@@ -595,8 +595,8 @@ def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any
 
 
 def continued(given: dict[str, Any]) -> Config:
-    """The configuration that flags mean where --out may hold a run: one that continues has the
-    run's values for all flags that are left out, and those that are given must be as they were."""
+    """The configuration for these flags, where --out may hold a run. If it does, flags that were
+    left out have the run's values, and flags that are given must have them too."""
     out = given.get("out", Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     continuing.check_change(given, out, is_run)
@@ -614,7 +614,7 @@ def continued(given: dict[str, Any]) -> Config:
             {f.name: values[f.name] for f in dataclasses.fields(cls)
              if f.name in values and f.name != "network"} for cls in (network.config, Config)),
             given)
-    except ConfigError:     # (that a value is not the run's says more than what it does not fit)
+    except ConfigError:     # (first say that a value differs from the run's: that explains more)
         check({name: asked[name] for name in facts_of(old) if name in asked})
         raise
     check({**facts_of(config), "network": asked.pop("network", network.name)})
@@ -622,8 +622,8 @@ def continued(given: dict[str, Any]) -> Config:
 
 
 def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
-    """What --model or --init_from means beside the run `old` in --out: nothing, if the run began
-    with that model, whose fields other flags may have changed."""
+    """The fields that --model or --init_from asks for, beside the run `old` in --out. None if the
+    run began with that model: other flags may have changed its fields since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return {}
     network, fields, run = chosen_network(given)
@@ -634,8 +634,8 @@ def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
 
 
 def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
-    """The network that flags ask for, the fields that its --model or --init_from means, and the
-    run's own fields. (The name of a preset means the preset, gpt2/ a folder.)"""
+    """The network that the flags ask for, its fields by --model or --init_from, and the fields of
+    train.Config that were given. (gpt2 is the preset; gpt2/ is a folder.)"""
     run = {f.name: given[f.name] for f in dataclasses.fields(Config) if f.name in given}
     name, source = given.get("model", "tiny"), given.get("init_from", "")
     if not source and (name in networks.PRESETS or not Path(name).is_dir()):
@@ -644,8 +644,8 @@ def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict
         return (networks.transformer.NETWORK if is_general else
                 networks.network_of_fields(fields)), fields, run
     if source and "model" in given:
-        raise ConfigError(f"--model {name} --init_from {source}: both say which model; give one of "
-                          f"them")
+        raise ConfigError(f"--model {name} --init_from {source}: both choose the model; give one "
+                          f"of them")
     given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
     config = (networks.config_of_run(source, "--init_from") if source else
               networks.hf_config(name))
@@ -660,10 +660,10 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
 
 
 # -------------------------------------------------------------------------------------------
-# What is learned: running text, pairs of texts, or arrays
+# What a run learns from: running text, pairs of texts, or arrays
 
 def reads_text(config: Config) -> bool:
-    """Whether --data is text, which needs a tokenizer; pictures, sound and classes are arrays."""
+    """Whether --data is text, which needs a tokenizer. (Pictures, sound and classes are arrays.)"""
     network = networks.network_of(config)
     shape = network.source_shape(config.network)
     return network.gives(config.network) == "text" and (shape is None or len(shape) == 1)
@@ -673,9 +673,9 @@ def reads_text(config: Config) -> bool:
 def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
                 fingerprint: str = ""
                 ) -> Iterator[tuple[Config, Callable[[], Task], dict[str, str], Any]]:
-    """What --data holds for this model: the configuration with its vocabulary, what makes its task,
-    what a run notes of it, and what a person is told. (`run`, `ready` and `fingerprint` are
-    data.opened's.)"""
+    """--data, for this model: the configuration with its vocabulary, a function that makes the
+    task, what config.json records about the data, and what to print. (`run`, `ready` and
+    `fingerprint` are as in data.opened.)"""
     if not reads_text(config):
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
@@ -706,7 +706,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
 
 
 def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
-    """Text from text, by an encoder and a decoder."""
+    """The task of an encoder-decoder: target text from source text."""
     tokenizer, (width,) = pairs.tokenizer, networks.network_of(config).source_shape(config.network)
     start, end, pad = special_ids(config, tokenizer)
     collate = functools.partial(data.collate_pairs, source_len=width, target_len=config.seq_len,
@@ -739,10 +739,10 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
 
 
 def language_task(config: Config, corpus: data.Corpus) -> Task:
-    """Language modelling of a corpus."""
+    """The task of a decoder: the next token of a corpus."""
     T, tokenizer = config.seq_len, corpus.tokenizer
     ids, room = tokenizer.vocab_size, context_of(networks.network_of(config), config.network)
-    begin = min(32, -(-room // 4))          # (what is written must fit into the context, too)
+    begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
     # The same windows each time, spread over all of the held-out text.
     held_out = data.Windows(corpus.held_out, T, max(1, config.eval_tokens // T), ids)
     targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
@@ -771,7 +771,7 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     with hosts.exit_together():
         given = read_flags(argv)
-        if given.get("topology"):       # (such programs cannot be read from a cache)
+        if given.get("topology"):       # (programs for absent hardware are not cached)
             return commands.dry_run(config_of_flags(*chosen_network(given), given), TRANSFORMER)
         keep_compiled()
         keeps_nothing = given.get("bench")
@@ -784,7 +784,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def bench(config: Config, mesh: Any) -> None:
-    """--bench: train on --data, keep nothing, and tell how fast it was."""
+    """--bench: train on --data, keep nothing, and report how fast it was."""
     _, tokenizer, _ = first_weights(config)
     with tempfile.TemporaryDirectory() as folder, opened_data(
             config, tokenizer, Path(folder) / "run") as (config, make_task, *_):
@@ -798,22 +798,22 @@ def bench(config: Config, mesh: Any) -> None:
 
 def first_weights(config: Config
                   ) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
-    """How fit reads the weights that the model has already, if it has, its tokenizer, and what a
-    run notes of them."""
+    """For a model that has weights already: how fit reads them, its tokenizer, and what config.json
+    records about them. Else None, None and {}."""
     return init_from.first_weights(config, networks.network_of(config),
                                    data.tokenizer_of if reads_text(config) else None)
 
 
 def train_language(config: Config, mesh: Any) -> None:
-    """Train the transformer on --data, in --out."""
+    """Train the network on --data, in --out."""
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     weights, tokenizer, noted = first_weights(config)
-    # Before its data is looked at, or anything written.
+    # (First: before the data is looked at, or anything is written.)
     check_run_folder(config.out, facts_of(config), read_old,
                      ("tokenizer",) if reads_text(config) else (), config.change)
-    fingerprint = ""            # of the data that the run has already
+    fingerprint = ""            # of the run's data, if it continues
     if (run / "config.json").exists():
         record = read_old(config.out)
         fingerprint = str(record.get("fingerprint", ""))

@@ -1,9 +1,9 @@
-"""What the training loop carries, and what it does beside its steps.
+"""What the training loop carries, and what it does besides stepping.
 
-    prepare         restore or make the state, and compile the step
-    flush_metrics   write down the numbers of the step before, while the devices work on the next
-    save            begin to save the state
-    profile         begin or end a trace
+    prepare         restores or makes the state, and compiles the step
+    flush_metrics   writes down the numbers of the last step, while the devices work on the next
+    save            begins to save the state
+    profile         begins or ends a trace
 """
 
 import dataclasses
@@ -30,27 +30,27 @@ from zigzag.rule.rule import explain
 from zigzag.run.plan import BY_HAND, JIT, Program, compiled
 from zigzag.weights import lora
 
-# The outputs of so many examples are shown at an evaluation.
+# How many examples' outputs an evaluation shows.
 SHOWN = 4
 
 
 class Fit(NamedTuple):
-    """What fit gives back."""
+    """What fit returns."""
     params: Any
-    step: int               # updates made
-    held_out: float | None  # the last evaluation's loss
-    outputs: Any            # and predictions, arrays [examples, ...]
-    evaluation: dict[str, Any]      # and all of its numbers, as in metrics.jsonl
-    best: int | None        # of which step the best evaluation was, by config.best
+    step: int                       # updates made
+    held_out: float | None          # the loss of the last evaluation
+    outputs: Any                    # its predictions, arrays [examples, ...]
+    evaluation: dict[str, Any]      # all of its numbers, as in metrics.jsonl
+    best: int | None                # the step of the best evaluation, by config.best
 
 
 class Samples(NamedTuple):
-    """Texts that a model writes at each evaluation."""
+    """Texts for the model to write at each evaluation."""
     prompts: Sequence[str]
-    collate: Callable       # some prompts -> arrays, rows of the same shape whichever they are
-    predict: Callable       # params, arrays -> outputs
-    text: Callable          # a prompt, its outputs -> what the model has written
-    labels: tuple[str, str] = ("prompt", "written")     # of the two, for a person
+    collate: Callable       # prompts -> arrays, whose rows have the same shape for all prompts
+    predict: Callable       # (params, arrays) -> outputs
+    text: Callable          # (a prompt, its outputs) -> what the model has written
+    labels: tuple[str, str] = ("prompt", "written")     # what to call the two on the screen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,19 +76,19 @@ class Loop:
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter              # has what is only logged: times, recent losses
     numbers: Callable               # update -> the numbers of its examples
-    state: Any = None               # params, opt, step; first what the run begins with, if made
+    state: Any = None               # params, opt, step; before `prepare`: the first state or None
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
-    pending: Any = None             # (step, metrics) of the step whose numbers are on the devices
+    pending: Any = None             # (step, metrics) that are still on the devices
     skipped: int = 0                # updates in a row whose gradient was not finite
-    evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's line
-    outputs: Any = None             # and predictions
+    evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
+    outputs: Any = None             # and its predictions
     best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
-    """The state that a run begins with. weights(places), of shapes with shardings, gives weights in
-    place of init's."""
+    """The state that a run begins with. weights(places) gives weights instead of init's; places are
+    shapes with shardings."""
     config, params, given = program.config, program.state["params"], None
     if weights:
         frozen = program.plan.split(params)[1] if config.lora_rank else params
@@ -98,8 +98,8 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
 
 
 def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
-    """The state that a run with frozen weights begins with, which no checkpoint has, and their
-    fingerprint. Nothing for another run."""
+    """The first state of a run with frozen weights, which no checkpoint holds, and their
+    fingerprint. (None, {}) for other runs."""
     if not (program.config.lora_rank and program.config.out):
         return None, {}
     state = first_state(program, weights)
@@ -108,7 +108,7 @@ def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any
 
 
 def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
-    """Restore or make the state, and compile the step; None where the run has all of its steps."""
+    """Restore or make the state, and return the compiled step; None if all steps are done."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
@@ -123,7 +123,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
         loop.best = folder.read_best(config.best)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    if loop.at and "fingerprint" not in folder.record:      # (else the command has said so)
+    if loop.at and "fingerprint" not in folder.record:      # (else main has said so)
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
@@ -184,9 +184,9 @@ def _report_skipped(loop, at):
 
 
 def tokens_of(batch: Any, count: int) -> tuple[int, int]:
-    """How many tokens a batch of these shapes has, padding included, and how many of them are
-    learned from, where the loss's count is `count`: of weights [B, T], or else of other things. A
-    batch without tokens [B, T] has `count`."""
+    """The number of tokens in a batch with these shapes, padding included, and the number learned
+    from, if the loss's count is `count` and counts the weights [B, T]. For a batch without tokens
+    [B, T] both are `count`."""
     tokens = batch.get("tokens")
     if tokens is None or len(tokens.shape) != 2:
         return count, count
@@ -195,9 +195,9 @@ def tokens_of(batch: Any, count: int) -> tuple[int, int]:
 
 
 def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
-    """How long the evaluations and saves will take that are still to come when step `at` has been
-    made, where a usual step takes so many seconds. (A forward pass takes a third of a step. The
-    first evaluation compiles, too.)"""
+    """Seconds that the evaluations and saves after step `at` will take, if a step usually takes
+    `usual` seconds. (A forward pass takes a third of a step; the first evaluation compiles,
+    too.)"""
     config, seconds = loop.program.config, 0.0
 
     def count(every):
@@ -227,8 +227,8 @@ def save(loop: Loop) -> None:
 
 
 def profile(loop: Loop) -> None:
-    """Begin or end the trace of --profile, after the step at which it is time: the first two of a
-    run are slow."""
+    """Begin or end the trace of --profile, after the right step: the first two of a run are
+    slow."""
     config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
     first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
     if loop.at == first < last:
@@ -242,9 +242,9 @@ def profile(loop: Loop) -> None:
 
 def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str],
                   network: str = "", is_short: bool = True) -> None:
-    """How a run begins, for a person: `counts` are of all parameters and of those that a token
-    visits; options `hidden` are not shown; `network` says which one it is; the table of weights is
-    short."""
+    """Print how a run begins. counts: of all parameters, and of the ones a token visits. hidden:
+    options not to show. network: which one it is, and why. is_short: print a short table of
+    weights."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
@@ -262,7 +262,7 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
                             skips_idle=plan.sizes["seq"] == 1)
-    # (What other lines say.)
+    # (Other lines say these.)
     hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr",
               "warmup", "optimizer", "eval_tokens"}
     if plan.network is not None:
@@ -275,7 +275,7 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
 
 
 def describe_sizes(plan: Any) -> str:
-    """The sizes of a network, for a person. Nothing for a custom loss: its may be others."""
+    """A line with the sizes of a network; '' for a custom loss, which may have others."""
     if plan.network is None:
         return ""
     c, network = plan.config, plan.network
@@ -291,7 +291,7 @@ def describe_sizes(plan: Any) -> str:
 
 
 def describe_training(plan: Any) -> str:
-    """What an update learns from, how many there are, and at which rate, for a person."""
+    """A line with the number of updates, what one learns from, and the learning rate."""
     c, tokens = plan.config, plan.batch.get("tokens")
     batch = f"{c.batch:,} examples"
     if tokens is not None and len(tokens.shape) == 2:
@@ -301,12 +301,12 @@ def describe_training(plan: Any) -> str:
 
 
 def describe_attention(plan: Any) -> str:
-    """How attention is computed, for a person: what the loss asked of shard.attend, as this mesh
-    computes it. Nothing for a custom loss."""
+    """Lines with how this mesh computes the attention that the loss asks of shard.attend; '' for a
+    custom loss."""
     if plan.network is None:
         return ""
     config, sizes, found = plan.config, plan.sizes, {}
-    for asked in asked_in(plan.names):      # by the rows of a group of devices, and all heads
+    for asked in asked_in(plan.names):      # (rows are of a group of devices, heads of all)
         rows, heads = asked.rows, asked.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)

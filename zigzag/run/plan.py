@@ -1,9 +1,9 @@
-"""How a loss runs on a mesh: all that a training step must know, found out before it is compiled.
+"""How a loss runs on a mesh: everything a training step must know, decided before it is compiled.
 
-    init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss is run
+    init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss runs
                                   checks   --> errors that stop the run, with the numbers
                                            --> Plan, from which train.py makes its step
-    Plan, step, evaluate          -->          Program: what is compiled, and the shapes it takes
+    Plan, step, evaluate          -->          Program: the functions to compile, and their shapes
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.weights import lora
 
-# What a step's line in metrics.jsonl has.
+# The names in a step's line of metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
           "save_seconds"}
-# What to give the devices to, of an axis that a loss cannot have.
+# Said where a loss cannot run on an axis.
 ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
-# What splits a loss over an axis: the function of shard.py that it must call, and of what.
+# The function of shard.py that a loss must call to be split over an axis, and what that splits.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
 
@@ -60,22 +60,21 @@ BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """All that a step must know. Trees are like the weights, if nothing else is said."""
+    """Everything a step must know. Trees have the structure of the weights unless stated."""
     config: Any             # with its dtype resolved
     mesh: Any
     init: Callable          # key -> weights, as they are stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
-    network: Any            # whose own loss this is, which tests hold to one device; None: a
-    #                         custom loss
-    mode: str               # how it runs: see run_mode
+    network: Any            # the network whose own loss this is; None: a custom loss
+    mode: str               # how the loss runs: see run_mode
     takes_specs: bool       # whether its layers gather their own weights
     params: Any             # shapes
     batch: Any              # shapes of a whole batch
-    sums: Any               # shapes of what the loss gives
+    sums: Any               # shapes of what the loss returns
     decisions: Any          # where each weight lives, and why
-    dtype: str              # what the loss is computed in
-    accumulate: int         # into how many micro-batches a batch is cut
-    names: set[str]         # of the functions of shard.py that the loss calls
+    dtype: str              # the precision in which the loss is computed
+    accumulate: int         # the number of micro-batches in a batch
+    names: set[str]         # the functions of shard.py that the loss calls
 
     @property
     def sizes(self) -> Any:
@@ -83,21 +82,23 @@ class Plan:
 
     @property
     def trusted(self) -> bool:
+        """Whether this is a network's own loss, which the tests compare with one device."""
         return self.network is not None
 
     @property
     def pools(self) -> bool:
-        """Whether the loss picks or pools positions, by shard.whole_time."""
+        """Whether the loss calls shard.whole_time: it picks or pools positions, so its count may be
+        of rows, and every device of seq computes the same sum. `local_sums` then counts it once."""
         return "whole_time" in self.names
 
     @property
     def typed(self) -> bool:
-        """Whether jax tracks over which axes values vary."""
+        """Whether the loss runs with varying types (check_vma)."""
         return self.mode in (BY_HAND, TYPED)
 
     @property
     def manual(self) -> tuple[str, ...]:
-        """The axes whose collectives are ours; those of the others are the compiler's."""
+        """The mesh axes over which our code sends. Over the others the compiler does."""
         return {JIT: (), TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR}.get(self.mode, AXES)
 
     @property
@@ -105,22 +106,22 @@ class Plan:
         return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
 
     def axes(self, *names: str) -> set[str]:
-        """Those of these axes that are manual and have more than one device."""
+        """The axes among `names` that are manual and have more than one device."""
         return {a for a in names if a in self.manual and self.sizes[a] > 1}
 
     @property
     def shared_row_axes(self) -> set[str]:
-        """Over these axes devices have the same rows, each a part of the layers or the time."""
+        """Axes whose devices have the same rows, and each a part of the layers or of the time."""
         return self.axes("pipe", "seq")
 
     @property
     def sum_axes(self) -> set[str]:
-        """Over these axes devices find different parts of a sum over the batch."""
+        """Axes whose devices compute different parts of a sum over the batch."""
         return self.axes(*WITHOUT_TENSOR)
 
     @property
     def needs(self) -> list[str]:
-        """The axes, as axis=size, over which the loss splits itself."""
+        """The axes, as axis=size, over which the loss must split its own work."""
         decisions = jax.tree.leaves(self.decisions)
         in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
         needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
@@ -128,17 +129,17 @@ class Plan:
 
     @property
     def stored(self) -> Any:
-        """Specs of the weights as they are stored."""
+        """The specs of the weights as they are stored."""
         return jax.tree.map(lambda d: d.spec, self.decisions)
 
     @property
     def used(self) -> Any:
-        """Specs of the weights as the loss gets them, before they are gathered over fsdp."""
+        """The specs of the weights as the loss takes them, before fsdp gathers them."""
         return jax.tree.map(lambda d: d.used, self.decisions)
 
     @property
     def moments(self) -> Any:
-        """Specs of the optimizer's state, of what is trained: with --zero 1 split over data too."""
+        """The specs of the optimizer's state for trained weights: with --zero 1 also over data."""
         stored = self.trained(self.stored)
         if not self.config.zero:
             return stored
@@ -158,16 +159,16 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """In how many parts the loss of a batch is computed, but for what a compiler does."""
+        """The number of parts in which the loss of a batch is computed, apart from the compiler."""
         return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
 
     def mark(self, tree: Any) -> Any:
-        """The tree with the type of what differs between devices that have other rows, layers or
-        time. Never over tensor: there the type of a weight says that it is split."""
+        """The tree, marked as varying over all axes whose devices have other rows, layers or time.
+        (Never over tensor: there the type of a weight says that it is split.)"""
         return mark_varying(tree, also=self.sum_axes) if self.typed else tree
 
     def local_sums(self, weights: Any, batch: Any) -> tuple:
-        """What the loss gives on this device: its part of the sum, the count, and other sums."""
+        """This device's part of what the loss returns: the sum, the count, and other sums."""
         total, count, aux = self.loss(weights, batch, self.used)
         if self.pools and "seq" not in varying(count):      # each device has pooled all of the time
             total, aux = pmean_over((total, aux), "seq")
@@ -183,14 +184,15 @@ class Plan:
         return keep_on_first(sums, self.shared_row_axes)
 
     def bind(self, params: Any, gather: Callable) -> tuple[Any, Callable, Callable]:
-        """Inside the step's shard_map, from this device's weights as they are stored:
+        """What a step differentiates, inside its shard_map: trained, gather_trained, compute.
 
-            trained                          the trained ones, in the compute dtype and marked
-            gathered = gather_all(trained)   as the loss takes them; its vjp is the way back
-            sums, gradient = compute(gathered, batch)
+            trained                                     the trained weights of this device, as they
+                                                        are stored, cast and marked
+            gathered = gather_trained(trained)          as the loss takes them
+            sums, gradients = compute(gathered, batch)  gradients with respect to `gathered`
 
-        gather(weights, decisions) is the step's. Frozen weights have no gradient and nothing to go
-        back: they are gathered here, once, and bound into `compute`."""
+        gather(weights, decisions) gathers any weights. Frozen weights (--lora_rank) have no
+        gradient: they are gathered here, once, and bound into `compute`."""
         trained, frozen = self.split(self.mark(cast(params, self.dtype)))
         of_trained, of_frozen = self.split(self.decisions)
         frozen = gather(frozen, of_frozen)
@@ -199,15 +201,15 @@ class Plan:
                 lambda weights, batch: compute(weights, frozen, batch))
 
     def zeros(self, trained: Any) -> tuple[Any, Any]:
-        """Where a device begins to add up its micro-batches, in float32: the gradients of its
-        trained weights, and what the loss returns."""
+        """Zeros to add a device's micro-batches to, in float32: gradients of its trained weights,
+        and what the loss returns."""
         return (jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), trained),
                 self.mark(optax.tree.zeros_like(self.sums)))
 
     def on_mesh(self, fn: Callable, out_specs: Any, shard_time: Callable, splits_rows: bool = True
                 ) -> Callable:
-        """fn(params, batch), run by each group of devices on its rows, and on its part of their
-        time, as shard_time splits it."""
+        """fn(params, batch) in a shard_map: each group of devices has its rows, and its part of
+        their time, as shard_time splits it."""
         if self.mode == JIT:
             return fn
 
@@ -223,7 +225,7 @@ class Plan:
         return call
 
     def on_device(self, fn: Callable) -> Callable:
-        """fn as each device computes it: of a loss that is not typed, as one device does."""
+        """fn as a device computes it: without varying types if the loss runs without them."""
         return untyped(fn) if self.mode in (UNTYPED, TENSOR_WHOLE) else fn
 
 
@@ -232,12 +234,12 @@ def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool,
 
     by hand       it calls columns or row: one shard_map over all six axes, with types
     typed         it calls others, or takes specs: the same, but the compiler splits over tensor
-    untyped       it calls none, or differentiates within itself: each device computes its rows as
+    untyped       it calls none, or differentiates inside itself: each device computes its rows as
                   one device would, without types, and the compiler splits that over tensor
-    tensor whole  as untyped, but no compiler may split it (`why`), or there is nothing to split:
-                  weights may be stored split over tensor, and are used whole
+    tensor whole  like untyped, but the compiler cannot split it (`why`), or there is nothing to
+                  split: weights may be stored split over tensor, and are used whole
 
-    And with --step jit there is no shard_map: the compiler does everything."""
+    With --step jit there is no shard_map: the compiler does everything."""
     if step == "jit":
         return JIT
     if DIFFERENTIATED not in names and not (why and splits_tensor):
@@ -251,9 +253,9 @@ def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool,
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
               network: Any = None) -> Plan:
-    """The plan to train init's weights with `loss` on batches shaped like `batch` (a dict of
-    shapes, with as many rows as an update has). `typed` False runs the loss on each device as on
-    one, whatever it calls. `network` is the network whose own loss this is, if it is one's."""
+    """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
+    an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
+    the network whose own loss this is; None: a custom loss."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if config.lora_rank:
@@ -262,7 +264,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     _check_floats(params)
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
-    # The rule looks at one micro-batch of one group of devices: what each of them computes.
+    # The rule looks at what a device computes: one micro-batch of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     tensor_dims = network.tensor_dims(config.network) if network else None
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
@@ -292,7 +294,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 
 
 def _traced(loss, weights, few, batch):
-    """The loss's jaxpr for a few rows, and the shapes of what it gives."""
+    """The loss's jaxpr for a few rows, and the shapes of what it returns."""
     rows, of_batch = (jax.tree.leaves(b)[0].shape[0] for b in (few, batch))
     try:
         return jax.make_jaxpr(loss, return_shape=True)(weights, few)
@@ -304,9 +306,9 @@ def _traced(loss, weights, few, batch):
         jax.eval_shape(loss, weights, batch)
     except (TypeError, ValueError):
         raise error from None
-    raise ConfigError(f"this loss can be computed of {of_batch} rows, and not of {rows} "
-                      f"({one_line(error)}): so many of --batch {of_batch} a device has at a time; "
-                      f"write it for any number of rows") from None
+    raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, which "
+                      f"are what a device has of --batch {of_batch} at a time "
+                      f"({one_line(error)}); write it for any number of rows") from None
 
 
 def _with_frozen(init, dtype):
@@ -314,22 +316,23 @@ def _with_frozen(init, dtype):
 
 
 def _whole_over_tensor(decision, why):
-    """A weight that is stored as decided, and used whole over tensor."""
+    """The decision to store a weight as decided, but to use it whole over tensor."""
     reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
     return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
                                reductions=(), reason=decision.reason + reason)
 
 
 def _see_matrices(decisions, loss, weights, batch):
-    """What is a matrix must not follow from the mesh: not from how many rows a device has, nor from
-    key heads that are repeated for tensor. It is seen in a whole batch, without a mesh."""
+    """Decisions whose is_matrix comes from a whole batch without a mesh. Which weights are matrices
+    must not depend on the mesh: not on the rows of a device, nor on kv heads repeated for
+    tensor."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
 
 
 # -------------------------------------------------------------------------------------------
-# What a loss gives
+# What a loss returns
 
 def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
     """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
@@ -343,7 +346,7 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 
 
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
-    """What a loss gives, complete and in float32."""
+    """The result of a loss as (sum, count, {name: other sum}), in float32."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     s, c, aux, *_ = (*result, None) if is_tuple else (None,) * 3
     aux = {} if aux is None else aux
@@ -352,12 +355,12 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         is_one = not is_tuple and jax.tree_util.all_leaves([result]) and not jnp.shape(result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
-                          f"and the count to divide by, and perhaps a dict of other sums to be "
-                          f"logged (arrays); it returned {shapes}" + (
+                          f"and the count to divide by, and optionally a dict of other sums to log "
+                          f"(arrays); it returned {shapes}" + (
                               ": instead of a mean, return the sum and the count" * is_one))
     if taken := LOGGED & aux.keys():
-        raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
-                          f"the step's own are {', '.join(sorted(LOGGED))}")
+        raise ConfigError(f"the loss returned another sum with the name {min(taken)!r}, which a "
+                          f"step logs itself: the names taken are {', '.join(sorted(LOGGED))}")
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
@@ -393,11 +396,11 @@ def _check_floats(params):
     for path, leaf in by_path(params).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
-                              f"trained; keep others out of what init returns")
+                              f"trained; let init return no others")
 
 
 def _check_axes(plan, names, why):
-    """Refuse axes over which the loss must split itself, and does not."""
+    """Refuse mesh axes over which the loss must split its own work, and does not."""
     for axis, (function, what) in SPLITS.items():
         need = f"{axis}={plan.sizes[axis]}"
         if need not in plan.needs:
@@ -405,12 +408,11 @@ def _check_axes(plan, names, why):
         if function not in names:
             raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
                               f"which is what splits {what} over it; {ANY_LOSS}")
-        # A gradient inside the loss would be of each device's part: no collective may add to it.
+        # A gradient inside the loss would be the gradient of this device's part alone.
         if DIFFERENTIATED in names:
             raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself "
-                              f"(or another derivative), and over {axis} that would be of a part "
-                              f"of it; "
-                              f"{ANY_LOSS}")
+                              f"(or another derivative), which over {axis} would be the gradient "
+                              f"of one device's part; {ANY_LOSS}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
                           f"compiler may split it beside {plan.needs[0]}; give a mesh without "
@@ -425,9 +427,9 @@ class Program:
     plan: Plan
     state: Any              # shapes with their places: params, opt, step
     batch: Any              # the same for a batch
-    start: Any              # key, and weights in place of init's if there are any -> state
-    step: Any               # state, batch -> state, metrics
-    evaluate: Any           # params, batch -> (sum, count, other sums)
+    start: Any              # (key, weights in place of init's or None) -> state
+    step: Any               # (state, batch) -> state, metrics
+    evaluate: Any           # (params, batch) -> sum, count, other sums
 
     @property
     def config(self) -> Any:
@@ -438,8 +440,8 @@ class Program:
         return self.plan.mesh
 
     def permute(self, state: Any, back: bool = False) -> Any:
-        """A state, what is saved of it, or the params of either, with layers in the order of the
-        pipeline's stages, or (`back`) in their own, in which they are saved."""
+        """A state, the part of it that is saved, or the params of either, with the layers in the
+        order of the pipeline's stages, or (`back`) in their own order, in which they are saved."""
         chunks = 1 if self.plan.mode == JIT else self.config.chunks
         states = self.state, self.saved(self.state)
         like = next(x for s in states for x in (s, s["params"])
@@ -447,21 +449,23 @@ class Program:
         return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
     def saved(self, state: Any) -> Any:
-        """What a checkpoint has of a state: frozen weights come again from where they came from."""
+        """The part of a state that a checkpoint holds: all but frozen weights, which a run reads
+        again from where they came from."""
         return {**state, "params": self.plan.trained(state["params"])}
 
     def restored(self, saved: Any, first: Any) -> Any:
-        """The state of which this was saved; `first` is a state that the run began with."""
+        """The state from what was saved of it. `first` is the state that the run began with."""
         return {**saved, "params": self.plan.replace(first["params"], saved["params"])} if (
             first) else saved
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """`step` and `evaluate`, ready to be compiled for the places of everything they are given."""
+    """The Program of a step and an evaluation, with the shapes and shardings of all that they take
+    and return."""
     mesh, c = plan.mesh, plan.config
 
     def start(key, weights=None):
-        """The state of a run that begins, with these weights (adapters aside) or with init's."""
+        """The first state of a run, with these weights (apart from adapters) or with init's."""
         params = plan.init(key)
         if weights is not None:
             params = (lora.join(plan.trained(params), cast(weights, c.dtype)) if c.lora_rank
@@ -487,6 +491,6 @@ def compiled(program: Program) -> jax.stages.Compiled:
 
 
 def shapes_hash(params: Any) -> str:
-    """By which a run that continues knows its weights."""
+    """A hash of the paths, shapes and dtypes of weights, by which a run recognises them."""
     text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
