@@ -174,7 +174,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     text = Windows(_check_writes(config, "sample"), prompts, config, tokens, stop_at_context, say)
     sent = full = 0         # new ids yielded so far, and how many of them fit into the context
     state = None
-    while sent < tokens and text.unfinished.any():
+    while state is None or sent < tokens and text.unfinished.any():
         with decoding.mesh_of_weights(params):
             if sent == full:            # read the prompts; later, the last half of full rows
                 if sent:
@@ -187,7 +187,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
                     state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(
                         rows, seed, count=len(prompts)), stop, sampling, config.vocab_size)
                 read, length = _prefill(params, rows, config, room)
-                state = _choose_ids(state | read, config, sampling)
+                logits = read.pop("logits")
+                state = _choose_ids(state | read, logits, config, sampling)
             else:
                 limit = np.int32(min(sent + piece, tokens, full))
                 state = _decode(params, state, limit, config, length, sampling)
@@ -349,16 +350,15 @@ def _append(sampling):
 
 
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="state")
-def _choose_ids(state, config, sampling):
-    """The state with one more id in each row, chosen by its logits [B, V]. Before, `slot` is the
+def _choose_ids(state, logits, config, sampling):
+    """The state with one more id in each row, chosen by these logits [B, V]. Before, `slot` is the
     one after the last id read; from here on, new id number n has the slot `slot` + n."""
     def choose(_, state):
         logits, slot = state.pop("logits"), state["slot"] - state["count"]
         return _append(sampling)(state | {"slot": slot}, logits)
 
     layers = networks.network_of(config).cache_layers(config)
-    outputs = [name for name in state if name != "logits"]
-    return decoding.on_mesh(choose, {}, state, layers, _specs(config), outputs)
+    return decoding.on_mesh(choose, {}, state | {"logits": logits}, layers, _specs(config), state)
 
 
 @jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
@@ -416,7 +416,8 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, jnp), ends,
                                sampling, config.vocab_size)
     read, length = _prefill(params, rows, config, tokens)
-    state = _choose_ids(state | read, config, sampling)
+    logits = read.pop("logits")
+    state = _choose_ids(state | read, logits, config, sampling)
     return _decode(params, state, tokens, config, length, sampling)["ids"][:count, :tokens]
 
 

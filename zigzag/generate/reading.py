@@ -125,8 +125,8 @@ class Reading:
                 written = decoding.empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
                                              self.sampling, self.c.vocab_size)
             state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
-                               "slot": np.int32(len(row)), "logits": self.logits}
-            state = self.passes.choose(state, self.c, self.sampling)
+                               "slot": np.int32(len(row))}
+            state = self.passes.choose(state, self.logits, self.c, self.sampling)
         self.cache = state.pop("cache")
         return state
 

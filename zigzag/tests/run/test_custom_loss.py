@@ -393,7 +393,7 @@ NUMBER = "the number of a row in the batch matters"
     full(coupled_in_a_block, "pipe=2", dict(microbatches=2), f"{SUM}.*--microbatches 2 splits"),
     (counted_over_all_time, "seq=2", {}, "or by a sum over all of the time"),
     (lambda p, b: (errors(p, b).reshape(2, 8).sum(), len(b["x"])), "data=2", {},
-     "can be computed of 16 rows, and not of 8"),
+     "can be computed for 16 rows, and not for 8"),
     (noisy(lambda b: b["seeds"]), "", {}, r"batch\['seeds'\], which a held-out batch does not"),
     (lambda p, b: (errors(p, b), len(b["x"])), "", {}, r"it returned \(.*\[16\].*\)(?!: instead)")],
     ids=["noise held out", "noise", "table", "neighbours", "held out", "outside", "microbatches",
