@@ -1,13 +1,12 @@
 """The decoding loop, beam search, and both of them on a mesh.
 
-Both loops call next_logits(ids [B, 1], cache, slot) -> logits, cache, and carry a dict of arrays,
-the state. If rows are split over devices, all devices go on until the last row has ended: they may
-have to gather weights together.
+Both loops call next_logits(ids [B, 1], cache, slot) -> logits, cache, and carry the state, a dict
+of arrays. If rows are split over devices, all devices go on until the last row has ended, because
+they may have to gather weights together.
 
-On a mesh, a forward pass is one shard_map, as a training step is. Beside the weights it takes the
-state: the rows (padded to a number that divides over the mesh), the cache
-(zigzag/generate/cache.py), and what all rows share. Weights are split as in training, but each
-device has all layers.
+On a mesh, a forward pass is one shard_map, as a training step is. It takes the weights, which are
+split as in training except that each device has all layers, and the state: the rows (padded to a
+number that the mesh divides), the cache (zigzag/generate/cache.py), and what all rows share.
 """
 
 import contextlib
@@ -43,8 +42,8 @@ class Sampling:
     """How an id is chosen: the options of `generate` that are compiled into the loop."""
     temperature: float = 1.0            # 0: greedy
     top_k: int = 0                      # keep the k likeliest ids; 0: all
-    top_p: float = 1.0                  # keep the likeliest with this probability together
-    min_p: float = 0.0                  # keep those with this share of the likeliest's probability
+    top_p: float = 1.0                  # keep the likeliest ids whose probabilities add up to this
+    min_p: float = 0.0                  # keep ids with this share of the largest probability
     repetition_penalty: float = 1.0     # divides positive logits of earlier ids, multiplies others
 
     def __post_init__(self) -> None:
@@ -63,7 +62,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
-    """The ids in `ends` (one, several or None) that the model can give."""
+    """The ids in `ends` (one, several or None) that are in the vocabulary."""
     return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
 
 
@@ -73,7 +72,7 @@ def penalised(logits: Array, seen: Array, penalty: float) -> Array:
 
 
 def ids_seen(tokens: Array, start: Array, vocab_size: int) -> Array:
-    """Which ids [B, V] the rows [B, P] have, padding aside."""
+    """Which ids [B, V] appear in the rows [B, P], padding aside."""
     real = jnp.arange(tokens.shape[1]) >= start[:, None]
     rows = jnp.arange(len(tokens))[:, None]
     return jnp.zeros((len(tokens), vocab_size), bool).at[rows, tokens].max(real)
@@ -81,12 +80,12 @@ def ids_seen(tokens: Array, start: Array, vocab_size: int) -> Array:
 
 def empty_ids(rows: dict[str, Any], size: int, seeds: Array, ends: Sequence[int],
               sampling: Sampling, vocab_size: int) -> dict[str, Any]:
-    """What the state has beside the cache, before the first id is chosen: room for `size` ids of
-    each row."""
+    """The state before the first id is chosen, without the cache: room for `size` ids in each
+    row."""
     count = len(rows["tokens"])
     state = {"ids": np.zeros((count, size), np.int32), "count": np.int32(0), "seeds": seeds,
              "logprobs": np.zeros((count, size), np.float32), "ended": np.zeros(count, bool),
-             # (-1 is no id. Eight or fewer ends are always 8, so that others compile nothing.)
+             # (Padded with -1, which is no id, to 8 ends: other ends then need no compilation.)
              "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
     if sampling.repetition_penalty != 1:
         state["seen"] = ids_seen(rows["tokens"], rows["start"], vocab_size)
@@ -124,8 +123,8 @@ def any_device(x: Array) -> Array:
 
 def decode_loop(next_logits: Callable, append: Callable, state: dict[str, Any], limit: Array
                 ) -> dict[str, Any]:
-    """The state with `limit` ids in each row, or fewer if all rows have ended before. append(state,
-    logits) chooses the next id of each row."""
+    """The state with `limit` ids in each row, or fewer if all rows end before. append(state,
+    logits) adds the next id to each row."""
     def body(carry):
         state, _ = carry
         last = lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
@@ -138,15 +137,16 @@ def decode_loop(next_logits: Callable, append: Callable, state: dict[str, Any], 
 
 
 # -------------------------------------------------------------------------------------------
-# Beam search: each prompt has K running beams, and the K best that have finished.
+# Beam search: each prompt has K running beams, and the K best finished ones
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores", "lengths")       # of the state: the best beams
+FINISHED = ("finished", "finished_scores", "lengths")       # in the state: the best beams
 
 
 def _begin_beams(logits, beams, tokens):
-    """The state before the first ids. All beams of a prompt are equal, so only the first exists."""
+    """The state before the first ids. All beams of a prompt are still equal, so only the first
+    counts."""
     B = len(logits)
     ids, none = jnp.zeros((B, beams, tokens), jnp.int32), jnp.zeros((B, beams), bool)
     state = {"running": ids, "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
@@ -169,7 +169,7 @@ def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any,
 
 
 def _gather_beams(tree, beams):
-    """The beams with the numbers [B, k], out of arrays [B, K, ...]."""
+    """Beams number `beams` [B, k] from arrays [B, K, ...]."""
     return jax.tree.map(lambda a: jnp.take_along_axis(
         a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
 
@@ -177,15 +177,15 @@ def _gather_beams(tree, beams):
 def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, ends: Array,
               beams: int, tokens: int, limit: Array, length_penalty: float,
               early_stop: bool | str) -> dict[str, Any]:
-    """Beam search from the cache and the logits [B, V] after each prompt, of at most `limit` ids.
-    Options are those of sample.beam_search."""
+    """Beam search for at most `limit` ids, from the cache and the logits [B, V] after each prompt.
+    The options are as in sample.beam_search."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 
     def body(carry):
         state, cache, logits, _ = carry
         (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
-        # The best continuations of all beams together: enough that K of them go on.
+        # The best continuations of all beams together: enough of them that K can go on.
         scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
         candidates = min(max(2, 1 + len(ends)) * K, K * V)
         scores, best = lax.top_k(scores.reshape(B, -1), candidates)
@@ -236,19 +236,19 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
 # -------------------------------------------------------------------------------------------
 # Decoding on a mesh: which device has which rows, weights and parts of the cache
 
-REPLICATED = {"count", "slot", "last", "ends", "limit"}      # of a state: the same for all rows
+REPLICATED = {"count", "slot", "last", "ends", "limit"}      # in a state: the same for all rows
 
 
 @contextlib.contextmanager
 def mesh_of_weights(params: Any) -> Iterator[None]:
-    """Make the mesh that the weights lie on jax's ambient mesh."""
+    """Make the mesh of the weights jax's ambient mesh."""
     mesh = mesh_of(params)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         yield
 
 
 def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
-    """The tree with a list of layers, each a dict of its own, in place of stacked ones [L, ...]:
+    """The tree with a list of layers, each a dict of its own, in place of stacked weights [L, ...]:
     `counts` has the names of the stacks, in order, and how many layers are in each. of_layer(leaf,
     i) makes the leaf of layer i from a stacked leaf (a weight, or its spec)."""
     return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
@@ -257,14 +257,15 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
 
 
 def decoding_specs(weight_specs: Any, table: Any) -> Any:
-    """The specs of decoding's weights, from those of training; `table` is the network's."""
+    """The specs of the weights for decoding, from the specs for training and the network's
+    table."""
     return unstack_layers(without_axis(weight_specs, "pipe"), layer_counts(table),
                           lambda spec, i: P(*spec[1:]))
 
 
 def for_decoding(params: Any, dtype: str, specs: Any) -> Any:
-    """The weights in this precision, with a list of layers, on the ambient mesh. Weights that are
-    so already are returned as they are."""
+    """The weights in this precision, with a list of layers, on the ambient mesh. (Weights that have
+    been through this are returned as they are.)"""
     if isinstance(params["layers"], list):
         return params
     # (w[i] would compile one slice for each i; a dynamic index compiles one for all layers.)
@@ -296,7 +297,7 @@ def cache_specs(layers: Sequence[Layer], specs: Any) -> list[dict[str, P]]:
 
 def empty_cache(layers: Sequence[Layer], rows: int, slots: int, dtype: Any, specs: Any
                 ) -> list[dict[str, Any]]:
-    """A cache with no tokens, for so many rows and slots."""
+    """A cache without tokens, for this number of rows and slots."""
     tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
     cache = [new_layer(layer, rows, slots, dtype, specs and specs["layers"][i], tensor)
              for i, layer in enumerate(layers)]

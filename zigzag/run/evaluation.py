@@ -1,12 +1,12 @@
 """Evaluation on held-out examples.
 
-    check_task      refuse, before training begins, flags that this task cannot serve
-    evaluate        their loss, predictions, metric, and sampled texts
+    check_task      refuses, before training begins, flags that do not fit the task
+    evaluate        the loss on all held-out examples, predictions, a metric, and sampled texts
     predict_all     predictions for a whole data set, in its order, on any mesh
     answers         --sample_prompts for an encoder-decoder: its answers
     continuations   --sample_prompts for a decoder: how it continues the prompts
 
-Results are the same on every mesh, except for rounding: each example counts once, and the padding
+Results are the same on every mesh, except for rounding. Each example counts once, and the padding
 of the last batch is dropped.
 """
 
@@ -32,12 +32,12 @@ from zigzag.run import metrics
 from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
 from zigzag.run.plan import Program
 
-# A text that is shown at an evaluation has so many new ids.
+# The number of new ids in a text that an evaluation shows.
 NEW_IDS = 160
 
 
 def check_task(config: Any, program: Program, task: Task) -> None:
-    """Refuse flags that this task cannot serve, and a --best that names no number of it."""
+    """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
     if not len(task.held_out):
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
@@ -45,14 +45,14 @@ def check_task(config: Any, program: Program, task: Task) -> None:
         if task.metric:
             raise ConfigError("fit was given a metric, and no held-out examples to predict")
     if task.metric and not task.predict:
-        raise ConfigError("metric compares what predict gives: give fit a predict too")
+        raise ConfigError("metric compares the outputs of predict: give fit a predict, too")
     if config.metric and not task.metric:
-        raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
-                          f"texts alone (a model with an encoder); give fit a metric of your own")
+        raise ConfigError(f"--metric {config.metric}: the command line has metrics only for pairs "
+                          f"of texts (a model with an encoder); give fit a metric of your own")
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
-    # (The names of fit's own metric are known only when it has run.)
+    # (The names that a metric of your own returns are known only after it has run.)
     if config.best and (config.metric or not task.metric):
         plan = program.plan
         batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
@@ -73,24 +73,25 @@ def _check_best(best, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# At most so much held-out text is evaluated, and by runs from before there was --eval_tokens.
+# The most held-out tokens that --eval_tokens 0 stands for, and what runs evaluated before that
+# flag.
 MOST_TOKENS = 2**17
-# To generate the text that is shown takes about as long as a forward pass over so many tokens.
+# Generating the text that is shown takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS
 
 
 def tokens_to_evaluate(config: Any) -> int:
-    """How many held-out tokens an evaluation may have so that all evaluations of a run take at most
-    a fifth of its time: a forward pass takes a third of a training step. At least a batch."""
+    """The number of held-out tokens in an evaluation for which all evaluations of a run take at
+    most a fifth of its time, but at least a batch. (A forward pass takes a third of a step.)"""
     c, batch = config, config.batch * config.seq_len
     count = -(-c.steps // c.eval_every) + c.eval_first
     return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))
 
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, and report it. Returns whether this is the best evaluation so far, by config.best.
-    If it is not new (an earlier run ended with this step), it is not written to disk, and is never
-    the best."""
+    """Evaluate, report it, and return whether this is the best evaluation so far, by config.best.
+    An evaluation that is not new (an earlier run ended with this step) is not written to disk, and
+    is never the best."""
     task, program, at = loop.task, loop.program, loop.at
     if not len(task.held_out):
         return False
@@ -144,7 +145,7 @@ def _is_best(loop, row):
 
 
 def _held_out_sums(program, task, params):
-    """The mean loss, and the loss's other sums, divided by the same count."""
+    """The mean held-out loss, and the means of the loss's other sums."""
     config, groups = program.config, row_groups(program.mesh)
     first, total = 0, None
     while first < len(task.held_out):
@@ -171,7 +172,8 @@ def _add(a, b):
 
 
 def _batch(program, collate, examples, first, rows):
-    """A batch of `rows` examples from number `first` on. Past the end, the last one is repeated."""
+    """A batch of `rows` examples from number `first` on. The last example is repeated past the
+    end."""
     last = len(examples) - 1
 
     def make(begin, end):
@@ -212,7 +214,7 @@ def _check_outputs(outputs, rows, first):
 
 
 def _apply_metric(task, outputs, count, row):
-    """The metric's numbers by name, as process 0 computes them."""
+    """The metric's numbers by name, computed by process 0 for all."""
     if not task.metric:
         return {}
     examples = task.held_out
@@ -247,7 +249,7 @@ def _shapes(outputs):
 
 
 def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
-    """Pairs (prompt, the text that the model writes)."""
+    """Pairs (prompt, text that the model writes)."""
     outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
                           len(samples.prompts))
     return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))
@@ -258,7 +260,7 @@ def _write_samples(program: Program, samples: Samples, params: Any) -> list[tupl
 # Sampled texts (--sample_prompts)
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file, which only process 0 reads."""
+    """The prompts of a file; only process 0 reads it."""
     return process_allgather(_read_file(path) if jax.process_index() == 0 else None)[0]
 
 
