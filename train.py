@@ -108,19 +108,21 @@ from zigzag.weights.table import count
 class Config:
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     network: Any = model.Config()   # what is trained: the configuration of a network
+
+    # the model and its weights
     model: str = "tiny"             # a preset (gpt2, llama3-8b ...), whose sizes other flags
                                     # change, or a Hugging Face folder, with its weights
     init_from: str = ""             # a run: begin with its model and its weights
+
+    # data
     data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py;
                                     # empty: the source of Python's own library
     fields: tuple[str, ...] = ("source", "target")  # names of the two texts in a file of pairs
-    out: str = "out"                # folder of the run. If it holds a run, that run continues, with
-                                    # its own values for flags you leave out
-    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
-                                    # weight_decay, clip, data
-    steps: int = 900                # updates of the weights
     batch: int = 8                  # examples in an update, over all devices
     accumulate: int = 1             # micro-batches into which each device cuts its rows
+
+    # training
+    steps: int = 900                # updates of the weights
     lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, or a tenth of that to
                                     # fine-tune all weights
     warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
@@ -128,14 +130,29 @@ class Config:
     clip: float = 1.0               # clip the gradient's norm to this
     optimizer: str = "adamw"        # adamw, or muon for the matrices of the layers
     seed: int = 0                   # seed of the weights, the order of the data, and dropout
+    max_skipped: int = 10           # end the run after this many non-finite gradients in a row
+
+    # the mesh
     shards: int = 0                 # devices that share each layer's weights: the tensor axis
     mesh: str = ""                  # axis=size,... for data, fsdp, pipe, seq, expert, tensor; data
                                     # takes the devices that are left. auto: the fastest mesh
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
-    step: str = "shard_map"         # shard_map, or jit to leave all collectives to the compiler
     fsdp_min: int = 4096            # smallest weight, in elements, that fsdp or zero splits
     zero: int = 0                   # 1: split the optimizer's state over data
+    step: str = "shard_map"         # shard_map, or jit to leave all collectives to the compiler
+    check: bool = False             # before the first step, compare the loss and its gradients on
+                                    # the mesh with one device's, on a small batch
+
+    # the run's folder
+    out: str = "out"                # folder of the run. If it holds a run, that run continues, with
+                                    # its own values for flags you leave out
+    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
+                                    # weight_decay, clip, data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
+    keep: int = 3                   # number of newest checkpoints to keep
+    verify: str = "on"              # on or off: check the checksums of a checkpoint when reading it
+
+    # evaluation
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
     eval_tokens: int = 0            # held-out tokens of running text per evaluation; 0: as many as
@@ -145,16 +162,15 @@ class Config:
     best: str = ""                  # smallest:NAME or largest:NAME, for a number of an evaluation:
                                     # keep the checkpoint where it was best
     sample_prompts: str = ""        # a file of prompts: every evaluation continues each of them
-    keep: int = 3                   # number of newest checkpoints to keep
-    verify: str = "on"              # on or off: check the checksums of a checkpoint when reading it
-    max_skipped: int = 10           # end the run after this many non-finite gradients in a row
-    topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
-    check: bool = False             # before the first step, compare the loss and its gradients on
-                                    # the mesh with one device's, on a small batch
+
+    # measuring
     bench: bool = False             # measure how fast it trains here; keeps nothing on disk
+    topology: str = ""              # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
     profile: int = 0                # steps to trace, for Perfetto, into out/profile
+
+    # many hosts: each process gets the same command
     coordinator: str = ""           # many hosts: HOST:PORT where process 0 listens
-    processes: int = 0              # number of processes; each gets the same command
+    processes: int = 0              # number of processes
     process_id: int = -1            # the number of this process, from 0
     distributed: bool = False       # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
     patience: int = 120             # seconds that other processes may be late, beyond the usual
