@@ -47,7 +47,7 @@ from zigzag.core.mesh import cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
-from zigzag.parallel.products import matmul, whole
+from zigzag.parallel.products import matmul, merged
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack
 from zigzag.weights.table import attention_flops, product_flops
@@ -139,7 +139,7 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
     attend = attention.self_attention(_window_mask(c, i), _scores(w, q, c), True, c.heads)
-    wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
+    wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
     out = kv_cache.attend(attend, q, cached, cached[..., U:], query, batch["start"], c.heads, 1,
