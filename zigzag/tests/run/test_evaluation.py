@@ -460,12 +460,12 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     """A traceback, or the newest, taken for the best."""
     run = tmp_path / "run"
     learn(make(steps=1, out=str(run)), **OWN)
-    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest is of step 1"):
+    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest has step 1"):
         best_step(run)
     with pytest.raises(ConfigError, match="--init_from .*no run there"):
         best_step(tmp_path / "none", "--init_from")
     learn(make(steps=2, out=str(run), best="largest:score"), **OWN, metric=scored([math.nan]))
-    with pytest.raises(ConfigError, match="no checkpoint yet of an evaluation with a number for"):
+    with pytest.raises(ConfigError, match="no checkpoint yet has an evaluation with a number for"):
         best_step(run)
 
 
@@ -495,7 +495,7 @@ def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
         config = make(steps=6, eval_every=5, save_every=2, out=str(out), eval_first=first)
         learn(config, **OWN)
         for lost in ("checkpoints", "checkpoints/6") if first else ():
-            shutil.rmtree(out / lost)       # it begins anew, and goes on between two evaluations
+            shutil.rmtree(out / lost)       # it resumes between two evaluations
             learn(config, **OWN)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
         assert [r["step"] for r in evaluations(rows)] == [0] * first + [5, 6]
