@@ -174,7 +174,7 @@ def test_a_line_that_is_added_moves_no_other(tmp_path):
     assert after.fingerprint != before.fingerprint
     again = Pairs(path, data.Bytes())
     assert again.fingerprint == after.fingerprint and texts(again.train) == texts(after.train)
-    with pytest.raises(ConfigError, match="a.jsonl was changed"):
+    with pytest.raises(ConfigError, match="a.jsonl has changed"):
         before.train[0]
 
 
@@ -386,7 +386,7 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
     says("different numbers of rows.*pixels 20, labels 19", {**good, "labels": good["labels"][1:]})
     says("rows.*labels 0", {**good, "labels": np.array(3)})
-    says("0 examples; expected two", {"labels": np.array(3)})
+    says("0 examples; expected at least two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
     says("1 examples", {"x": np.zeros((1, 2))})
     says("no array 'pixel', .*did you mean 'pixels'", good, names=("pixel",))

@@ -210,7 +210,7 @@ def test_a_step_in_other_ways_is_that_of_one_device(name, mesh, changes):
 def test_a_schedule_that_goes_back_at_once_is_refused():
     """1F1B goes back through a stage before another stage has begun with the decoder."""
     config = run_of(encoder_layers=2, vocab_size=V, schedule="1f1b", batch=4)
-    with pytest.raises(ConfigError, match="1f1b: an encoder-decoder goes through the stages twice"):
+    with pytest.raises(ConfigError, match="1f1b: an encoder-decoder runs through the stages twice"):
         train.check_transformer(config, mesh_of("pipe=2"))
     with pytest.raises(ConfigError, match="--encoder_layers 3 does not divide into 2"):
         train.check_transformer(change(config, schedule="gpipe", encoder_layers=3),

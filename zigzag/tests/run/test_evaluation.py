@@ -599,7 +599,7 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
         (tmp_path / name).write_text(content)
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xe9")
     for name, says in {"gone.txt": "No such file", "none.txt": "no text in it",
-                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*no text",
+                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*not text",
                        "b.jsonl": "not JSON", "c.jsonl": "half a character",
                        "d.jsonl": "a prompt is empty", "e.jsonl": "no.* an object"}.items():
         config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
