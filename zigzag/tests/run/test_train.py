@@ -374,6 +374,6 @@ def test_a_mesh_that_pipe_or_seq_cannot_split_is_refused_with_the_numbers():
             ("expert=2", dict(experts=3), "expert=2 does not divide --experts 3"),
             ("data=4", dict(batch=6), "--batch 6 does not divide among 4 groups.*--batch 8"),
             ("pipe=2", dict(microbatches=3), "--microbatches 3 does not divide the 8 rows"),
-            ("pipe=2", dict(step="jit"), "with --step jit a compiler splits no work over it")):
+            ("pipe=2", dict(step="jit"), "with --step jit the compiler splits no work over it")):
         with pytest.raises(ConfigError, match=says):
             train.check_transformer(make(**changes), mesh_of(mesh))
