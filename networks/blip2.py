@@ -320,7 +320,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
+    towers.check_axes(mesh, "BLIP-2 has layers of three kinds")
 
 
 NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,

@@ -216,7 +216,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "CLIP has two towers, whose layers are not alike")
+    towers.check_axes(mesh, "CLIP has two towers with different layers")
 
 
 NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,

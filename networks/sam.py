@@ -217,8 +217,8 @@ def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
-    towers.check_axes(mesh, "SAM's layers are not alike (some have windows, some see all), and "
-                            "windows need the time whole")
+    towers.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
+                            "need all of the time")
 
 
 # -------------------------------------------------------------------------------------------

@@ -239,8 +239,8 @@ def check(c: Config, mesh: Any) -> None:
         raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
-    towers.check_axes(mesh, "a Swin's stages have layers that are not alike, and its windows "
-                            "need the time whole")
+    towers.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
+                            "the time")
 
 
 # -------------------------------------------------------------------------------------------

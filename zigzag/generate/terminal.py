@@ -79,7 +79,7 @@ class Answer:
             self._move_window()
 
     def _move_window(self):
-        """Drop the ids before the mark, and move the mark to the end. (Called between characters.)"""
+        """Drop the ids before the mark, and move the mark to the end. Called between characters."""
         if len(self.window) - self.mark >= 8:
             if rest := self.decode(self.window[self.mark:]):
                 self.window, self.known = self.window[self.mark:], len(rest)

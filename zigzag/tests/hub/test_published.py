@@ -466,7 +466,7 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
     networks.save_hf(tmp_path / "a", net.init(config, jax.random.key(0)), config)
     assert networks.load_hf(tmp_path / "a", seq_len=7, dropout=0.1)[1].seq_len == 7
     for name in ("rope_theta", "layers", "published"):
-        with pytest.raises(ConfigError, match=f"{name} is what its config.json says"):
+        with pytest.raises(ConfigError, match=f"{name} follows from its config.json"):
             networks.load_hf(tmp_path / "a", **{name: 3})
 
 

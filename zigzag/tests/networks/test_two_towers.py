@@ -298,8 +298,8 @@ def test_captions_are_those_of_transformers(prompts):
     ("blip2", {"pipe": 2}, "pipe=2: BLIP-2 has layers of three kinds"),
     ("blip2", {"seq": 2}, "seq=2: BLIP-2 has layers of three kinds")])
 def test_what_would_be_another_loss_is_refused(name, changes, says):
-    """Micro-batches in which a text has fewer others to be told from; a stage of layers that are
-    not alike."""
+    """Micro-batches in which a text has fewer others to be told from; a stage of layers that
+    differ."""
     config = networks.hf_config(reference(name).folder)
     config = run_of(config, out="", batch=ROWS)
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}
