@@ -367,8 +367,8 @@ def test_arrays_are_rows(tmp_path):
 
 
 def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
-    """A pickle that runs somebody else's code, rows that belong to no others, a class or an id that
-    a device would silently take another for, a file that is cut short."""
+    """A pickle that runs foreign code, arrays with different numbers of rows, a class or an id for
+    which a lookup would silently take another row, a truncated file."""
     def says(text, arrays=None, raw=None, **given):
         path = tmp_path / "a.npz"
         if arrays is not None:

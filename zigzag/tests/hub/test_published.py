@@ -129,7 +129,7 @@ def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
 
     monkeypatch.setattr(jax, "make_array_from_callback", of_one_device)
     _, config = networks.load_hf(tmp_path / "m", mesh or None)
-    # (Of the tables' padding there is nothing to read; none of these parts is padding alone.)
+    # (The padding of tables is not read; none of these parts is only padding.)
     own = sum(w.size for w in owned)
     assert own - 2 * 125 * 32 <= sum(part.size for part in read) <= own
     total = net.parameters(config)[0]

@@ -82,7 +82,7 @@ CASES = {
     "roberta bare": text("Roberta", "Model", 3),
     "albert": text("Albert", "ForMaskedLM", 6, **ALBERT),
     "albert classes": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=1)),
-    "albert alike": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=4)),
+    "albert equal": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=4)),
     "albert bare": text("Albert", "Model", 3, **ALBERT),
     "vit": picture("ViT", PICTURE, layers=4),
     "vit of 6 heads": picture("ViT", PICTURE, 6, qkv_bias=False, image_size=15),
@@ -159,12 +159,12 @@ def their_output(theirs, batch):
 
 
 def where_tokens_are(output, batch):
-    """Of an output of tokens that of padding is no one's."""
+    """The output with zeros for tokens of padding, which nobody defines."""
     return output * batch["mask"][..., None] if "mask" in batch and output.ndim == 3 else output
 
 
 def their_loss(logits, batch):
-    """The mean over what is asked; of a model without a head, of numbers that differ."""
+    """The mean loss; for a model without a head, of some linear function of its output."""
     torch = peer("torch")
     if "labels" in batch:
         return torch.nn.functional.cross_entropy(logits, torch.tensor(batch["labels"]).long())
@@ -275,7 +275,7 @@ MESHES = ["fsdp=2,tensor=2", "pipe=2,tensor=2", "pipe=4", "seq=2", "seq=4", "dat
           "pipe=2,seq=2", "tensor=2,seq=2"]
 SCHEDULES = [dict(schedule="1f1b", microbatches=2), dict(schedule="1f1b", microbatches=4),
              dict(schedule="interleaved", chunks=2, microbatches=2), dict(microbatches=4)]
-PIPED = ["bert classes", "roberta", "albert alike", "vit", "beit"]
+PIPED = ["bert classes", "roberta", "albert equal", "vit", "beit"]
 
 
 def assert_step(name, mesh, **changes):

@@ -174,8 +174,8 @@ NOT_TRAINED = ("e_score_correction_bias", "final_logits_bias")      # by torch: 
 
 
 def numbers_of(theirs, targets, **given):
-    """Of a model of transformers, with weights that are all random, the folder that it was saved
-    in; its logits, and the gradients of the mean loss."""
+    """(the folder in which it was saved, its logits, gradients of its mean loss) for a transformers
+    model whose weights are all made random."""
     torch = peer("torch")
     theirs = theirs.eval()
     with torch.no_grad():       # scales are no ones, biases no zeros
@@ -199,7 +199,7 @@ def batch_of(tokens, targets, **given):
 
 
 def their_logits(name, folder):
-    """Of a folder of ours."""
+    """The logits of the transformers model that reads a folder of ours."""
     torch, transformers = peer("torch"), peer("transformers")
     if name == "chatglm":
         rewrite(folder, as_glm, json.loads((reference("glm").folder / "config.json").read_text())

@@ -112,7 +112,7 @@ def reference(name):
 
 
 def their_model(name, folder):
-    """Of a folder of ours."""
+    """The transformers model that reads a folder of ours."""
     theirs, report = their_class(name).from_pretrained(
         folder, output_loading_info=True, dtype=peer("torch").float32)
     assert not any(report.values()), report

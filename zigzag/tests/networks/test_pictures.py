@@ -168,8 +168,8 @@ def test_results_are_those_of_transformers(name, shards):
 
 @pytest.mark.slow
 def test_pictures_of_another_size():
-    """Of a Swin the windows follow from the picture: one that is not square, and not as wide as
-    config.json says."""
+    """A Swin whose windows are those of config.json's picture, given one that is not square and has
+    another width."""
     torch, want = peer("torch"), reference("swin")
     network, params, config, *_ = loaded("swin")
     theirs = type(theirs_of("swin")).from_pretrained(want.folder).eval()
@@ -188,8 +188,8 @@ def test_gradients_are_those_of_torch(name):
 
 @pytest.mark.parametrize("name", cases(TRAINED, ("swin",)))
 def test_what_we_train_transformers_reads(name, tmp_path):
-    """An array that is written as it was read and not as it is now. Of a whole SamModel what we
-    write is the image encoder, and says so."""
+    """An array that is written as it was read and not as it is now; an image encoder that is
+    written as a whole SamModel."""
     torch, transformers = peer("torch"), peer("transformers")
     network, params, config, gradient, _ = loaded(name)
     params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
@@ -271,9 +271,10 @@ BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
 @pytest.mark.parametrize("name, shards", [
     full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):
-    """A part of these models that the rule prices wrongly: more collectives, or more bytes. Of a
-    merge it must not split the four neighbours side by side, which nobody makes in parts. (SAM's
-    last convolution it would split, where the code does not: its norm then needs three more.)"""
+    """A part of these models that the rule prices wrongly: more collectives, or more bytes than by
+    hand. In a merge, the four neighbours side by side must not be split, because nothing makes them
+    in parts. (The rule would split SAM's last convolution, and the code does not: its norm would
+    need three more collectives.)"""
     network, params, config, *_ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
     params, mesh = jax.device_get(params), mesh_of(f"tensor={shards}")
@@ -335,7 +336,7 @@ def config_of(kind, **changes):
     ("sam", dict(vision_config=[1]), "wrong kind"), ("sam", dict(vision_config="x"), "wrong kind"),
     ("sam", dict(vision_config=dict(hidden_size=1.5)), "hidden_size 1.5")], ids=str)
 def test_a_hostile_config_is_one_line(kind, changes, message):
-    """Somebody else wrote it: a traceback, or a table of a billion layers."""
+    """A foreign config.json that ends in a traceback, or makes a table of a billion layers."""
     with pytest.raises(ConfigError, match=message) as e:
         config_of(kind, **changes)
     assert "\n" not in str(e.value)

@@ -331,7 +331,7 @@ REFUSED = [
 @pytest.mark.parametrize("name, part, changes, says", REFUSED, ids=str)
 def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, changes, says,
                                                                 tmp_path):
-    """Somebody else wrote it: another error than ours, or numbers that are nobody's."""
+    """A foreign config.json that ends in a traceback, or is read as another model."""
     record = json.loads(classes(name)[0](**CASES[name]).to_json_string())
     if part is None:
         record |= changes

@@ -680,7 +680,8 @@ def test_seventy_billion_weights_in_a_loop_of_eighty():
 
 @pytest.mark.parametrize("names", list(itertools.permutations("abc")))
 def test_equal_prices_are_settled_by_the_order_of_use(names):
-    """Three alike in a chain: (1, 2) and (2, 3) cost the same, and a dict's order would choose."""
+    """A choice by the order of a dict: in a chain of three equal weights, splitting (1, 2) or (2,
+    3) costs the same."""
     params = {"t": floats(512, 64), **{n: floats(64, 64) for n in names}}
 
     def chain(p, i):
@@ -875,7 +876,7 @@ def test_the_table_tells_what_a_device_holds_and_why():
     mesh = mesh_of("data=2,fsdp=2")
     text = explain(plan_sharding(fn, params, ints(4, 16), mesh=mesh), params, mesh, True)
     held = 4 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 2)
-    # Of the moments, data can split those of the MLP alone.
+    # Data can split only the moments of the MLP.
     moments = 8 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 4)
     assert f"{human_bytes(held)} of weights" in text
     assert f"{human_bytes(moments)} of AdamW's" in text

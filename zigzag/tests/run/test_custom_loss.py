@@ -1,5 +1,5 @@
-"""Losses of somebody else's: on every mesh the numbers of one device, or refused before anything is
-written."""
+"""Custom losses: on every mesh they have the values of one device, or are refused before anything
+is written."""
 
 import dataclasses
 import functools
@@ -270,7 +270,7 @@ THEIRS = {
 
 @functools.cache
 def theirs(name, mesh="", **changes):
-    """Of a loss of somebody else's the losses of 20 steps, and of two evaluations."""
+    """The losses of a custom loss in 20 steps and two evaluations."""
     loss, given, _ = THEIRS[name]
     rows, _ = learn(dataclasses.replace(OWN, batch=16, **changes), mesh, loss=loss, **given)
     return [row.get("loss", row.get("eval_loss")) for row in rows]

@@ -348,9 +348,9 @@ def without_overrides():
     for i, d in enumerate(drawn_overrides(16))])
 def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries,
                                                             without_overrides):
-    """Of twelve that were tried five passed validation and ended inside jax: `data`, tuples,
-    `pipe` off the stack, `fsdp` on the layers. By hand, tensor on a dimension that the model's code
-    does not split is stored so, and gathered."""
+    """Overrides that pass validation and end inside jax, as five of twelve did: `data`, tuples,
+    `pipe` off the stack, `fsdp` on the layers. By hand, a weight with tensor on a dimension that
+    the model's code does not split is stored that way, and gathered."""
     sizes = mesh_sizes(mesh)
     config = make(layers=4, steps=6, batch=16, accumulate=2, **what)
     flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
