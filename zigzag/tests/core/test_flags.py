@@ -124,8 +124,8 @@ def help_of(capsys, *words, main=train.main):
 
 
 def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
-    """A flag without help, or whose comment is no longer beside it in the source; --data in line 86,
-    after flags that few people need; a flag in a table of groups that no longer exists."""
+    """A flag without help, or whose comment is no longer beside it in the source; --data in line
+    86, after flags that few people need; a flag in a table of groups that no longer exists."""
     text, whole = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     shown = re.findall(r"^  --(\w+) +\S", text, re.M)
     assert shown == [name for names in help.EVERYDAY.values() for name in names]
@@ -222,8 +222,8 @@ def test_familiar_words_lead_to_flags_that_exist():
 
 
 def test_help_is_the_comment_with_all_its_lines():
-    """Half a sentence, from a comment of several lines; a heading read as help; the help of a parent
-    class for a field that is defined again."""
+    """Half a sentence, from a comment of several lines; a heading read as help; the help of a
+    parent class for a field that is defined again."""
     rows = flags.flag_rows(More)
     assert sorted(rows) == [
         ("last", "0", "the last one"), ("name", "", "what it is called"), ("path", "", "where"),
