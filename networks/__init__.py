@@ -1,14 +1,14 @@
-"""Networks: model.py's plain decoder, and those of published models, a file each.
+"""Networks: model.py's plain decoder, and the networks of published models, a file each.
 
-    transformer   decoders, encoders and encoder-decoders, with what their families do differently:
-                  its options are in config.py, its weights in tables.py, the rest of it in
-                  positions.py and stems.py
+    transformer   decoders, encoders and encoder-decoders of all families: options in config.py,
+                  weights in tables.py, more in positions.py and stems.py
     clip  swin  sam  blip2      models of pictures, made of its parts (towers.py, windows.py)
 
 Read transformer.py when a published model is not the plain decoder, or to add a family (hub). A
-network of your own is a file here, in NETWORKS: a Config, a table of weights, a loss, a batch, and
-what the machinery may ask (zigzag/weights/network.py). These files import shard.py, one another and
-any wing but run and measure; this one alone imports model.py, to choose.
+network of your own is a file here, listed in NETWORKS: a Config, a table of weights, a loss, the
+shapes of a batch, and the other functions of zigzag/weights/network.py that it needs. These files
+import shard.py, one another, and any wing except run and measure; only this one imports model.py,
+to choose between it and the others.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from zigzag.weights.presets import PRESETS as FIELDS
 NETWORKS: dict[str, Network] = {network.name: network for network in (
     model.NETWORK, transformer.NETWORK, blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK)}
 
-# By the model_type of a published config.json: the others are the plain decoder or transformer.py.
+# {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
 KINDS: dict[str, Network] = {kind: network for network in (
     blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
 
@@ -51,8 +51,9 @@ def network_of(config: Any) -> Network:
 
 
 def lacking(fields: dict[str, Any]) -> list[str]:
-    """The options that the plain decoder lacks, among fields of transformer.Config: those that are
-    not as they always are there. (A fork's own option may have the name of another one here.)"""
+    """The names of the fields of a transformer.Config that the plain decoder lacks and that differ
+    from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
+    have the name of another one here.)"""
     usual = {f.name: f.default for f in dataclasses.fields(transformer.Config)}
     found = [name for name, value in fields.items()
              if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
@@ -72,14 +73,14 @@ def network_of_fields(fields: dict[str, Any]) -> Network:
 def _model_type(published):
     try:
         return json.loads(published)["model_type"] if published else ""
-    except (ValueError, TypeError, KeyError):       # (the configuration says what is wrong)
+    except (ValueError, TypeError, KeyError):       # (check_published refuses it)
         return ""
 
 
 def network_of_record(record: dict[str, Any]) -> Network:
-    """The network of a run, by its config.json. A run of an earlier version names none: it is of
-    the plain decoder, if that has all of its options. (A run that trained routers is of the general
-    network, since the plain decoder rounds their loss differently.)"""
+    """The network of a run, from its config.json. The run of an earlier version names none: it is
+    the plain decoder's if that has all of its options. (A run that trained routers is the general
+    network's, because the plain decoder rounds their loss differently.)"""
     name = record.get("network")
     if name is None and record.get("experts") and not record.get("published"):
         return transformer.NETWORK
@@ -96,7 +97,7 @@ def network_of_folder(folder: str | Path) -> Network:
     record = read_config(folder)
     if record["model_type"] in KINDS:
         return KINDS[record["model_type"]]
-    family_of(record, others=KINDS)     # (is there one?)
+    family_of(record, others=KINDS)     # (refuses unknown families)
     return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
 
 
@@ -106,7 +107,7 @@ def config_of_run(folder: str | Path, flag: str = "--run") -> Any:
 
 
 def describe(config: Any) -> str:
-    """Which network a configuration is of, and why, for a person."""
+    """Text that says which network a configuration has, and why."""
     network, config = network_of(config), getattr(config, "network", config)
     if network is model.NETWORK:
         return "decoder (model.py)"
@@ -122,8 +123,8 @@ def describe(config: Any) -> str:
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """The configuration of the network that has these options. (What it lacks is at its default.)
-    """
+    """The configuration, from fields of a transformer.Config, of the network that has these
+    options."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**{name: value for name, value in fields.items() if name in own})
@@ -136,30 +137,29 @@ PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
 # Weights
 
 def hf_config(folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, but for these fields."""
+    """The configuration of a published model, with these fields changed."""
     return folders.hf_config(network_of_folder(folder), folder, **fields)
 
 
 def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Any]:
-    """The weights and the configuration of a published model (a Hugging Face folder). The weights
-    go straight into their shards on the mesh; without a mesh they are on one device. `fields` of
-    the configuration may say how to train it."""
+    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
+    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
+    may say how to train it."""
     return folders.load_hf(network_of_folder(folder), folder, mesh, **fields)
 
 
 def read_hf(folder: str | Path, config: Any, places: Params | None = None) -> Params | None:
-    """The weights in these places (shapes with shardings). Without places, only a look at the
-    folder."""
+    """The weights of a published model, sharded as `places` (shapes with shardings). Without
+    `places`, only checks the folder."""
     return folders.read_hf(network_of(config), folder, config, places)
 
 
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:
-    """A folder that transformers reads."""
+    """Write a Hugging Face folder, which transformers reads."""
     folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)
 
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
-    """The weights, in this precision, and the network's configuration of a run, at its newest (or
-    given) step."""
+    """(weights in this dtype, the network's configuration) of a run at its newest or given step."""
     return folders.load_run(network_of_record(run_record(folder)), folder, mesh, step, dtype)

@@ -1,4 +1,4 @@
-"""BLIP-2: a language model that is shown a picture.
+"""BLIP-2: a language model that sees a picture.
 
     picture [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
                                                                             |
@@ -10,8 +10,9 @@
                                                                                     -> logits
 
 The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
-between them is made of its blocks: each second layer attends to the picture too. A text has Q
-tokens with the id image_token_index, and there the language model sees the Q-Former's vectors.
+between them is built from blocks of transformer.py: every other layer also attends to the picture.
+A text has Q tokens with the id image_token_index, whose embeddings are replaced by the Q-Former's
+vectors.
 
 Letters are transformer.py's; Q queries, X the width of the vision tower.
 """
@@ -40,7 +41,7 @@ from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. That of the whole is the language model's.
+# Configurations. The whole model's is the language model's.
 
 VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
               num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
@@ -57,7 +58,7 @@ WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qf
 
 
 def published(c: Any) -> Record:
-    """config.json, with what it leaves out."""
+    """The content of config.json, with defaults for missing entries."""
     return Record(json.loads(c.published), WHOLE)
 
 
@@ -77,7 +78,7 @@ def _fields(r):
     image, queries = r["image_token_index"], count(r, "num_query_tokens")
     if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
         raise ConfigError(f"config.json: image_token_index {image!r:.80}: expected the id that "
-                          f"stands {queries} times in a text with a picture, below vocab_size "
+                          f"occurs {queries} times in a text with a picture, below vocab_size "
                           f"{text['vocab_size']}")
     towers.tower(None, "vision_config", _vision(r))
     towers.tower(None, "qformer_config", _qformer(r))
@@ -86,7 +87,7 @@ def _fields(r):
 
 def _vision(r):
     r = r.part("vision_config", VISION)
-    refuse(r, num_channels=3)       # (its class does not look at it)
+    refuse(r, num_channels=3)       # (transformers' class ignores it)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
     return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
 
@@ -97,8 +98,8 @@ def _qformer(r):
            position_embedding_type="absolute")
     if r["num_hidden_layers"] % 2:
         raise ConfigError(f"config.json, qformer_config: num_hidden_layers "
-                          f"{r['num_hidden_layers']!r:.80}: expected an even number, as each "
-                          f"second layer attends to the picture")
+                          f"{r['num_hidden_layers']!r:.80}: expected an even number, as every "
+                          f"other layer attends to the picture")
     return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none",
             "head": "none"}
 
@@ -112,7 +113,7 @@ def qformer_config(c: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------
-# Weights, and how published arrays lie
+# Weights, and the arrays of published models
 
 def table(c: Any) -> dict[str, Any]:
     v, q = vision_config(c), qformer_config(c)
@@ -154,7 +155,7 @@ def _arrays(c):
         rows("output_query.dense", "F", "w_down"), layer_norm("output_query.LayerNorm", "mlp_norm"))
     between |= under("qformer.encoder.layer.{x}.",
                      _attention_arrays("crossattention", "X", "cross_w", "cross_norm"))
-    # OPT's own, in the weights' "text"; its layers by their letter here.
+    # OPT's arrays, for the weights in "text". Its layers are numbered by the letter t here.
     text = {name.replace("{l}", "{t}"): pattern if "{l}" in name else
             re.sub("(->|=) ", r"\1 text.", pattern)
             for name, pattern in llama.FAMILIES["opt"].arrays(c).items()}
@@ -162,7 +163,8 @@ def _arrays(c):
 
 
 def _attention_arrays(name, width, ours, norm):
-    """BERT's names; `width` is that of what keys and values are made of."""
+    """BERT's names of an attention's arrays; `width` is the width of the input of keys and values.
+    """
     return {f"{name}.attention.key.weight": f"(K N) {width} -> {ours}k",
             f"{name}.attention.key.bias": f"(K N) -> {ours}k_bias",
             f"{name}.attention.value.weight": f"(K M) {width} -> {ours}v",
@@ -193,8 +195,8 @@ FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
 
 def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
                   ) -> Array:
-    """What the language model sees of pictures, the batch's source [B, C, height, width]: vectors
-    [B, Q, D], whole on every device."""
+    """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
+    source [B, C, height, width]."""
     v, w, known = transformer.prepare_batch(
         params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
         vision_config(config))
@@ -206,7 +208,7 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
     B, Q = len(batch["source"]), len(w["query"])
     slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
     known = {**seen, "slots": slots, "positions": slots}
-    if "seeds" in batch:        # for other numbers than the other towers'
+    if "seeds" in batch:        # so that dropout differs from the other towers'
         known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
     x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
     x = shard.residual_stream(transformer.norm(w, "norm", x, c))
@@ -225,8 +227,8 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
 
 def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
              ) -> tuple[Any, Params, dict[str, Array], Array]:
-    """The language model's configuration, weights and batch, and the stream [B, T, D] that its
-    layers begin with. A batch has tokens [B, T], source and perhaps a mask, by which positions
+    """(configuration, weights, batch) of the language model, and the input [B, T, D] of its first
+    layer. A batch has tokens [B, T], source and perhaps a mask, which decides what positions
     count."""
     vectors = image_vectors(params, batch, config, specs)
     batch = {name: a for name, a in batch.items() if name != "source"}
@@ -235,7 +237,7 @@ def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: A
         batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
     c, w, batch = transformer.prepare_batch(params["text"], batch, config)
     x = transformer.embedding(w, batch, c)
-    # The first vector in place of the first such token of a row, and so on.
+    # The n-th vector replaces the embedding of the row's n-th image token.
     is_image = batch["tokens"] == published(config)["image_token_index"]        # [B, T]
     number = jnp.clip(jnp.cumsum(is_image, 1) - 1, 0, vectors.shape[1] - 1)
     vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
@@ -247,7 +249,7 @@ def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: A
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens`."""
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]."""
     batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
     c, w, batch, x = prepare_batch(params, batch, config)
     x = transformer.stack(w, "layers", x, c, batch)
@@ -256,8 +258,8 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
-    """(sum, count): the cross-entropy of the batch's targets, weighted, and the sum of weights."""
-    check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
+    """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
+    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
     c, w, batch, x = prepare_batch(params, batch, config, specs)
     x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
     x, head = transformer.loss_head(w, x, c)
@@ -270,7 +272,8 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 
 @jax.jit(static_argnames=("config", "count"))
 def _greedy(params, tokens, start, source, config, count):
-    """Prompts [B, P], of which row b begins at start[b], with their pictures -> new ids."""
+    """Greedy decoding: new ids [B, count] for prompts [B, P] and their pictures. Row b begins at
+    start[b]."""
     (B, P), slots = tokens.shape, tokens.shape[1] + count
     mask = jnp.arange(P) >= start[:, None]
     c, w, _, x = prepare_batch(params, {"tokens": tokens, "source": source, "mask": mask}, config)
@@ -293,8 +296,8 @@ def _greedy(params, tokens, start, source, config, count):
 
 def captions(params: Params, source: Array, config: Any, prompts: Sequence[Sequence[int]] = (),
              tokens: int = 32) -> list[list[int]]:
-    """The likeliest ids that follow each picture and its prompt, one after the other, up to eos.
-    Without prompts the text begins. On a mesh the compiler splits this."""
+    """The ids, chosen greedily up to eos, that follow each picture and its prompt (without prompts:
+    the beginning of a text). On a mesh the compiler splits the computation."""
     r = published(config)
     image, text = [r["image_token_index"]] * r["num_query_tokens"], r.part("text_config", OPT)
     prompts = [[*image, *prompt] for prompt in prompts or [[text["bos_token_id"]]] * len(source)]
@@ -307,17 +310,17 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
 
 
 # -------------------------------------------------------------------------------------------
-# What follows: zigzag/weights/network.py
+# Functions of the Network (zigzag/weights/network.py)
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
+    """{name: shape} of a batch for the loss."""
     pictures = stems.source_shape(vision_config(config), rows)
     return {**transformer.batch_shapes(config, rows),
             "source": jax.ShapeDtypeStruct(pictures, jnp.float32)}
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "BLIP-2 has layers of three kinds, which are not alike")
+    towers.check_axes(mesh, "BLIP-2 has layers of three kinds")
 
 
 NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,

@@ -1,15 +1,14 @@
-"""CLIP: which text belongs to which picture.
+"""CLIP: how well each text fits each picture.
 
     picture [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
                                                                                      | cosines,
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
-Both towers are transformers of transformer.py, and so is all of their mathematics; here is what
-stands between them. Each picture of a batch is compared with all texts, and each text with all
-pictures.
+Both towers are transformers of transformer.py; this file has the code between them. Each picture of
+a batch is compared with all texts, and each text with all pictures.
 
-Letters are transformer.py's, and I is the width of what is compared.
+Letters are transformer.py's, and I is the width of the vectors that are compared.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. That of the whole is the text tower's.
+# Configurations. The whole model's is the text tower's.
 
 TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
             num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
@@ -46,14 +45,14 @@ WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None
 
 
 def published(c: Any) -> Record:
-    """config.json, with what it leaves out."""
+    """The content of config.json, with defaults for missing entries."""
     return Record(json.loads(c.published), WHOLE)
 
 
 def _part(r, name, defaults):
     given = r.plain(name)
     own = r.plain(f"{name}_dict")
-    if isinstance(own, dict):       # of older files, which counts where they differ
+    if isinstance(own, dict):       # an entry of older files, which wins where they differ
         given = {**(given or {}), **defaults, **own}
     return r.part(name, defaults, given)
 
@@ -63,7 +62,7 @@ def _fields(r):
     text = _part(r, "text_config", TEXT)
     towers.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
-    float(r["logit_scale_init_value"])      # (which the table of weights reads)
+    float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
     if not isinstance(text["eos_token_id"], int):
         raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
                           f"expected a whole number")
@@ -82,7 +81,7 @@ def vision_config(c: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------
-# Weights, and how published arrays lie
+# Weights, and the arrays of published models
 
 def table(c: Any) -> dict[str, Any]:
     r, v = published(c), vision_config(c)
@@ -128,10 +127,10 @@ FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, stacks=_stacks,
 # The network
 
 def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
-    """Vectors [B, I] of texts, of length 1. A batch has tokens [B, T], and perhaps a mask."""
+    """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
     c, w, known = transformer.prepare_batch(params["text"], batch, config)
     x = transformer.trunk(w, c, known, specs=specs and specs["text"])
-    # The model reads a text from its end, where there is the largest id of all, or the first eos.
+    # A text's vector comes from its end: the token with the largest id, or the first eos.
     eos = _part(published(config), "text_config", TEXT)["eos_token_id"]
     tokens = batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
@@ -141,7 +140,7 @@ def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: An
 
 def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
                     ) -> Array:
-    """And those of pictures, the batch's source [B, C, height, width]."""
+    """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
     c, w, known = transformer.prepare_batch(params["vision"], batch, vision_config(config))
     x = transformer.trunk(w, c, known, specs=specs and specs["vision"])
     x = shard.whole_time(x, in_parts=True)[:, 0]
@@ -167,10 +166,11 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
-    """(sum, count): for each row the cross-entropies of its text among all texts of the batch, by
-    its picture, and of its picture among all pictures, by its text; half of each. A row counts 1.
-    It follows from the whole batch: on a mesh each device has its rows' part."""
-    check(config, jax.sharding.get_abstract_mesh())     # (of fit, which does not)
+    """(sum, count): for each row, the mean of two cross-entropies: of its text among all texts of
+    the batch, given the picture, and of its picture among all pictures, given the text. The count
+    is the number of rows. The loss of a row depends on the whole batch; on a mesh each device has
+    its own rows' part."""
+    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
     texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
     pictures = picture_vectors(params, _of(batch, "source"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
@@ -185,17 +185,18 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
     return total / 2, jnp.float32(B)
 
 
-# What splits the rows here:
+# The rows, split over the batch axes
 #
 #   split       the rows of a batch; every device has all columns of its rows' logits
 #   collective  an all-gather of the vectors [B, I] of texts, and one of pictures. The transpose is
-#               a reduce-scatter: each row's vector gets what all devices found for it
+#               a reduce-scatter, which sums each vector's gradient over all devices
 #   bytes       4 (n-1)/n of the batch's vectors, float32
-#   correct     the loss is a sum over rows, and each row's part needs other rows' vectors alone
+#   correct     the loss is a sum over rows, and a row's part needs only the vectors of other rows
 
 def of_all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """Vectors [B, I] of all devices' rows, and where among them this device's begin. `rows` is an
-    array of the batch, which differs between devices that have other rows."""
+    """(vectors [all rows, I] of all devices, the index of this device's first row), from this
+    device's vectors x [B, I]. `rows` is an array of the batch: its type says which axes split the
+    rows."""
     axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
     if not axes:
         return x, 0
@@ -203,10 +204,10 @@ def of_all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 
 
 # -------------------------------------------------------------------------------------------
-# What follows: zigzag/weights/network.py
+# Functions of the Network (zigzag/weights/network.py)
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
+    """{name: shape} of a batch for the loss."""
     shape = rows, config.seq_len
     return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "mask": jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -215,7 +216,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "CLIP has two towers, whose layers are not alike")
+    towers.check_axes(mesh, "CLIP has two towers with different layers")
 
 
 NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,

@@ -1,4 +1,5 @@
-"""The options of the general transformer: what follows from which, and what no model can be.
+"""The options of the general transformer, their derived values, and the combinations that are
+refused.
 
 A field is an option of transformer.py and a flag of train.py; the comment beside it is the flag's
 help.
@@ -20,7 +21,7 @@ from zigzag.weights.positions import check_rotary
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """What a model is. Each field is also a flag; 0 where something else follows from the rest."""
+    """The options of a model. Each field is also a flag; 0 often means derived from the others."""
     layers: int = 4               # how many blocks
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
@@ -30,73 +31,76 @@ class Config(Computed):
     vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
     seq_len: int = 128            # tokens in a training example: the context length
     tied: bool = False            # one table for both the embedding of tokens and the head
-    parallel_block: bool = False  # attention and MLP beside each other, after one norm
+    parallel_block: bool = False  # attention and MLP read the same norm and are added together
     parallel_norms: int = 1       # norms of a parallel block; 2: the MLP has its own
     causal: bool = True           # a token sees only earlier ones; false (an encoder): all
-    encoder_layers: int = 0       # layers of an encoder, which the decoder attends to; 0: none
+    encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
     encoder_heads: int = 0        # heads of the encoder; 0: as many as --heads
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
     source_len: int = 0           # tokens that the encoder reads in an example; 0: --seq_len
-    stem: str = "tokens"          # what is read: tokens, patches (of pictures) or frames (of sound)
+    stem: str = "tokens"          # input: tokens, patches (of pictures) or frames (of sound)
     image_size: int = 224         # pixels of a picture's side
     patch_size: int = 16          # pixels of a patch's side
     channels: int = 3             # numbers in a pixel, or in a frame of sound
-    token_types: int = 0          # kinds of tokens, each with a vector of its own; 0: no kinds
-    head: str = "tokens"          # what is predicted: tokens, masked (tokens, by BERT's head),
-                                  # classes (one for a whole row) or none
+    token_types: int = 0          # number of token types, each with its own embedding; 0: none
+    head: str = "tokens"          # prediction: tokens, masked (tokens, by BERT's head), classes
+                                  # (one for each row) or none
     labels: int = 0               # number of classes
-    pool: str = "first"           # what of a row is classified: first (token), or mean (of patches)
-    pool_dense: bool = False      # a dense layer with tanh before the classes
+    pool: str = "first"           # input of the classifier: first (token), or mean (of patches)
+    pool_dense: bool = False      # a dense layer with tanh before the classifier
     head_scale: float = 0.0       # factor on the head's input; 0: none
-    layer_groups: int = 0         # layers with weights of their own, each repeated; 0: all layers
-    layer_scale: bool = False     # a learned factor on what each half of a layer adds
-    residual_scale: float = 1.0   # factor on what each half of a layer adds
+    layer_groups: int = 0         # number of layers with weights of their own, each used several
+                                  # times; 0: all layers
+    layer_scale: bool = False     # a learned factor on the output of attention and of the MLP
+    residual_scale: float = 1.0   # factor on the output of attention and of the MLP
     norm: str = "rms"             # rms, or layer: LayerNorm, with a bias
-    norm_eps: float = 1e-6        # what a norm adds to the variance
-    norm_place: str = "pre"       # where the norms are: pre, post (after the sum), out (of what is
-                                  # added, before the sum) or sandwich (pre and out)
+    norm_eps: float = 1e-6        # epsilon of the norms
+    norm_place: str = "pre"       # norms: pre, post (after the sum), out (on the output of
+                                  # attention and MLP, before the sum) or sandwich (pre and out)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
     qk_norm_wide: bool = False    # qk_norm over all heads of a token together
-    activation: str = "silu"      # of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
+    activation: str = "silu"      # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
     gated: bool = True            # a gated MLP: the activation multiplies a second product
-    biases: str = ""              # which products have a bias: embed, qkv (or qv), out, mlp, head,
-                                  # with commas
+    biases: str = ""              # the products with a bias, comma-separated: embed, qkv (or qv),
+                                  # out, mlp, head
     positions: str = "rotary"     # rotary, learned, fixed (a table, not trained), sinusoidal,
                                   # alibi, alibi16 (in bfloat16) or none
-    relative: str = ""            # scores learned by distance: buckets (T5) or grid (of patches)
-    relative_buckets: int = 32    # number of these buckets
-    relative_distance: int = 128  # distance from which on all are in the last bucket
-    relative_shared: bool = True  # one table of relative scores for all layers
-    pad_id: int = -1              # positions count only tokens other than this; -1: all, -2: those
-                                  # that no mask leaves out
+    relative: str = ""            # learned bias of scores by distance: buckets (T5) or grid (BEiT)
+    relative_buckets: int = 32    # number of buckets of distances
+    relative_distance: int = 128  # the last bucket has all distances from this one on
+    relative_shared: bool = True  # one table of these biases for all layers
+    pad_id: int = -1              # positions count only tokens other than this id; -1: all tokens,
+                                  # -2: all that the mask keeps
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
-    rotary_dim: int = 0           # width of a head's part that is rotated; 0: all of it
-    rotary_layers: str = ""       # layers with rotary positions, repeated (rrrn); empty: all
+    rotary_dim: int = 0           # width of the rotated part of a head; 0: all of it
+    rotary_layers: str = ""       # which layers have rotary positions, a pattern that repeats
+                                  # (rrrn: three with, one without); empty: all
     position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
     position_offset: int = 0      # table row of position 0
     window: int = 0               # keys that a query sees, its own included; 0: all before it
-    local_layers: str = ""        # layers with the window, repeated (lllg); empty: all
-    local_theta: float = 0.0      # rope_theta of layers with the window; 0: as the others, scaled
+    local_layers: str = ""        # which layers have the window, a pattern that repeats (lllg:
+                                  # three with, one without); empty: all
+    local_theta: float = 0.0      # RoPE base of layers with the window; 0: rope_theta, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
     embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
     attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
     attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
     logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
-    q_rank: int = 0               # latent attention: width of the queries' vector; 0: d_model
-    kv_rank: int = 0              # width of the vector of keys and values; 0: no latent attention
+    q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
+    kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # share of each block's output dropped in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = 2    # experts that each token visits
-    shared_experts: int = 0       # further experts that every token visits
+    shared_experts: int = 0       # additional experts that every token visits
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
-    dense_layers: int = 0         # first layers that have a dense MLP in place of experts
-    router: str = "softmax"       # softmax, or sigmoid with a bias to choose experts by
-    router_norm: bool = True      # the shares of a token's experts add up to 1
+    dense_layers: int = 0         # number of first layers with a dense MLP instead of experts
+    router: str = "softmax"       # softmax, or sigmoid with a bias for the choice of experts
+    router_norm: bool = True      # normalize a token's routing weights to a sum of 1
     router_scale: float = 1.0     # factor on the routing weights
-    expert_groups: int = 1        # groups of experts, among which a token chooses first
+    expert_groups: int = 1        # groups of experts: a token first chooses among these
     groups_per_token: int = 1     # groups that a token chooses
     balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
     router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
@@ -106,12 +110,13 @@ class Config(Computed):
 
     @property
     def own_stem(self) -> str:
-        """The stem of the layers themselves: those after an encoder have tokens."""
+        """The input of the main stack of layers: tokens, if there is an encoder (which has `stem`).
+        """
         return "tokens" if self.encoder_layers else self.stem
 
 
 # -------------------------------------------------------------------------------------------
-# What follows, and what is refused
+# Derived values and refusals
 
 ONE_OF = {
     "norm": ("rms", "layer"), "norm_place": ("pre", "post", "out", "sandwich"),
@@ -124,7 +129,7 @@ BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
 
 
 def check(c: Any) -> None:
-    """Fill in what follows from the rest of a Config, and refuse what no model can be."""
+    """Fill in the derived values of a Config, and refuse options that no model can have."""
     check_computed(c)
     check_published(c)
     check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
@@ -142,7 +147,7 @@ def check(c: Any) -> None:
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
     if c.encoder_layers:
         fill_in(c, encoder_heads=c.heads, encoder_d_ff=c.d_ff, source_len=c.seq_len)
-    if c.own_stem != "tokens":      # its time follows
+    if c.own_stem != "tokens":      # the picture or the sound decides the length
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
         fill_in(c, position_rows=_longest(c) + c.position_offset)
@@ -178,12 +183,12 @@ def check(c: Any) -> None:
 
 
 def _longest(c):
-    """The length of a text or of the text that is its source, whichever is longer."""
+    """The longest text that has positions: seq_len, or source_len if the source is text."""
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
 def _check_parts(c):
-    """Refuse parts of a model that do not go together."""
+    """Refuse options that cannot be combined."""
     if c.experts and c.experts_per_token > c.experts:
         raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
                           f"{c.experts}")
@@ -252,7 +257,7 @@ def _check_encoder(c):
     if c.layer_groups and (c.layers % c.layer_groups or c.causal or c.dense_layers):
         raise ConfigError(f"--layer_groups {c.layer_groups}: must divide --layers {c.layers}, of "
                           f"an encoder (--causal false)")
-    if c.own_stem == "frames" and c.causal:     # (the encoder itself is not)
+    if c.own_stem == "frames" and c.causal:     # (an encoder itself has causal=False)
         raise ConfigError("--stem frames: give --encoder_layers; text follows from sound")
     if c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")):
         raise ConfigError(f"--stem {c.stem}: pictures and sound have --causal false, and --head "

@@ -1,6 +1,6 @@
-"""Where a token lies, for the general transformer: windows that differ from layer to layer,
-sinusoids, ALiBi's slopes, learned scores by distance. What no array decides is numpy's, in float64:
-constants of a program.
+"""Positions for the general transformer: windows that differ from layer to layer, rotary rates,
+sinusoids, ALiBi's slopes, learned biases by distance. Everything that does not depend on an array
+is computed by numpy in float64, as a constant of the program.
 
 c is a network's configuration, i the number of a layer.
 """
@@ -18,49 +18,49 @@ from zigzag.parallel.attention import Token
 from zigzag.weights.positions import parse_scaling, rotary_rates
 
 # -------------------------------------------------------------------------------------------
-# What differs from layer to layer
+# Windows and rotary rates, which differ from layer to layer
 
 def _has_window(c):
-    """Whether each layer has the window."""
+    """A bool for each layer: whether it has the window."""
     kinds = (c.local_layers or "l") * c.layers
     return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
 
 
 def layer_slots(c: Any, i: int) -> int:
-    """How many keys any query of a layer sees at most; 0 where all before it are seen."""
+    """The most keys that a query of layer i sees; 0 if it sees all before it."""
     return c.window if _has_window(c)[i] else 0
 
 
 def layer_window(c: Any, i: Array) -> Any:
-    """How many keys a query sees in a layer."""
+    """The most keys that a query sees in layer i, which may be traced."""
     if "g" not in c.local_layers:
         return c.window
     return jnp.where(jnp.array(_has_window(c))[i], c.window, 2**30)
 
 
 def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
-    """The rates of a layer's rotary positions, and the factor of sine and cosine."""
+    """(rates [N / 2], factor on sine and cosine) of layer i's rotary positions."""
     dim = c.rotary_dim or c.head_dim
     rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
     if c.local_theta:
         local, _ = rotary_rates(dim, c.local_theta)
         is_local = jnp.array(_has_window(c))[i]
         rates, factor = jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
-    if "n" in c.rotary_layers:      # a layer without them: turned by nothing
+    if "n" in c.rotary_layers:      # layers without rotary positions have rates of 0
         is_turned = jnp.array([kind == "r" for kind in (c.rotary_layers * c.layers)[:c.layers]])[i]
         rates, factor = jnp.where(is_turned, rates, 0.0), jnp.where(is_turned, factor, 1.0)
     return rates, factor
 
 
 def max_positions(c: Any) -> int:
-    """How many positions there are: learned ones are a table, which ends."""
+    """The number of positions: the rows of a table of learned ones, else no limit."""
     return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
 
 
 def decoding_length(c: Any, tokens: int, slots: int) -> int:
-    """The length that scales rotary positions, for rows that end with so many tokens in so many
-    slots. The scaling may depend on the tokens; else any length does, and that of the slots
-    compiles fewer programs."""
+    """The length on which the scaling of rotary positions depends, for rows that end with `tokens`
+    tokens in a cache of `slots`. If the scaling does not depend on the number of tokens, this is
+    the number of slots, which compiles fewer programs."""
     known = parse_scaling(c.rope_scaling)
     trained = known.get("original_max_position_embeddings", 0)
     if c.positions == "learned":        # not scaled, but no longer than the table
@@ -73,9 +73,9 @@ def decoding_length(c: Any, tokens: int, slots: int) -> int:
 
 
 def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:
-    """Rotary positions: each pair (x[i], x[i + N/2]) of a head turned by its own rate times the
-    position, so that q.k depends on how far apart they are. x: [B, T, H, N]. Of a head with more
-    numbers than there are rates for, the beginning."""
+    """Rotary positions: x [B, T, H, N] with each pair (x[i], x[i + N/2]) of a head rotated by its
+    rate times the position, so that q.k depends on their distance. If there are rates for only
+    a part of a head, its first numbers are rotated."""
     half = rates.shape[-1]
     angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
     sin, cos = jnp.sin(angle) * factor, jnp.cos(angle) * factor
@@ -88,8 +88,9 @@ def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array
 # Others
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """For each head by how much a key's score falls with each step away. Of a number of heads that
-    is no power of two, the others lie between those of the next power."""
+    """The slope [H] of each head: by how much a key's score falls with each step of distance. If
+    the number of heads is not a power of two, the remaining heads take every other slope of the
+    next power."""
     power = 2 ** math.floor(math.log2(heads))
 
     def slopes(n):
@@ -99,14 +100,14 @@ def alibi_slopes(heads: int) -> np.ndarray:
         np.float32)
 
 
-def alibi_bias(c: Any, slopes: Array, place: Array) -> Array:
-    """What keys at these positions [B, 1, 1, S] add to each head's scores [B, H, 1, S]. (Only
-    distances count: a softmax does not see what all of a query's scores have in common.)"""
+def alibi_bias(c: Any, slopes: Array, position: Array) -> Array:
+    """The bias [B, H, 1, S] on the scores of keys at these positions [B, 1, 1, S]. (It depends on
+    the key alone, not on the distance: a softmax ignores a term common to a query's scores.)"""
     if c.positions == "alibi":
-        return slopes[:, None, None] * place
-    # Falcon rounded slopes, places and their product, and divided it with the scores. (Not by
-    # arithmetic in bfloat16: a compiler may leave out a rounding between two operations.)
-    rounded = _to_bfloat16(_to_bfloat16(slopes[:, None, None]) * _to_bfloat16(place))
+        return slopes[:, None, None] * position
+    # Falcon rounded slopes, positions and their product, and scaled them with the scores. (Rounded
+    # explicitly: in bfloat16 arithmetic a compiler may skip a rounding between two operations.)
+    rounded = _to_bfloat16(_to_bfloat16(slopes[:, None, None]) * _to_bfloat16(position))
     return rounded * c.head_dim**-0.5
 
 
@@ -115,21 +116,21 @@ def _to_bfloat16(x):
 
 
 def relative_rows(c: Any) -> int:
-    """How many numbers a head has for distances."""
+    """J, the number of learned biases of a head, one for each kind of distance."""
     if c.relative == "grid":
         return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
     return c.relative_buckets
 
 
 def relative_ids(c: Any, query: Token, key: Token) -> Array:
-    """Which of them is for a query and a key: [1, T, S]. (In all rows the same.)"""
+    """The index [1, T, S] of the learned bias for each query and key, the same in all rows."""
     query, key = query.slot[:1], key.slot[:1]
     return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
 
 
 def _bucket_ids(c, query, key):
-    """T5's: small distances each by itself, larger ones by their logarithm. Where tokens see both
-    ways, half of the buckets is for later keys."""
+    """T5's buckets: one for each small distance, logarithmic ones for larger distances. If tokens
+    see both ways, half of the buckets are for later keys."""
     far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
     exact, steps = half // 2, np.arange(c.relative_distance)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -138,33 +139,33 @@ def _bucket_ids(c, query, key):
     bucket = np.append(bucket, half - 1)
     begins = np.searchsorted(bucket, np.arange(1, half))    # each bucket's smallest distance
     distance = jnp.maximum(-far, 0) if c.causal else jnp.abs(far)
-    # (Not a sum of as many terms, at which the compiler for CPUs of jax 0.10 stops.)
+    # (Not a Python sum of len(begins) terms, on which the CPU compiler of jax 0.10 fails.)
     ids = jnp.sum(distance[..., None] >= jnp.asarray(begins), -1, dtype=jnp.int32)
     return ids if c.causal else ids + jnp.where(far > 0, half, 0)
 
 
 def _grid_ids(c, query, key):
-    """BEiT's: by how many patches two are apart in both directions; and three more of the class
-    token (place 0): from it, to it, and with itself."""
+    """BEiT's indices: one for each distance in rows and columns of patches, and three more for the
+    class token (slot 0): from it, to it, and with itself."""
     side = c.image_size // c.patch_size
-    (i, j), (k, m) = (divmod(place - 1, side) for place in (query, key))
+    (i, j), (k, m) = (divmod(slot - 1, side) for slot in (query, key))
     ids, last = (i - k + side - 1) * (2 * side - 1) + j - m + side - 1, relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
 
 
 def relative_bias(c: Any, table: Array, ids: Array) -> Array:
-    """What a table [J, H] adds to the scores [1, H, T, S] of those ids. (A product: the gradient of
-    a lookup would be a sum over all scores, one after the other.)"""
-    chosen = jax.nn.one_hot(ids, table.shape[0])        # (a CPU has no such product in bfloat16)
+    """The bias [1, H, T, S] on the scores, from a table [J, H] and the ids [1, T, S]. (A product
+    with one-hot rows: the gradient of a lookup would add all scores one by one.)"""
+    chosen = jax.nn.one_hot(ids, table.shape[0])        # float32: a CPU has no bfloat16 product
     return jnp.einsum("btsj,jh->bhts", chosen, table.astype(jnp.float32))
 
 
-def counted(flags: Array, place: Array) -> Array:
-    """The positions of tokens that have a flag, counted from 0 along whole rows [B, T], at these
-    places; -1 for the others."""
+def counted(flags: Array, slots: Array) -> Array:
+    """The positions of the tokens in these slots, if only tokens with a flag count, from 0; -1 for
+    tokens without. `flags` [B, T] has all of the time."""
     position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
-    return jnp.take_along_axis(position, place, 1)
+    return jnp.take_along_axis(position, slots, 1)
 
 
 def sinusoids(rows: int, width: int) -> np.ndarray:

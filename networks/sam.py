@@ -1,17 +1,17 @@
-"""SAM's image encoder: of a picture it makes a small picture of vectors.
+"""SAM's image encoder: from a picture to a small picture of vectors.
 
     picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
             -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
 
-Most layers attend within windows of 14 x 14 tokens, a few to all of the picture. Layers that follow
-each other and are of one kind are a run, with weights stacked: their tables of distances have other
-sizes than those of the next. To a score is added what the query has to do with how many rows and
-how many columns away the key is: q . down[rows] + q . right[columns].
+Most layers attend within windows of 14 x 14 tokens, a few to the whole picture. Consecutive layers
+of one kind are a run, with stacked weights; the tables of distances have another size in each kind.
+A score has a bias that depends on the query and on the distance to the key in rows and columns:
+q . down[rows] + q . right[columns].
 
-Of a whole SamModel's folder only vision_encoder.* is read: its prompt encoder and mask decoder are
-other models. Saved it is a SamVisionModel, without them.
+From the folder of a SamModel only vision_encoder.* is read: the prompt encoder and the mask decoder
+are other models. It is saved as a SamVisionModel, without them.
 
-Windows need the time whole and runs are not alike: pipe and seq have nothing to split.
+Windows need all of the time, and runs differ, so the axes pipe and seq are refused.
 
 B batch, T time, D model, H heads, N per head, F feed-forward, L layers of a run, J distances, C
 channels, y and x the sides of a patch, P and p rows and columns of tokens, O width of the result
@@ -41,27 +41,27 @@ from zigzag.weights import lora
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
-# The neck's norms have this epsilon, whatever config.json says of the layers'.
+# The epsilon of the neck's norms, whatever config.json says about the layers'.
 EPS = 1e-6
 
 
 # -------------------------------------------------------------------------------------------
-# What a model is
+# The shape of a model
 
 class Run(NamedTuple):
-    """Layers that follow each other, with windows of one size."""
-    name: str       # of its weights
+    """Consecutive layers with windows of one size."""
+    name: str       # the name of its weights
     numbers: list[int]
-    window: int     # tokens on a side: of the whole picture, where all see all
+    window: int     # tokens on a side of a window; the picture's side if all tokens see all
 
 
 def record(c: Config) -> Record:
-    """config.json, with what it leaves out."""
+    """The content of config.json, with defaults for missing entries."""
     return Record(json.loads(c.published), DEFAULTS)
 
 
 def side(c: Config) -> int:
-    """How many tokens a picture is high and wide."""
+    """The number of tokens on a side of a picture."""
     return c.image_size // c.patch_size
 
 
@@ -77,7 +77,7 @@ def runs(c: Config) -> list[Run]:
 
 
 def table(c: Config) -> dict[str, Any]:
-    """Every weight, as tables.py has the transformer's."""
+    """The table of all weights."""
     D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
     weights = {"patch": make("C y x D", first), "patch_bias": make("D", 0.0)}
@@ -113,10 +113,10 @@ def _layer_weights(c, run):
 # A block
 
 def _attention(w, h, window, c):
-    """h [B, T, D] -> [B, T, D]."""
+    """Attention within windows: h [B, T, D] -> [B, T, D]."""
     n = side(c)
     picture = shard.time_of_block(h).reshape(len(h), n, n, c.d_model)
-    picture = windows.padded(picture, window)           # (others see what is added, as a bias)
+    picture = windows.padded(picture, window)           # (tokens see the padding: zeros plus bias)
     padded = picture.shape[1]
     q, k, v = shard.columns(windows.cut(picture, window), gathered=True, *[
         with_bias(w, name) for name in ("wq", "wk", "wv")])                     # [B W, t, H, N]
@@ -135,8 +135,8 @@ def _attention(w, h, window, c):
 
 
 def _distance_scores(w, q, window):
-    """The scores of each query [B W, t, H, N] for keys in each row of its window, and in each
-    column [B W, t, H, window]."""
+    """Two biases [B W, t, H, window] for queries q [B W, t, H, N]: for keys in each row of the
+    window, and in each column."""
     apart = np.arange(window)[:, None] - np.arange(window) + window - 1
     q = q.reshape(len(q), window, window, *q.shape[2:])
     scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
@@ -147,7 +147,7 @@ def _distance_scores(w, q, window):
 
 
 def _score_bias(known):
-    """[B W, H, t, keys]: the keys lie row by row."""
+    """The bias on the scores [B W, H, t, keys] from these two; keys are in row-major order."""
     down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
     scores = down[..., :, None] + right[..., None, :]
     return scores.reshape(*scores.shape[:3], -1)
@@ -175,7 +175,7 @@ def _embed(params, pictures, c):
 
 
 def _neck(params, x, c):
-    """x [B, T, D] -> [B, O, h, w]. The first convolution is of each token by itself."""
+    """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
     x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
     x = shard.whole_time(x).reshape(len(x), side(c), side(c), -1)
     x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
@@ -184,7 +184,7 @@ def _neck(params, x, c):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """[B, O, h, w] of pictures [B, C, height, width], which must be of the size that config has."""
+    """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
     params = cast(params, config.dtype)
     x = _embed(params, pictures, config)
     for run in runs(config):
@@ -198,30 +198,31 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the squared error to `targets` [B, O, h, w] (another encoder's result, say: an
-    encoder by itself has no labels) for pictures `source`, and how many numbers that is of."""
+    """(sum, count): the squared error of the output for pictures `source` against `targets`
+    [B, O, h, w] (another encoder's output, say: an encoder has no labels), and the number of
+    elements."""
     got = forward(params, batch["source"], config, specs)
     error = got.astype(jnp.float32) - batch["targets"].astype(jnp.float32)
     return jnp.sum(error**2), jnp.float32(error.size)
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
+    """{name: shape} of a batch for the loss."""
     shapes = {"source": stems.source_shape(config, rows), "targets": (
         rows, record(config)["output_channels"], side(config), side(config))}
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse what this model, or the mesh, cannot do."""
+    """Refuse options and meshes that this model does not support."""
     if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: SAM here has none; leave it out")
-    towers.check_axes(mesh, "SAM's layers are not alike (some have windows, some see all), and "
-                            "windows need the time whole")
+        raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
+    towers.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
+                            "need all of the time")
 
 
 # -------------------------------------------------------------------------------------------
-# Published ones
+# Published models
 
 DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_attention_heads=12,
                 num_channels=3, image_size=1024, patch_size=16, hidden_act="gelu",
@@ -240,7 +241,7 @@ def _fields(r):
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
-    for name in ("use_abs_pos", "use_rel_pos"):     # (which _arrays looks at)
+    for name in ("use_abs_pos", "use_rel_pos"):     # (_arrays reads these)
         if not isinstance(r[name], bool):
             raise ConfigError(f"config.json: {name} {r[name]!r:.80}: expected true or false")
     if count(r, "patch_size") > r["image_size"]:
@@ -257,7 +258,7 @@ def _fields(r):
 
 
 def _fields_of_whole(r):
-    """The fields of a SamModel: its image encoder alone is read, trained and saved."""
+    """The fields of a SamModel, of which only the image encoder is read, trained and saved."""
     refuse_other_classes(r, "SamModel")
     own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}

@@ -1,10 +1,10 @@
-"""What an encoder reads that is no text, as vectors [B, T, D] for its first layer, and how many
-there are. Stems are small, and every device computes them whole.
+"""Stems: from pictures or sound to the vectors [B, T, D] that the first layer of an encoder reads.
+They are small, and every device computes all of them.
 
-    patches   a picture [B, C, height, width] is cut into squares; each is one product, and before
-              them all stands the class token, a learned vector
-    frames    sound [B, C, time], C numbers a frame: two convolutions over three frames each, of
-              which the second takes every other
+    patches   a picture [B, C, height, width] is cut into squares, and each is multiplied by one
+              matrix; the class token, a learned vector, comes first
+    frames    sound [B, C, time], C numbers a frame: two convolutions over three frames each; the
+              second has stride 2
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from zigzag.core.errors import ConfigError
 
 
 def length(c: Any) -> int:
-    """How many vectors a stem makes."""
+    """T, the number of vectors that a stem makes."""
     if c.stem == "patches":
         return (c.image_size // c.patch_size) ** 2 + 1
     return c.source_len
 
 
 def source_shape(c: Any, rows: int) -> tuple[int, ...]:
-    """The shape of what a stem reads."""
+    """The shape of a stem's input for a batch of `rows`."""
     if c.stem == "patches":
         return rows, c.channels, c.image_size, c.image_size
     return rows, c.channels, 2 * c.source_len
@@ -48,7 +48,7 @@ def _check(source, c):
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
-    """[B, C, height, width] -> [B, 1 + patches, D]."""
+    """Pictures [B, C, height, width] -> [B, 1 + patches, D]."""
     _check(pictures, c)
     B, size, side = len(pictures), c.patch_size, c.image_size // c.patch_size
     w = params["patch"]
@@ -61,7 +61,7 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 
 
 def frames(params: Any, sound: Array, c: Any) -> Array:
-    """[B, C, 2 T] -> [B, T, D]."""
+    """Sound [B, C, 2 T] -> [B, T, D]."""
     _check(sound, c)
     x = sound.swapaxes(1, 2).astype(params["conv1"].dtype)
     for name, stride in (("conv1", 1), ("conv2", 2)):
@@ -75,7 +75,8 @@ STEMS = {"patches": patches, "frames": frames}
 
 
 def sound_positions(rows: int, width: int) -> np.ndarray:
-    """Whisper's table of positions: sines of each, and beside them cosines."""
+    """Whisper's table of positions [rows, width]: sines in the first half of a row, cosines in the
+    second."""
     rates = 10000.0 ** (-np.arange(width // 2) / max(width // 2 - 1, 1))
     angle = np.arange(rows)[:, None] * rates
     return np.concatenate([np.sin(angle), np.cos(angle)], 1).astype(np.float32)

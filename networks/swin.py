@@ -1,4 +1,4 @@
-"""Swin: pictures, by attention within windows, in stages of ever fewer and wider tokens.
+"""Swin: classes of pictures by attention within windows, in stages of fewer and wider tokens.
 
     picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
                                                                             -> mean -> classes
@@ -6,15 +6,15 @@
     a merge:  four neighbours become one token of twice the width
 
      layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
-      +---+---+---+         windows lie across the borders of those before
+      +---+---+---+         windows lie across the borders of the previous layer's
       |   |   |   |           +-+---+---+-+
-      +---+---+---+           +-+---+---+-+     Of a window at the end some tokens come from the
-      |   |   |   |           | |   |   | |     other side of the picture: they and the others do
-      +---+---+---+           +-+---+---+-+     not see each other (its `region`).
+      +---+---+---+           +-+---+---+-+     A window at the edge has some tokens from the other
+      |   |   |   |           | |   |   | |     side of the picture: these and the others do not
+      +---+---+---+           +-+---+---+-+     see each other (they differ in `region`).
 
-To each score a learned number is added, for the distance of the two tokens (`relative`). Between
-blocks the tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows
-need the time whole, and layers are not alike: there is nothing that pipe and seq could split.
+Each score has a learned bias for the distance of the two tokens (`relative`). Between blocks the
+tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows need all of
+the time, and layers differ from stage to stage, so the axes pipe and seq are refused.
 
 B batch, T time, D width of a stage (d of the next, m of four tokens), H heads, N per head,
 F feed-forward, L layers of a stage, J distances in a window, A classes, C channels, y and x the
@@ -46,22 +46,23 @@ from zigzag.weights import lora
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
-# LayerNorms outside of layers have this epsilon, whatever config.json says of those in them.
+# The epsilon of LayerNorms outside of layers, whatever config.json says about those in layers.
 EPS = 1e-5
 
 
 # -------------------------------------------------------------------------------------------
-# What a model is
+# The shape of a model
 
 class Stage(NamedTuple):
-    name: str       # of its weights
+    """Consecutive layers of one width."""
+    name: str       # the name of its weights
     layers: int
     width: int
     heads: int
 
 
 def record(c: Config) -> Record:
-    """config.json, with what it leaves out."""
+    """The content of config.json, with defaults for missing entries."""
     return Record(json.loads(c.published), DEFAULTS)
 
 
@@ -72,7 +73,7 @@ def stages(c: Config) -> list[Stage]:
 
 
 def table(c: Config) -> dict[str, Any]:
-    """Every weight, as tables.py has the transformer's."""
+    """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
     weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
@@ -111,12 +112,12 @@ def _layer_weights(c, stage):
 
 
 # -------------------------------------------------------------------------------------------
-# A block: x [B, T, D] of pictures of `size` = (h, w) tokens, rolled by `shift` of them.
+# A block: x [B, T, D] are pictures of `size` = (h, w) tokens, rolled by `shift` tokens
 
 def _attention(w, h, shift, size, window, c):
-    """h [B, T, D] -> [B, T, D]."""
+    """Attention within windows: h [B, T, D] -> [B, T, D]."""
     pictures = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
-    pictures = windows.padded(pictures, window)         # (others see what is added, as a bias)
+    pictures = windows.padded(pictures, window)         # (tokens see the padding: zeros plus bias)
     height, width = pictures.shape[1:3]
     rows = windows.cut(jnp.roll(pictures, (-shift, -shift), (1, 2)), window)    # [B W, t, D]
     q, k, v = shard.columns(rows, *[with_bias(w, name) for name in ("wq", "wk", "wv")],
@@ -136,8 +137,8 @@ def _attention(w, h, shift, size, window, c):
 
 
 def _info(shift, height, width, window, count):
-    """The place of each token in `count` windows [B W, t] in its window, and the region that it
-    comes from."""
+    """For each token of `count` windows [B W, t], its slot in the window, and the region of the
+    picture from which it comes."""
     end, right = (jnp.arange(n) >= n - shift for n in (height, width))  # rolled from the other side
     region = windows.cut((2 * end[:, None] + right)[None], window)
     place = jnp.broadcast_to(jnp.arange(window**2), (count, window**2))
@@ -145,7 +146,7 @@ def _info(shift, height, width, window, count):
 
 
 def _mask(window, query, key):
-    """Which keys a query sees [B W, 1, t, s]; and the number of their distance [1, t, s]."""
+    """(mask [B W, 1, t, s] of the keys that a query sees, index [1, t, s] of their distance)."""
     seen = query["region"][:, None, :, None] == key["region"][:, None, None, :]
     (i, j), (k, m) = (divmod(place[:1], window) for place in (query["place"], key["place"]))
     down, right = i[:, :, None] - k[:, None, :], j[:, :, None] - m[:, None, :]
@@ -162,8 +163,8 @@ def block(w: Params, x: Array, shift: Any, size: tuple[int, int], window: int, c
 # The network
 
 def _embed(params, pictures, c):
-    """Pictures [B, C, height, width] -> x [B, T, D], and how many tokens they are high and wide. (A
-    picture that no whole patches fill has zeros added.)"""
+    """Pictures [B, C, height, width] -> x [B, T, D], and (h, w), their size in tokens. Pictures are
+    padded with zeros to whole patches."""
     p = c.patch_size
     x = lax.conv_general_dilated(
         pictures.astype(params["patch"].dtype), params["patch"], (p, p),
@@ -175,7 +176,7 @@ def _embed(params, pictures, c):
 
 
 def _merge(w, x, size, c):
-    """x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and what size that is."""
+    """x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and the new (h, w)."""
     x = shard.time_of_block(x)
     x = windows.padded(x.reshape(len(x), *size, -1), 2)
     x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
@@ -193,7 +194,7 @@ def _trunk(params, pictures, c, specs=None):
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
                               f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
                               f"windows, {window} x {window}")
-        # (In one window each sees all: nothing is rolled.)
+        # (Not rolled if one window has the whole picture.)
         shift = window // 2 if min(size) > window else 0
 
         def layer(w, x, shift, size=size):
@@ -208,8 +209,8 @@ def _trunk(params, pictures, c, specs=None):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """float32 logits [B, labels] of pictures [B, C, height, width]; without a head vectors
-    [B, T, D]. Pictures may be of another size than config.image_size."""
+    """float32 logits [B, labels] of pictures [B, C, height, width]; without a head, vectors
+    [B, T, D]. Pictures may have another size than config.image_size."""
     params = cast(params, config.dtype)
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
@@ -219,7 +220,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and how many."""
+    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
     out = forward(params, batch["source"], config, specs)
     if config.head == "none":       # (from which the rule finds where weights lie)
         return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
@@ -227,33 +228,33 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
+    """{name: shape} of a batch for the loss."""
     return {"source": jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32),
             "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
 
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse what this model, or the mesh, cannot do."""
+    """Refuse options and meshes that this model does not support."""
     if c.head == "none":
-        raise ConfigError("this Swin gives vectors, and has no loss of its own; give fit a loss")
+        raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
     if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: a Swin here has none; leave it out")
-    towers.check_axes(mesh, "a Swin's stages have layers that are not alike, and its windows "
-                            "need the time whole")
+        raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
+    towers.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
+                            "the time")
 
 
 # -------------------------------------------------------------------------------------------
-# Published ones
+# Published models
 
 DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, depths=[2, 2, 6, 2],
                 num_heads=[3, 6, 12, 24], window_size=7, mlp_ratio=4.0, qkv_bias=True,
                 hidden_act="gelu", use_absolute_embeddings=False, layer_norm_eps=1e-5)
-# What numbers the layers of each stage in published names. (e would be an expert.)
+# The letter that numbers each stage's layers in patterns of published names. (e is for experts.)
 LETTERS = "abcdfghi"
 
 
 def _fields(r):
-    # (Absolute ones have a row too many, and do not run in transformers either.)
+    # (Absolute embeddings have a row too many, and do not run in transformers either.)
     refuse(r, use_absolute_embeddings=False)
     heads = _check_stages(r)
     head = classed(r, ForImageClassification=dict(head="classes", pool="mean"),
@@ -268,13 +269,13 @@ def _fields(r):
 
 
 def _check_stages(r):
-    """Refuse stages that are none. Gives the heads of the first."""
+    """The number of heads of the first stage, after refusing invalid stages."""
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
             1 <= len(depths) == len(heads) <= len(LETTERS)):
         raise ConfigError(f"config.json: depths {depths!r:.80} and num_heads {heads!r:.80}: "
-                          f"expected two lists of as many numbers, at most {len(LETTERS)}")
+                          f"expected two lists of equally many numbers, at most {len(LETTERS)}")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
@@ -284,7 +285,7 @@ def _check_stages(r):
             raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
                               f"{size} tokens")
         if not 1 <= r["mlp_ratio"] * width <= MOST:
-            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is no "
+            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is not a "
                               f"width of an MLP")
         size, width = -(-size // 2), 2 * width
     return heads[0]
@@ -316,7 +317,7 @@ def _stacks(c):
             for stage, letter in zip(stages(c), LETTERS)}
 
 
-# What transformers 5 calls them where it is asked not to save the original format.
+# The names that transformers 5 uses if it is asked not to save in the original format.
 NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
          "attention.self.value": "attention.v_proj",
          "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
@@ -324,7 +325,7 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 
 def _is_index(c, array):
-    """Which row of the table is for each two tokens of a window."""
+    """The published array of indices: the row of the table for each pair of tokens in a window."""
     return np.array_equal(array, pair_index(record(c)["window_size"]))
 
 

@@ -1,7 +1,7 @@
 """Every weight of the general transformer, once: its axes, its initial standard deviation (None:
-all ones), and the axis that tensor may split. The letters are transformer.py's; more of them:
+all ones), and the axis that tensor may split. The letters are transformer.py's, and these:
 
-J rows of learned scores by distance, Z kinds of tokens, A classes, C channels (of a picture or of a
+J rows of learned biases by distance, Z token types, A classes, C channels (of a picture or of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
 """
 
@@ -28,7 +28,7 @@ def table(c: Any) -> dict[str, Any]:
         weights["dense_layers"] = _layer_weights(c, c.dense_layers, 0)
     if c.encoder_layers:
         weights["encoder"] = table(encoder_config(c))
-        weights["encoder"].pop("embed", None)       # (it is the decoder's)
+        weights["encoder"].pop("embed", None)       # (the decoder's is used)
     if c.relative and c.relative_shared:
         weights["relative"] = make("J H", 0.1, "H", lookup=True)
     return weights | _embed_weights(c, make) | _head_weights(c, make)
@@ -73,21 +73,21 @@ def _head_weights(c, make):
 
 
 def _layer_weights(c, L, experts):
-    """The weights of L layers that are alike."""
+    """The weights of a stack of L equal layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
-    # Of latent attention (R): queries, keys and values are made of short vectors, and a part of
-    # each key, the one that is turned (U), is the same for all heads.
+    # Latent attention (R): queries, keys and values are made from short vectors, and the rotated
+    # part of a key (U) is shared by all heads.
     Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
     make = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
                  U=U, Y=c.head_dim - U, J=relative_rows(c))
-    # What is added to the residual stream 2 L times starts smaller by the root of that, so that
-    # the stream's size does not grow with the depth.
+    # The weights out of blocks, whose results are added to the residual stream 2 L times, start
+    # smaller by a factor of sqrt(2 L), so that the stream does not grow with depth.
     into, back = D**-0.5, (2 * c.layers) ** -0.5
     weights = {"wq": make("L D H N", into, "H"), "wk": make("L D K N", into, "K"),
                "wv": make("L D K M", into, "K"),
                "wo": make("L H M D", (H * M) ** -0.5 * back, "H")}
-    if c.encoder_layers:        # of the attention to its output
+    if c.encoder_layers:        # cross-attention to the encoder's output
         weights |= {f"cross_{name}": w for name, w in weights.items()}
     if c.relative and not c.relative_shared:
         weights["relative"] = make("L J H", 0.1, "H", lookup=True)
@@ -142,8 +142,8 @@ def _has_bias(c, product):
 
 
 def encoder_config(c: Any, length: int = 0) -> Any:
-    """The configuration of the encoder of an encoder-decoder, for a text of this length. (For a
-    longer one than it knows there may be no positions.)"""
+    """The Config of the encoder of an encoder-decoder, for a source of this length. (Refused if
+    there are not enough learned positions.)"""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)
     return change(
@@ -155,7 +155,7 @@ def encoder_config(c: Any, length: int = 0) -> Any:
 
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch for the loss."""
+    """{name: shape} of a batch for the loss."""
     c = config
     ids, weights, source = (jax.ShapeDtypeStruct((rows, T), dtype) for T, dtype in (
         (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))

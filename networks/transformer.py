@@ -1,17 +1,17 @@
-"""The general transformer: a network of its own with what published families do otherwise.
+"""The general transformer: the network of all published decoders, encoders and encoder-decoders.
 
     tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
 
-model.py is the plain decoder, and the file to fork. Here each thing that some family of decoders,
-encoders or encoder-decoders does differently is an option, an `if` in the one function of its
-concern. The options are in config.py, the weights in tables.py. The last section is for encoders.
+model.py is the plain decoder, and the file to fork. Here, everything that some family does
+differently is an option: an `if` in the one function that it concerns. The options are in
+config.py, the weights in tables.py. A section near the end is for encoders.
 
-There is no mesh in this file. Where a collective may be needed it calls shard.py: `columns` into a
-block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
+This file never mentions the mesh. Where a collective may be needed, it calls shard.py: `columns`
+into a block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
 
 B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
 F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
-P rows of positions. Latent attention: Q, R short vectors, U the rotated part of a head, Y the rest.
+P rows of positions. Latent attention: Q and R latents, U the rotated part of a head, Y the rest.
 """
 
 import functools
@@ -47,7 +47,7 @@ from zigzag.core.mesh import cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
-from zigzag.parallel.products import matmul, whole
+from zigzag.parallel.products import matmul, merged
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack
 from zigzag.weights.table import attention_flops, product_flops
@@ -61,7 +61,7 @@ def norm(w, name, x, c, kind="", eps=0.0):
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
-    x = x32.astype(x.dtype) * w[name]   # of a time-split x autodiff sums the scale's gradient here
+    x = x32.astype(x.dtype) * w[name]   # if tensor splits x's time, the scale's gradient is summed
     return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
 
 
@@ -71,16 +71,17 @@ def heads_of(q, a, dim):
 
 
 def _window_mask(c, i):
-    """The mask of a layer in which a query sees so many keys, itself included, or None."""
+    """The mask of a layer with a window, in which a query sees the last c.window keys, its own
+    included; None if no layer has one."""
     if not c.window:
         return None
     return lambda query, key: key.slot > query.slot - layer_window(c, i)
 
 
 def _scores(w, q, c):
-    """How the scores of these queries differ from the usual ones, as shard.self_attend takes it:
-    by a soft cap, learned numbers for each distance (`relative`), slopes of the heads (ALiBi), or
-    not at all (None)."""
+    """The `scores` argument of shard.self_attend for the queries q: a function that changes scores
+    by a soft cap, a learned bias for each distance (`relative`) or slopes of the heads (ALiBi);
+    None for plain scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -97,13 +98,13 @@ def _scores(w, q, c):
 
 
 def with_bias(w, name):
-    """A weight, or a pair of it and its bias, as `columns` takes it."""
+    """The weight, or (weight, bias) if it has one, for `columns`."""
     bias = w.get(f"{name}_bias")
     return w[name] if bias is None else (w[name], bias)
 
 
 def _into_heads(w, c, cache=None):
-    if cache is not None:           # (whose heads are not repeated)
+    if cache is not None:           # (kv heads are not repeated in a cache)
         return [with_bias(w, name) for name in ("wq", "wk", "wv")]
     return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
 
@@ -113,9 +114,9 @@ def _into_keys(w, c, *names):
 
 
 def _latent(w, h, c):
-    """Queries of latent attention [B, T, H, N], the vector [B, T, R] of which its keys and values
-    are made, and the part of a key that all heads have. (Its own norms have always had an epsilon
-    of 1e-6, whatever that of the others.)"""
+    """For latent attention: queries [B, T, H, N], the latent [B, T, R] of keys and values, and the
+    rotary part of the keys [B, T, 1, U], which all heads share. (The published models use an
+    epsilon of 1e-6 in these norms, whatever the other norms have.)"""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
@@ -131,15 +132,16 @@ def _latent_heads(w, h, c):
 
 
 def _latent_from_cache(w, h, c, i, batch, cache):
-    """Latent attention that keeps the latent vectors, and makes no keys and values of them: it
-    multiplies queries with what would make the keys, and the result with what makes values."""
+    """Latent attention with a cache of latents. No keys or values are made from them: the queries
+    are multiplied by the weight that would make the keys, and the result by the one that makes
+    values."""
     (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
     turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
     latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
     attend = attention.self_attention(_window_mask(c, i), _scores(w, q, c), True, c.heads)
-    wk, wv = (heads_of(q, whole(w[name]), 1) for name in ("wk", "wv"))
+    wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
     out = kv_cache.attend(attend, q, cached, cached[..., U:], query, batch["start"], c.heads, 1,
@@ -169,7 +171,7 @@ def _heads(w, qkv, c, i, batch, cache=None):
 
 
 def _scaled(q, c):
-    """Queries, where scores are multiplied by something else than attention does by itself."""
+    """The queries, scaled if the factor on the scores (attn_scale) is not the default."""
     return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
 
 
@@ -193,25 +195,25 @@ ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gel
 
 
 def activate(c, first, *gated):
-    """What is between the two products of an MLP."""
+    """The activation between the two products of an MLP."""
     first = ACTIVATIONS[c.activation](first)
     return first * gated[0] if gated else first
 
 
 def _into_dense(w):
-    """The weights into the MLP that all tokens visit, if there is one."""
+    """The first weights of the MLP that all tokens visit, or [] if there is none."""
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
 def feed_forward(w, h, c, i=0, batch=None):
-    """h [B, T, D] -> [B, T, D], and what experts add to the loss."""
+    """The MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' terms of the loss."""
     y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
     return _plus_bias(w, y, "w_down"), aux
 
 
 def _out_of_block(w, h, c, i, batch, out, dense):
-    """The sum of the products `out`, of the MLP that all tokens visit (`dense` is what its first
-    products make), and of what experts make of h; and what those add to the loss."""
+    """The sum of the products `out`, the MLP that all tokens visit (`dense` is the result of its
+    first products), and the experts' output for h; and the experts' terms of the loss."""
     if dense:
         out = [*out, (activate(c, *dense), w["w_down"])]
     if "router" in w:
@@ -220,11 +222,11 @@ def _out_of_block(w, h, c, i, batch, out, dense):
 
 
 def _experts(w, h, c, i, batch, beside):
-    """h [B, T, D] through each token's best experts, by the router's shares; the products `beside`
-    are added. In training also what is added to the loss: for each row, the share of tokens that
-    an expert has times the share of probability that it is given, summed over experts, times their
-    number (1 if all are equal); and the router's squared log-sum-exp. Both are sums over rows and
-    tokens, each with its weight: no mesh or micro-batch changes them."""
+    """h [B, T, D] through each token's best experts, weighted by the router, plus the products
+    `beside`. In training, also two terms of the loss. Balance: for each row, the share of tokens
+    that an expert gets times its share of the probability, summed over experts, times the number of
+    experts (1 if all are equal). Router z: the squared logsumexp of the router's logits. Both are
+    sums over rows and tokens with their weights, so no mesh or micro-batch changes them."""
     E, K = c.experts, c.experts_per_token
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
@@ -248,11 +250,11 @@ def _experts(w, h, c, i, batch, beside):
 
 
 def _choose(scores, bias, c):
-    """The experts [B, T, K] of each token by their scores [B, T, E], and by a bias that counts only
-    here."""
+    """The numbers [B, T, K] of each token's experts: those with the best scores [B, T, E], to which
+    `bias` is added here only."""
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
-    if c.expert_groups > 1:         # first the groups, each by its best two
+    if c.expert_groups > 1:         # first choose groups, by the sum of their two best experts
         groups = scores.reshape(*scores.shape[:2], c.expert_groups, -1)
         best = lax.top_k(groups, 2)[0].sum(-1)
         least = lax.top_k(best, c.groups_per_token)[0][..., -1:]
@@ -261,7 +263,7 @@ def _choose(scores, bias, c):
 
 
 def _drop(y, c, site, batch):
-    """What a half of a layer adds to the stream: scaled, and in training some of it dropped."""
+    """The output of attention or MLP, scaled, and with dropout in training."""
     y = y if c.residual_scale == 1 else y * c.residual_scale
     return shard.dropout(y, c.dropout, batch.get("seeds"), site, batch.get("slots"))
 
@@ -274,11 +276,11 @@ def embedding(params, batch, c):
     if c.own_stem == "tokens":
         check_ids(batch["tokens"], c.vocab_size)
         x = shard.embed_lookup(params["embed"], batch["tokens"])
-        x = x * (c.embed_scale or c.d_model**0.5)   # of new weights: rows of about unit size
+        x = x * (c.embed_scale or c.d_model**0.5)   # new weights then have rows of unit size
     else:
         x = stems.STEMS[c.own_stem](params, batch["source"], c)
         x = shard.residual_stream(shard.own_time(_padded(x)))
-    # An embedding that has a norm has all of its parts at its own width.
+    # (With a norm after the embedding, everything before the norm has the embedding's width.)
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "fixed", "sinusoidal"):
@@ -297,11 +299,11 @@ def embedding(params, batch, c):
 
 
 def block(w, x, i, c, batch, cache=None):
-    """Layer number i: x [B, T, D] -> x, what is added to the loss, and the cache."""
+    """Layer i: x [B, T, D] -> x, its terms of the loss, and the cache."""
     w = lora.adapted(w)
     if c.parallel_block:
         return _parallel_block(w, x, i, c, batch, cache)
-    is_first = c.norm_place in ("post", "out")      # attention or MLP, before any norm
+    is_first = c.norm_place in ("post", "out")      # attention and MLP come before their norms
     y, cache = _attention(w, x if is_first else norm(w, "attn_norm", x, c), c, i, batch, cache)
     x = _add(w, "attn", x, y, c, 2 * i, batch)
     if "cross_wq" in w:
@@ -312,7 +314,7 @@ def block(w, x, i, c, batch, cache=None):
 
 
 def _add(w, half, x, y, c, site, batch):
-    """The stream, and what attention or MLP add to it."""
+    """The stream x plus the output y of attention or MLP, with the norms after them."""
     if c.norm_place in ("out", "sandwich"):
         y = norm(w, f"{half}_out_norm", y, c)
     if f"{half}_out_scale" in w:
@@ -322,7 +324,7 @@ def _add(w, half, x, y, c, site, batch):
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Attention and MLP beside each other: after one norm, one collective into both; one out of
+    """Attention and MLP that read the same norm: one collective leads into both, and one out of
     both."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
@@ -352,9 +354,9 @@ def loss_head(params, x, c):
 
 
 def with_positions(batch, c):
-    """A batch with what is known of its tokens: their slots in the row, their positions in the
-    document, both [B, T], and, where not all of a row is one document, which one they are in. (A
-    token that a mask leaves out is in a document of its own, -1.)"""
+    """The batch with arrays [B, T] about its tokens: their slots in the row, their positions in the
+    document, and, if a row is not one document, the number of the document. (A token that the mask
+    excludes is in document -1.)"""
     if c.own_stem != "tokens" and "slots" not in batch:
         return _source(batch, c)
     slots = batch["slots"] if "slots" in batch else jnp.broadcast_to(
@@ -377,7 +379,8 @@ def with_positions(batch, c):
 # The network: all layers, logits, loss
 
 def _layers(params, specs=None):
-    """The weights of the layers, each with what all of them share, and their specs."""
+    """The stacked weights of the layers, with the weights that all layers share repeated in each,
+    and their specs."""
     layers, specs = params["layers"], specs and specs["layers"]
     if "relative" in params:
         shared = params["relative"]
@@ -388,7 +391,7 @@ def _layers(params, specs=None):
 
 
 def stack(params, name, x, c, batch, specs=None):
-    """x through "dense_layers" or "layers"."""
+    """x [B, T, D] through the layers in params[name] ("dense_layers" or "layers")."""
     first, count = (0, c.dense_layers) if name == "dense_layers" else (
         c.dense_layers, c.layers - c.dense_layers)
 
@@ -410,7 +413,7 @@ def trunk(params, c, batch, specs=None):
 
 
 def head_logits(params, x, c):
-    """float32 logits [B, T, V] of the token that follows each of x [B, T, D]."""
+    """float32 logits [B, T, V] of the next tokens, for x [B, T, D]."""
     logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
     return logits[..., :c.vocab_size]
 
@@ -419,10 +422,10 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
             token_types: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] of the token that follows each of `tokens` [B, T]. An encoder has
-    those of the tokens themselves, or of classes [B, labels], or, without a head, vectors
-    [B, T, D]. `source` is what an encoder-decoder translates, or what a stem reads; a mask is 0
-    where a row has no token."""
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
+    logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
+    [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
+    token."""
     c = config
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
@@ -444,9 +447,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
 
 
 def prepare_batch(params, batch, c, specs=None):
-    """The configuration for rows as long as a batch's (some scaled positions depend on that),
-    weights in its precision, and the batch with what is known of it; of a source, what the encoder
-    makes of it."""
+    """(configuration, weights, batch) for a forward pass: the configuration with seq_len of this
+    batch (on which some scaled positions depend), the weights in the dtype of the computation, and
+    the batch with its tokens' positions and, if there is an encoder, the encoder's output."""
     if "tokens" in batch:
         c = change(c, seq_len=shard.whole_length(batch["tokens"]))
     params, batch = cast(params, c.dtype), with_positions(batch, c)
@@ -457,10 +460,10 @@ def prepare_batch(params, batch, c, specs=None):
 
 def loss(params: Params, batch: dict[str, Array], config: Config,
          specs: Params | None = None) -> tuple:
-    """(sum, count): the cross-entropy of the batch's targets in nats, weighted, and the sum of the
+    """(sum, count): the weighted cross-entropy of the batch's targets in nats, and the sum of the
     weights. They travel together and are divided once, so that masks and uneven shards change
-    nothing. Where the batch brings `seeds` [B], it is to learn from: dropout is on, and experts add
-    what makes them equally busy, and other sums, third. A model with classes has the
+    nothing. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
+    the sum and a dict of other sums as a third result. A model with classes returns the
     cross-entropy of `labels` [B], and the number of rows."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 
@@ -477,7 +480,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     def head(params, x, batch):
         if c.head == "classes":
             return class_loss(_class_logits(params, x, c), batch["labels"])
-        if c.head == "none":        # (from which the rule finds where weights lie)
+        if c.head == "none":        # (traced by the rule, which needs some loss)
             return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = loss_head(params, x, c)
         return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
@@ -495,7 +498,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
 def encode_source(params: Params, source: dict[str, Array], config: Config,
                   specs: Params | None = None) -> list[Params]:
-    """What a source (with source_mask) adds to each layer's cache: cross-attention's k and v."""
+    """The entries of a source (with source_mask) in each layer's cache: cross-attention's k and
+    v."""
     c = config
     all_time = functools.partial(shard.whole_time, in_parts=True)
     encoded, document = _encode(params, source, c, specs, all_time).values()
@@ -507,10 +511,10 @@ def encode_source(params: Params, source: dict[str, Array], config: Config,
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
-    """Run `tokens` [B, T], from `slot` on in rows that begin at start [B], through all layers.
-    Returns the last block's output [B, T, D], with all time, and the cache with their keys and
-    values. `length` scales positions. Layers are a list
-    (zigzag.generate.decoding.unstack_layers)."""
+    """Run `tokens` [B, T], which are at slots slot ... slot + T - 1 of rows that begin at slots
+    start [B], through all layers. Returns the last block's output [B, T, D], with all time, and the
+    cache with their keys and values. `length` is for positions whose scaling depends on it. Layers
+    are a list (zigzag.generate.decoding.unstack_layers)."""
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
@@ -525,11 +529,11 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
 
 
 # -------------------------------------------------------------------------------------------
-# Encoders: a source, attention to what was made of it, a class of a whole row. A reader of the
-# plain decoder has read all.
+# Encoders: the source, cross-attention to the encoder's output, classes of rows. (Nothing of this
+# is in a decoder.)
 
 def _source(batch, c):
-    """The batch of an encoder: of its source this device's part of the time."""
+    """The batch of an encoder: this device's part of the time of the source."""
     is_text, shape = c.own_stem == "tokens", batch["source"].shape
     length = shape[1] if is_text else stems.length(c)
     known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
@@ -539,13 +543,13 @@ def _source(batch, c):
     shape = known["mask"].shape
     known["slots"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     known = batch | shard.own_time(known)
-    if "seeds" in batch:        # for other numbers than the decoder's
+    if "seeds" in batch:        # so that dropout differs from the decoder's
         known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
     return with_positions(known, c)
 
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
-    """What the encoder makes of a batch's source, and where it is none."""
+    """The encoder's output for a batch's source, and the mask of padding."""
     e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
@@ -565,14 +569,14 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
 
 
 def _padded(x):
-    """An array [B, T, ...] with zeros after its time, so that the mesh can split it."""
+    """An array [B, T, ...] padded with zeros along T, so that the mesh can split it."""
     more = -x.shape[1] % time_parts()
     return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 
 
 def _cross_attention(w, h, c, batch, cache):
-    """h [B, T, D] -> [B, T, D]: attention to the encoder's output, whose keys and values a cache
-    has already."""
+    """Attention to the encoder's output: h [B, T, D] -> [B, T, D]. Its keys and values are in the
+    cache, if there is one."""
     q, = shard.columns(h, with_bias(w, "cross_wq"))
     if cache is None:
         k, v = _cross_keys(w, batch["encoded"], c)
@@ -592,7 +596,7 @@ def _cross_keys(w, encoded, c):
 
 def _class_logits(params, x, c):
     """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
-    picture's patches. (Its last norm is then of the mean.)"""
+    picture's patches. (The last norm then comes after the mean.)"""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
     x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
     if "norm" in params:
@@ -603,7 +607,7 @@ def _class_logits(params, x, c):
 
 
 def class_loss(logits, labels):
-    """The sum over rows of the cross-entropy of labels [B], and how many rows there are."""
+    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows."""
     chosen = jax.nn.one_hot(labels, logits.shape[1])
     return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
 
@@ -620,35 +624,36 @@ def _repeat(w, x, group, c, batch):
 
 
 # -------------------------------------------------------------------------------------------
-# What the machinery asks
+# Functions of the Network (zigzag/weights/network.py)
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse a model that the mesh cannot split. (What tensor does not divide is whole.)"""
+    """Refuse a model that the mesh cannot split. (Tensor never stops a run: a weight that it does
+    not divide is not split.)"""
     if c.head == "none":
-        raise ConfigError("--head none: this model gives vectors, and has no loss of its own; give "
-                          "fit a loss, or --head classes or masked")
+        raise ConfigError("--head none: this model returns vectors, and has no loss of its own; "
+                          "give fit a loss, or --head classes or masked")
     sizes = mesh.shape
     if c.dense_layers and sizes["pipe"] > 1:
-        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: stages have layers that are alike, and "
-                          f"--dense_layers {c.dense_layers} are not like the others; give its "
-                          f"devices to data, fsdp, expert or tensor")
+        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: the layers of all stages must have the "
+                          f"same weights, and --dense_layers {c.dense_layers} differ from the "
+                          f"others; give its devices to data, fsdp, expert or tensor")
     stages = sizes["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
                  stages * c.chunks)
     if stages > 1 and c.layer_groups:
-        raise ConfigError(f"mesh axis pipe={stages}: stages have layers of their own, and "
-                          f"--layer_groups {c.layer_groups} have several layers with the same "
-                          f"weights; give its devices to data, fsdp or tensor")
+        raise ConfigError(f"mesh axis pipe={stages}: each stage has its own layers, and with "
+                          f"--layer_groups {c.layer_groups} several layers share weights; give its "
+                          f"devices to data, fsdp or tensor")
     if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
-        raise ConfigError("--schedule 1f1b: an encoder-decoder goes through the stages twice, "
-                          "first all of its encoder; give gpipe or interleaved")
+        raise ConfigError("--schedule 1f1b: an encoder-decoder runs through the stages twice, and "
+                          "the whole encoder comes first; give gpipe or interleaved")
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 
 def flops(c: Config, tokens: int, table: Params) -> float:
-    """FLOPs of training on that many tokens. An encoder's weights, and those that make keys and
-    values of its output, meet the tokens of the source."""
+    """FLOPs of training on that many tokens. The weights of an encoder, and those of
+    cross-attention's keys and values, are counted for the tokens of the source."""
     share = c.source_len / c.seq_len if c.encoder_layers else 0.0
     layers = dict(table.get("layers", {}))
     of_source = [layers.pop(name) for name in list(layers)

@@ -12,8 +12,8 @@ from jax import Array
 
 
 def padded(x: Array, size: int) -> Array:
-    """A picture [B, height, width, ...] with zeros below and on the right, so that windows of this
-    size fill it."""
+    """Pictures [B, height, width, ...] padded with zeros below and on the right to a multiple of
+    the window size."""
     more = ((0, -n % size) for n in x.shape[1:3])
     return jnp.pad(x, ((0, 0), *more, *((0, 0),) * (x.ndim - 3)))
 

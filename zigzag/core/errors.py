@@ -1,4 +1,4 @@
-"""What is said to a person when something cannot be done.
+"""The exceptions that end a command with a message, and helpers that word messages.
 
 ConfigError and RunError end a command with one line `error: ...` and exit status 2 or 1 (see
 flags.run_main). Every other exception is a bug, and stays a traceback.
@@ -10,19 +10,20 @@ from typing import Any, Callable, Iterable
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot be done. Says what was given and what would be accepted."""
+    """A refusal: the message says what was given and what would be accepted."""
 
 
 class RunError(RuntimeError):
-    """Something failed while running, told in one line."""
+    """A failure while running, with a message of one line."""
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint that cannot be used; the message says why."""
 
 
 def optional_package(name: str, what: str) -> Any:
-    """A package (or a module of one) that not everybody has installed, and `what` needs it."""
+    """The package (or module of one) of this name, or a ConfigError that says that `what` needs it
+    and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -31,15 +32,15 @@ def optional_package(name: str, what: str) -> Any:
 
 
 def check_at_least(config: Any, **least: float) -> None:
-    """Refuse numbers of a configuration that are below these, or not finite."""
+    """Refuse fields of a configuration that are below these bounds, or not finite."""
     for name, bound in least.items():
         value = getattr(config, name)
-        if not bound <= value < 2**63:      # (false of NaN, too)
+        if not bound <= value < 2**63:      # (also true for NaN)
             raise ConfigError(f"--{name} {value}: must be a number of at least {bound:g}")
 
 
 def fill_in(config: Any, **values: Any) -> None:
-    """Values for the fields of a frozen configuration that are zero."""
+    """Set those of these fields of a frozen configuration that are zero (not given)."""
     for name, value in values.items():
         if not getattr(config, name):
             object.__setattr__(config, name, value)
@@ -62,7 +63,7 @@ def nearest_multiple(of: int, near: int) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """What matters of an exception's text, on one line."""
+    """The important part of an exception's text, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     for part in ("No space left", "File too large", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"):
         if part in text:
@@ -71,7 +72,7 @@ def one_line(error: BaseException) -> str:
 
 
 def human_bytes(size: float) -> str:
-    """1.5 kB, 12 MB."""
+    """The size as text: 1.5 kB, 12 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             break
@@ -82,7 +83,8 @@ def human_bytes(size: float) -> str:
 
 
 def check_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
-    """Refuse an option that a mesh axis (axis=size) does not divide into so many parts."""
+    """Refuse an option --name whose value does not divide into `parts`, which a mesh axis (written
+    axis=size) asks for."""
     if value % parts:
         raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
                           f"the nearest that does is --{name} {nearest_multiple(parts, value)}")

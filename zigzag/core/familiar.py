@@ -1,14 +1,15 @@
-"""What people type who know other codebases, and the flag of ours that does it.
+"""Flags of other codebases, and the flag of ours that does the same.
 
-A word counts in a command that has one of its flags: `--dim` is --d_model of train.py, and nothing
-of sample.py.
+A word is known only to commands that have the flag it stands for: `--dim` means --d_model in
+train.py, and nothing in sample.py.
 """
 
 from collections.abc import Collection
 
-# flags of ours -> the words of others. Where two flags have the word, a command's own comes first.
+# {our flag: the words of other codebases}. If two flags list a word, the first that the command has
+# is suggested.
 WORDS = {
-    # of train.py
+    # train.py
     "seq_len": "block_size context ctx context_len context_length context_size ctx_len max_length "
                "max_len max_seq_len max_seq_length max_position_embeddings n_ctx n_positions "
                "sequence_length seqlen",
@@ -51,13 +52,13 @@ WORDS = {
     "init_from": "finetune finetune_from pretrained",
     "kernel": "flash flash_attention flash_attn use_flash_attention attn_implementation",
     "distributed": "multihost multi_host multinode",
-    # of sample.py
+    # sample.py
     "tokens": "max_new_tokens max_tokens num_tokens n_tokens new_tokens max_length length",
     "temperature": "temp",
     "beams": "num_beams beam beam_size beam_width",
     "stop": "eos stop_token stop_words",
     "run": "ckpt checkpoint_path ckpt_path out_dir run_dir load_from",
-    # of several
+    # several commands
     "model": "model_name model_name_or_path model_path arch architecture pretrained_model",
     "out": "out_dir output output_dir save_dir save_path ckpt_dir checkpoint_dir run_dir log_dir "
            "logdir work_dir",
@@ -65,8 +66,8 @@ WORDS = {
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 
-# What no flag of ours is called after: the flag of a command for which the sentence is, the
-# sentence, and the words.
+# Words for which we have no flag: (a flag that the command must have, the sentence to print, the
+# words).
 SENTENCES = [
     ("steps", "training is counted in updates: --steps", "epochs epoch num_epochs n_epochs "
                                                          "num_train_epochs max_epochs"),
@@ -108,8 +109,8 @@ SENTENCES = [
 
 
 def meaning(word: str, flags: Collection[str]) -> str:
-    """What to give in place of a flag of another codebase, to a command with these flags; '' if
-    nothing is known."""
+    """What to use instead of a flag of another codebase, in a command with these flags; '' if the
+    word is not known."""
     for flag, words in WORDS.items():
         if flag in flags and word in words.split():
             return f"did you mean --{flag}?"

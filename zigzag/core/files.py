@@ -1,4 +1,4 @@
-"""What data and runs share about files: written whole or not at all, and seen by every machine."""
+"""Files: written completely or not at all, read as JSON, hashed, and awaited on shared disks."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from zigzag.core.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the whole file or nothing."""
+    """Write the file completely or not at all: to a .part file beside it, which is then renamed."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
         f.write(content)
@@ -26,7 +26,8 @@ def write_json(path: Path, record: dict) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of a folder that somebody else made."""
+    """The content of a JSON file of a published folder, or a ConfigError that says what is
+    wrong."""
     try:
         return json.loads(path.read_text())
     except OSError as e:
@@ -37,8 +38,8 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
-    """The digest of all of a file of up to 256 MiB; of a larger one, of its size and 256 MiB,
-    evenly spread."""
+    """The hex digest of a file of up to 256 MiB. For a larger file, the digest of its size and of
+    256 MiB of it, in evenly spread pieces of 1 MiB."""
     size, digest = path.stat().st_size, hashlib.sha256()
     starts = range(0, size, 2**20)
     if size > 2**28:
@@ -52,8 +53,8 @@ def sha256(path: Path) -> str:
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
-    """Whether something in the folder is there, or comes. What another machine wrote may take a
-    while to be seen, and listing the folder helps."""
+    """Whether is_there() becomes true within so many seconds. A file that another machine wrote may
+    take a while to become visible on a shared disk; listing the folder helps."""
     until = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):

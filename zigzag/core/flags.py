@@ -1,9 +1,9 @@
-"""A dataclass as a command line, and how a command ends.
+"""Command lines from dataclasses, and exit statuses.
 
     --key value   --key=value   --some-key or --some_key   --data one two   --tied
 
-The fields are the flags; the comment beside a field is its help, and goes on in the comment lines
-below it that are indented further than the fields.
+The fields of a dataclass are the flags. The comment beside a field is its help; it continues in
+comment lines below it that are indented further than the fields.
 
     exit status   0 done   1 something failed while running   2 refused   130 interrupted
 """
@@ -25,7 +25,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 def change(config: Any, **fields: Any) -> Any:
-    """The configuration with other values of these fields, its own or those of its `network`."""
+    """The configuration with these fields replaced, whether they are its own or its `network`'s."""
     own = {f.name for f in dataclasses.fields(config)}
     inner = {name: value for name, value in fields.items() if name not in own}
     fields = {name: value for name, value in fields.items() if name in own}
@@ -35,41 +35,42 @@ def change(config: Any, **fields: Any) -> Any:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """All fields of a configuration, those of its `network` first, beside its own."""
+    """{name: value} of all fields of a configuration: those of its `network`, then its own."""
     own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     network = own.pop("network", None)
     return {**(dataclasses.asdict(network) if network else {}), **own}
 
 
 def is_derived(config: Any, name: str) -> bool:
-    """Whether a field has the value that it has where it is left out: its default, or what follows
-    from others."""
+    """Whether a field has the value that it would have if it were not given: its default, or a
+    value derived from other fields."""
     owner = config if name in {f.name for f in dataclasses.fields(config)} else config.network
     default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
     if getattr(owner, name) == default:
         return True
     try:
         usual = dataclasses.replace(owner, **{name: default})
-    except ConfigError:         # (another option asks for it)
+    except ConfigError:         # (another option needs this value)
         return False
     return getattr(usual, name) == getattr(owner, name)
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that somebody has set to another value than they would have."""
+    """{name: value} of the fields that were given a value other than the default or derived one."""
     return {name: value for name, value in flat(config).items() if not is_derived(config, name)}
 
 
 def check_shards(given: dict[str, Any]) -> None:
-    """Refuse --shards 0 of a command line: as a field, 0 means that it was left out."""
+    """Refuse --shards 0 on a command line. (In the configuration, 0 means that it was not
+    given.)"""
     if given.get("shards") == 0:
-        raise ConfigError("--shards 0: must be at least 1; left out, the tensor axis is what "
-                          "--mesh says, or 1")
+        raise ConfigError("--shards 0: must be at least 1; without it, the tensor axis has the "
+                          "size that --mesh gives, or 1")
 
 
 def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
-    """The dataclass `defaults` with what the command line changes. Where other words are expected
-    (`positional` names them in messages): those words, and the dataclass."""
+    """The dataclass `defaults` with the fields that the command line gives. If the command takes
+    words without a flag (`positional` names them in messages): (those words, the dataclass)."""
     given, words = parse_flags(type(defaults), argv, positional)
     result = dataclasses.replace(defaults, **given)
     return (words, result) if positional else result
@@ -79,10 +80,10 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
                 renamed: dict[str, str] = {}, once: Sequence[str] = (),
                 groups: dict[str, Sequence[str]] | None = None
                 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields that a command line gives, and its other words. `cls` is a dataclass, or a tuple
-    of them, whose fields are then flags side by side. `renamed` has former names of flags. If a
-    flag is given twice the last value counts, except for those in `once`. --help prints the flags
-    in `groups`."""
+    """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
+    dataclass, or a tuple of dataclasses whose fields are all flags. `renamed` maps former names of
+    flags to their names. If a flag is given twice, the last value counts, except for flags in
+    `once`, which are refused. --help prints the flags in `groups` ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
@@ -121,7 +122,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
 
 
 def _instead(name, types, positional):
-    """What to give in place of an option that there is not."""
+    """The rest of the message about an unknown option: what to use instead."""
     if known := meaning(name.lower(), {*types, positional}):
         return f"; {known}"
     near = difflib.get_close_matches(name, types, 1, 0.7)
@@ -129,7 +130,7 @@ def _instead(name, types, positional):
 
 
 def _value(name, kind, values, given):
-    """What the words after --name mean for a field of this type."""
+    """The value of a field of type `kind`, from the words after --name."""
     if kind is tuple:
         if not values:
             raise ConfigError(f"--{name} needs at least one value")
@@ -150,8 +151,8 @@ def _value(name, kind, values, given):
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
-    """(name, default, help) of every field, those of base classes last. Help is read off the
-    source."""
+    """(name, default, help) of every field, those of base classes last. The help is read from the
+    comments in the source."""
     if isinstance(cls, tuple):
         return [row for one in cls for row in flag_rows(one)]
     texts = {}
@@ -166,8 +167,8 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
               values: dict[str, Any] = {}) -> str:
-    """What --help prints: the flags in these groups (by default all, without a heading), and a
-    last line. `values` take the place of defaults."""
+    """The text of --help: the flags in these groups (by default all, without a heading), and a
+    last line. `values` replace defaults."""
     classes = cls if isinstance(cls, tuple) else (cls,)
     rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
             for name, default, text in reversed(flag_rows(cls))}
@@ -179,7 +180,7 @@ def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: st
 
 
 def show_help(text: str) -> None:
-    """Print this and end the command. (`| head` may close the pipe before all is written.)"""
+    """Print the text and exit with status 0. (`| head` may close the pipe before the end.)"""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -188,7 +189,7 @@ def show_help(text: str) -> None:
 
 
 def _drop_output():
-    """What is printed from here on, and what is still in Python's buffer, goes nowhere."""
+    """Discard everything that is printed from here on, and what is still in Python's buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -204,7 +205,7 @@ IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (py
 
 
 def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
-    """The exit status of a command that ended with this, and the one line that says why. No line
+    """The exit status of a command that ended with this exception, and the line that says why; ''
     for a bug, which needs its traceback."""
     if isinstance(error, ConfigError):
         return 2, "error: " + " ".join(str(error).split())
@@ -213,15 +214,15 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
     if isinstance(error, KeyboardInterrupt):
         return 130, ("interrupted: the same command continues from the last checkpoint, if there "
                      "is one")
-    # (By its name: data.py runs without jax.)
+    # (Compared by name, because data.py runs without jax.)
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
     return 1, ""
 
 
 def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
-    """Run a command. What it cannot do ends it with one line and a status, a bug with a
-    traceback."""
+    """Run a command, and end it with an exit status: after a refusal or a failure with one line,
+    after a bug with a traceback."""
     try:
         _run_to_the_end(main)
     except (Exception, KeyboardInterrupt) as e:
@@ -229,15 +230,15 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
         if not line:
             raise
         print(line, file=sys.stderr, flush=True)
-        if isinstance(e, RunError):     # a failed save would complain at length while Python ends
+        if isinstance(e, RunError):     # or a failed save prints pages while Python exits
             sys.stdout.flush()
             os._exit(status)
         sys.exit(status)
 
 
 def _run_to_the_end(main):
-    """Run a command and write out what it has printed. A reader that closes the pipe (head) ends a
-    command that is not done."""
+    """Run a command and flush its output. If the reader closes the pipe (head), a command that is
+    not done fails."""
     try:
         main()
     except BrokenPipeError:

@@ -1,13 +1,13 @@
-"""Several processes, one on each host, all at the same line of the same program.
+"""Several processes, one on each host, that run the same program in step.
 
-    init_distributed         meet the others
-    process_allgather        what every process says, by way of process 0
-    assert_same_everywhere   refuse to train beside a process with another configuration
-    watchdog                 no wait is endless: a process that waits too long says so, and ends
-    stop_on_signals          Ctrl-C and SIGTERM let the loop finish its step and save
-    exit_together            a process that fails ends at once, so that the others notice
+    init_distributed         join the other processes
+    process_allgather        exchange values, through process 0
+    assert_same_everywhere   refuse to train with processes that have another configuration
+    watchdog                 end a process that waits too long, with a message
+    stop_on_signals          let the loop finish its step and save after Ctrl-C or SIGTERM
+    exit_together            end a process that fails at once, so that the others notice
 
-With one process these do nothing, or answer at once.
+With one process these do nothing, or return at once.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ CONTINUES = "when all have ended, the same command in each continues from the la
 
 
 # -------------------------------------------------------------------------------------------
-# Meeting the others, and talking to them
+# Joining the other processes, and exchanging values
 
 def init_distributed(config: Any) -> None:
-    """Meet the other processes, if there are any. Call it before anything touches a device."""
+    """Join the other processes, if there are any. Call it before anything touches a device."""
     if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
         return
     given, others = {}, "the other processes"
@@ -65,8 +65,9 @@ def init_distributed(config: Any) -> None:
 
 
 def _bind_address(coordinator):
-    """Process 0 listens on the address that is named and on no other, if this machine has it; None
-    stands for all its addresses. It is tried first: on a port in use jax crashes (139, no line)."""
+    """The address on which process 0 listens: the one that --coordinator names, if this machine has
+    it and others can reach it, else None (all addresses). The port is tried here first, because on
+    a port in use jax crashes (exit status 139, no message)."""
     host, port = coordinator.rsplit(":", 1)
     for name in (host, ""):
         try:
@@ -87,8 +88,9 @@ _messages, _stop_questions = itertools.count(), itertools.count(1)      # (jax c
 
 
 def process_allgather(value: Any) -> list[Any]:
-    """What each process passes here: anything that JSON can hold. By way of process 0, not of the
-    devices, whose collectives do not wait long for a process that is late."""
+    """[the value that each process passes], on every process. A value is anything that JSON can
+    hold. Exchanged through process 0 and not through devices, whose collectives do not wait long
+    for a process that is late."""
     count, number = jax.process_count(), next(_messages)
     if count == 1:
         return [value]
@@ -99,7 +101,7 @@ def process_allgather(value: Any) -> list[Any]:
 
 
 def assert_same_everywhere(facts: dict[str, Any]) -> None:
-    """Refuse to train beside processes for which a fact differs: nothing else would notice."""
+    """Refuse to train if a fact differs between processes: nothing else would notice."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):
         for name in first | other:
@@ -112,8 +114,8 @@ def assert_same_everywhere(facts: dict[str, Any]) -> None:
 # Stopping
 
 class Watchdog:
-    """With several processes, ends this one when what it waits for takes too long. How long that
-    is follows from how long the same took so far."""
+    """Ends this process, if it is one of several, when something that it waits for takes too long:
+    `patience` seconds plus ten times the longest that the same has taken so far."""
 
     def __init__(self):
         self.patience, self.longest = 0, {}
@@ -122,9 +124,9 @@ class Watchdog:
     def start(self, patience: int) -> None:
         self.patience = patience
         threading.Thread(target=self._watch, daemon=True).start()
-        # jax aborts a process when it loses another. This says so first, and ends with status 1.
-        # No plain way does (jax 0.10.2): Python's own handlers do not run in an abort, a
-        # missed_heartbeat_callback ends in std::bad_cast, and with jax_enable_recoverability the
+        # jax aborts a process when it loses another. This handler prints why, and exits with
+        # status 1. Nothing simpler does (jax 0.10.2): Python's own handlers do not run in an abort,
+        # a missed_heartbeat_callback ends in std::bad_cast, and with jax_enable_recoverability the
         # loss of process 0 still aborts the others.
         line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
 
@@ -133,21 +135,21 @@ class Watchdog:
             os.write(2, line)
             os._exit(1)
 
-        self.on_abort = on_abort        # (ctypes does not keep it)
+        self.on_abort = on_abort        # (ctypes keeps no reference to it)
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
     def arm(self, what: str, limit: float | None = None) -> None:
-        """From here on `what` is waited for (nothing: ''), and what was before has come."""
+        """Start waiting for `what` ('': for nothing). The previous wait is over."""
         if not self.patience:
             return
         now = time.monotonic()
-        if self.what != "a save":       # (most of one happens in the background)
+        if self.what != "a save":       # (most of a save happens in the background)
             self.longest[self.what] = max(self.longest.get(self.what, 0.0), now - self.since)
-        if limit is None:       # (what was never measured is taken to last 6 minutes)
+        if limit is None:       # (a first wait of its kind counts as 6 minutes)
             limit = self.patience + 10 * self.longest.get(what, 360.0) if what else math.inf
         self.what, self.since, self.limit = what, now, limit
         faulthandler.cancel_dump_traceback_later()
-        if what:                # should even the thread not get its turn
+        if what:                # in case the thread is never scheduled
             faulthandler.dump_traceback_later(limit + 10, exit=True)
 
     def _watch(self):
@@ -167,8 +169,9 @@ watchdog = Watchdog()
 
 @contextlib.contextmanager
 def stop_on_signals(stop: list[int]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM is added to `stop`, for the loop to finish its step; a second one
-    acts as usual. Of several processes jax takes SIGTERM, and share_stop tells the others."""
+    """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step; a second
+    one acts as usual. With several processes jax handles SIGTERM, and share_stop tells the others.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -195,20 +198,21 @@ def stop_on_signals(stop: list[int]) -> Iterator[None]:
 
 
 def share_stop(stop: list[int]) -> None:
-    """Call it after every step: a SIGTERM to one process stops all of them after the same step."""
+    """Append SIGTERM to `stop` if any process has received it: all then stop after the same step.
+    Call it after every step."""
     if multihost_utils.reached_preemption_sync_point(next(_stop_questions)):
         stop.append(signal.SIGTERM)
 
 
-# What an error says when another process is gone.
+# Words in the error that jax raises when another process is gone.
 LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nccl|heartbeat|"
                   "coordination service|unavailable|deadline.exceeded|barrier", re.I)
 
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-    """Around all that a command does: of several processes, one in which something goes wrong says
-    it as flags.run_main would and ends at once, without waiting for the others."""
+    """A context around everything that a command does. If one of several processes fails, it prints
+    the message of flags.run_main and exits at once, without waiting for the others."""
     try:
         yield
         watchdog.arm("")
@@ -222,5 +226,5 @@ def exit_together() -> Iterator[None]:
         print(line or traceback.format_exc(), file=sys.stderr, flush=True)
         sys.stdout.flush()
         if distributed.global_state.process_id == 0:
-            time.sleep(1)       # what the others say passes through this process
+            time.sleep(1)       # the others exchange messages through this process
         os._exit(status)

@@ -1,7 +1,7 @@
 """Large pages of memory for a command, on Linux.
 
 glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES asks for them when a process
-starts. So a command that finds none set starts itself once more, before jax is imported.
+starts. So a command that finds the variable unset restarts itself with it, before jax is imported.
 ZIGZAG_LARGE_PAGES=0 switches this off.
 """
 
@@ -12,8 +12,8 @@ TUNABLE = "glibc.malloc.hugetlb=1"
 
 
 def restart_with_large_pages() -> None:
-    """Replace this process by the same command with large pages, where glibc can have them and
-    nobody has said otherwise."""
+    """Replace this process by the same command with large pages, if glibc has them and the
+    environment does not say otherwise."""
     environment = os.environ
     if (sys.platform == "linux" and environment.get("ZIGZAG_LARGE_PAGES") != "0"
             and "GLIBC_TUNABLES" not in environment and _glibc_version() >= (2, 35)):

@@ -25,15 +25,15 @@ from zigzag.core.errors import ConfigError, did_you_mean
 
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
-WITHOUT_TENSOR = AXES[:-1]                  # manual where `tensor` is left to the compiler
+WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is left to the compiler
 
 
 # -------------------------------------------------------------------------------------------
 # Meshes
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
-    """'data=2,tensor=4' and the size of the tensor axis as {axis: size}, without what is not
-    given."""
+    """{axis: size} from --mesh ('data=2,tensor=4') and --shards, the size of the tensor axis; only
+    the axes that are given."""
     sizes = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -57,8 +57,8 @@ def _check_axis(name):
 
 
 def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """The mesh over all devices. An axis left out has size 1, except data, which takes the
-    devices that are left."""
+    """The mesh over all devices. An axis that is not given has size 1, except data, which takes
+    the remaining devices."""
     for name in sizes:
         _check_axis(name)
     devices = jax.devices() if devices is None else list(devices)
@@ -70,7 +70,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
         raise ConfigError("these TPUs are several slices with only a slow network between them: "
                           "give one slice")
-    # Not jax.make_mesh: on most chips it has no mesh whose axis is a part of a torus's side.
+    # Not jax.make_mesh: on most chips it refuses an axis that is a part of one side of the torus.
     mesh = abstract_mesh(sizes)
     placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=mesh.axis_types)
@@ -94,7 +94,7 @@ def _divisors(count):
 
 
 def all_meshes(count: int) -> list[dict[str, int]]:
-    """Every mesh of so many devices, as the sizes of its axes."""
+    """The axis sizes of every mesh of `count` devices."""
     def over(axes, count):
         if len(axes) == 1:
             return [{axes[0]: count}]
@@ -105,7 +105,7 @@ def all_meshes(count: int) -> list[dict[str, int]]:
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
-    """A mesh without devices, for what only needs its shape."""
+    """A mesh of this shape without devices."""
     # Auto: shard_map cannot leave an Explicit axis to the compiler.
     return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
                                      axis_types=(AxisType.Auto,) * len(AXES))
@@ -122,15 +122,15 @@ def simulate_devices(count: int) -> None:
 
 
 def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
-    """The mesh of --mesh and --shards, of CPU devices where there is no accelerator."""
+    """The mesh of --mesh and --shards, with simulated CPU devices if there is no accelerator."""
     sizes = mesh_sizes(text, shards)
     simulate_devices(math.prod(sizes.values()))
     return make_mesh(**sizes)
 
 
 def keep_compiled(least: float = 1.0) -> None:
-    """Keep compiled programs in the user's cache folder for the next start: those that took so
-    many seconds to compile, or more."""
+    """Keep compiled programs in the user's cache folder for the next start, if they took at least
+    `least` seconds to compile."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
     jax.config.update("jax_compilation_cache_dir",
                       os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
@@ -138,24 +138,25 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def row_groups(mesh: Any) -> int:
-    """Into how many groups of devices the rows of a batch are split."""
+    """The number of parts into which the rows of a batch are split."""
     return math.prod(mesh.shape[a] for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays (or shardings) of the tree lie on, if they lie on one."""
-    places = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
-    return next((p.mesh for p in places if isinstance(p, NamedSharding)), None)
+    """The mesh of the arrays (or shardings) of a tree, or None if they are on no mesh."""
+    found = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
+    return next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
 
 
 def platform(mesh: Any = None) -> str:
-    """What the devices of this mesh, or of the ambient one, are: cpu, tpu, gpu; '' if none."""
+    """The platform of the devices of this mesh, or of the ambient one: cpu, tpu or gpu; '' if there
+    are no devices."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
-    return getattr(device, "platform", "")      # (there may be none)
+    return getattr(device, "platform", "")      # (device may be None)
 
 
 def time_parts() -> int:
-    """In how many parts the ambient mesh may split the time of a stream by hand."""
+    """The number of parts into which the manual axes of the ambient mesh may split the time."""
     sizes, manual = ambient()
     return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
 
@@ -166,18 +167,18 @@ def is_single_cpu(mesh: Any = None) -> bool:
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
-    """What this program asks of XLA beyond the user's XLA_FLAGS, in one place. `auto_tensor` says
-    that tensor is left to the compiler inside a shard_map."""
+    """The XLA options of a program, beyond the user's XLA_FLAGS. `auto_tensor` says that tensor is
+    left to the compiler inside a shard_map."""
     if platform(mesh) != "cpu":
         return {}
     options = {}
     if auto_tensor and mesh.shape["tensor"] > 1:
-        # This pass aborts the process on a bfloat16 psum there ("Invalid binary instruction opcode
-        # copy", jax 0.10.2 and 0.12.0.1).
+        # This pass aborts the process on a bfloat16 psum with auto tensor ("Invalid binary
+        # instruction opcode copy", jax 0.10.2 and 0.12.0.1).
         options["xla_disable_hlo_passes"] = "all-reduce-promotion"
     level, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
     if level not in given and not jax.config.read("jax_disable_most_optimizations"):
-        options[level] = 1      # compiles in three quarters of the time, and steps as fast
+        options[level] = 1      # compiles in three quarters of the time; steps are as fast
     return options
 
 
@@ -204,7 +205,7 @@ def full_spec(spec: P, rank: int) -> list[Any]:
 
 
 def trimmed(entries: Iterable[Any]) -> P:
-    """The spec of these entries, without those at its end that name no axis."""
+    """The spec with these entries, without trailing entries that name no axis."""
     entries = list(entries)
     while entries and not entries[-1]:
         entries.pop()
@@ -212,20 +213,20 @@ def trimmed(entries: Iterable[Any]) -> P:
 
 
 def drop_trivial_axes(spec: P, mesh: Any) -> P:
-    """The spec without axes of size 1. The one place where they are dropped: the compiler fails
-    on them, or sends whole gradients to nobody."""
+    """The spec without axes of size 1. They are dropped here and nowhere else: with them, the
+    compiler fails, or emits collectives of whole gradients within groups of one device."""
     sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
     return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
 
 
 def without_axis(specs: Any, axis: str) -> Any:
-    """Specs of arrays that are not split over this axis, or for a shard_map that leaves it to the
-    compiler."""
+    """The specs without this axis: for arrays that it does not split, or for a shard_map that
+    leaves it to the compiler."""
     return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
 
 
 def batch_spec(mesh: Any) -> P:
-    """Rows of a batch are split over every axis that has rows of its own."""
+    """The spec of a batch [B, ...]: its rows are split over BATCH_AXES."""
     return drop_trivial_axes(P(BATCH_AXES), mesh)
 
 
@@ -246,8 +247,8 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """Float leaves in this precision; as they are where none is named. What a leaf called
-    router_bias decides, the choice of experts, is computed in float32."""
+    """The tree with its float leaves in this dtype, or unchanged if dtype is ''. A leaf called
+    router_bias keeps its dtype: the choice of experts, which it decides, is computed in float32."""
     def one(path, w):
         is_exact = path and getattr(path[-1], "key", "") == "router_bias"
         return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
@@ -256,8 +257,8 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:
-    """Refuse ids that the vocabulary does not have, where they are numbers: a lookup gives numbers
-    for any. (In a compiled program they are not known yet.)"""
+    """Refuse ids outside the vocabulary, for which a lookup would return numbers all the same. Does
+    nothing while jax traces, when the ids have no values yet."""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)
@@ -268,7 +269,7 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
 
 
 def add_to(total: Any, more: Any) -> Any:
-    """The sum of two trees, in the precision of the first."""
+    """The sum of two trees, in the dtypes of the first."""
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
@@ -276,22 +277,24 @@ def add_to(total: Any, more: Any) -> Any:
 # Inside a shard_map: varying types (shard.py explains them)
 
 def ambient() -> tuple[dict[str, int], set[str]]:
-    """Sizes of the ambient mesh's axes, and those that are manual here."""
+    """The axis sizes of the ambient mesh, and the axes that are manual here: over a manual axis our
+    code sends, over an auto one the compiler does."""
     mesh = jax.sharding.get_abstract_mesh()
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
 def varying(*trees: Any) -> set[str]:
     """The manual axes over which the leaves may differ from device to device."""
-    # (jax.typeof of a shape fails where tensor is the compiler's.)
+    # (jax.typeof fails on a ShapeDtypeStruct where tensor is auto.)
     return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
                          for x in jax.tree.leaves(trees)])
 
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
-    """The tree, marked as varying wherever `like` varies, and over the axes `also`. The transpose
-    of a mark is a sum over its axes: mark weights before differentiating, and their gradients
-    stay local until you sum them; mark an activation, and its gradient is summed there."""
+    """The tree, marked as varying over every axis over which `like` varies, and over `also`. The
+    transpose of a mark is a sum over its axes: mark weights before differentiating, and their
+    gradients stay local until you sum them; mark an activation inside the function, and its
+    gradient is summed at that point."""
     axes = varying(*like) | set(also)
 
     return jax.tree.map(
@@ -299,21 +302,22 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
 
 
 def vary_like(tree: Any, *like: Any) -> Any:
-    """mark_varying, but never over tensor: there a type says that a thing is split, and what is
-    carried around a loop is split or not as it was given."""
+    """The tree, marked as varying wherever `like` varies, but never over tensor. A type that varies
+    over tensor means that an array is split over it, and that must not change here: a loop's
+    carry, say, is split over tensor or not as it was passed in."""
     return mark_varying(tree, also=varying(*like) - {"tensor"})
 
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
-    """Zeros of the shapes and types that fn(*args) has."""
-    # (jnp.zeros_like of a shape fails where tensor is the compiler's.)
+    """Zeros with the shapes, dtypes and varying types of fn(*args)."""
+    # (jnp.zeros_like fails on a ShapeDtypeStruct where tensor is auto.)
     return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
                         jax.eval_shape(fn, *args))
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
-    """Each leaf that all devices of an axis computed alike: kept on the first of them, 0 on the
-    others. A sum over the axis then counts it once."""
+    """The tree with each leaf that all devices of an axis have computed (it does not vary over the
+    axis) kept on the first device and 0 on the others. A sum over the axis then counts it once."""
     def first(x):
         for axis in sorted(axes - varying(x)):
             x = jnp.where(lax.axis_index(axis) == 0, x, 0)
@@ -323,27 +327,27 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, axis: str) -> Any:
-    """Each leaf that all devices of an axis computed alike, although its type says that it may
-    vary, as the one value that it is; each device has then a share of its gradient."""
+    """The tree with leaves that are equal on all devices of an axis, but marked as varying over it,
+    as unvarying values. Each device receives an equal share of their gradient."""
     return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying(x) else x, tree)
 
 
 def pmean_all(tree: Any) -> Any:
-    """Each leaf that is equal on all devices although its type says that it varies, as the one
-    value that it is."""
+    """The tree with leaves that are equal on all devices, but marked as varying, as unvarying
+    values."""
     return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
                         tree)
 
 
 def untyped(fn: Callable, outside: bool = True) -> Callable:
-    """fn without varying types: traced with plain shapes, and `outside` the mesh, where no function
-    of shard.py sends anything. In a shard_map with check_vma=False each device computes so on what
-    it has, whatever fn contains."""
+    """fn without varying types: traced on plain shapes, and, if `outside`, without the mesh, so
+    that no function of shard.py sends anything. For a shard_map with check_vma=False, in which each
+    device computes fn on its own arguments."""
     def call(*args):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh if outside else contextlib.nullcontext():
-            # (A new lambda: jax would give back what it has traced of fn elsewhere.)
+            # (A new lambda: for fn itself jax could return a cached trace from elsewhere.)
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
         return jax.tree.unflatten(jax.tree.structure(made),
                                   jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
@@ -352,9 +356,9 @@ def untyped(fn: Callable, outside: bool = True) -> Callable:
 
 
 def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
-    """The collective, for an array that `tensor` may split too. In a function that somebody else
-    wrote, tensor is left to the compiler, which would gather that split (right values, four times
-    the bytes): so it is made manual around this one collective."""
+    """The collective, for an array that `tensor` may split too. In a custom loss, tensor is left to
+    the compiler, which would gather the array over tensor before the collective (correct, with four
+    times the bytes). So tensor is made manual around this one collective."""
     sizes, manual = ambient()
     if sizes["tensor"] == 1 or "tensor" in manual:
         return collective

@@ -1,6 +1,6 @@
 """Batches: from examples to arrays, and onto the mesh.
 
-Of several processes each makes only the rows that its own devices hold.
+Each process makes only the rows that its own devices hold.
 """
 
 from typing import Any, Callable, Sequence
@@ -17,31 +17,34 @@ from zigzag.core.mesh import batch_spec, row_groups
 
 def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
                  ) -> dict[str, np.ndarray]:
-    """The arrays that collate makes of some examples; of rows shaped as in `shapes`."""
+    """The batch {name: array [rows, ...]} that collate makes from these examples, after checking
+    the number of rows, and their shapes against `shapes` if given."""
     batch = {k: np.asarray(v) for k, v in collate(examples).items()}
     for k, x in batch.items():
         if x.shape[:1] != (len(examples),):
             raise ConfigError(f"collate made {k!r} of shape {x.shape} from {len(examples)} "
                               f"examples: the first dimension must count them")
         if shapes is not None and x.shape[1:] != shapes[k].shape[1:]:
-            raise ConfigError(f"collate made {k!r} of rows of shape {list(x.shape[1:])} of some "
-                              f"examples, and {list(shapes[k].shape[1:])} of the first one: pad "
-                              f"every batch to the same shape")
+            raise ConfigError(f"collate made {k!r} with rows of shape {list(x.shape[1:])} from "
+                              f"some examples, and {list(shapes[k].shape[1:])} from the first one: "
+                              f"pad every batch to the same shape")
     return batch
 
 
 def batch_shapes(rows: int, collate: Callable, examples: Sequence) -> dict[str, Any]:
-    """What a batch of so many of these examples looks like, to learn from."""
+    """The shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch of these examples,
+    with the dropout "seeds"."""
     if not len(examples):
-        raise ConfigError("there are no examples to learn from")
+        raise ConfigError("there are no examples to train on")
     batch = {k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype)
              for k, v in batch_arrays(collate, [examples[0]]).items()}
     return {**batch, "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
 
 
 def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
-    """A batch of so many rows on the mesh, split, or whole on each device where they do not divide.
-    make(first, last) gives the arrays of some rows: those that this process's devices hold."""
+    """A batch {name: array [rows, ...]} on the mesh. Rows are split over BATCH_AXES; if they do not
+    divide, every device has all of them. make(first, last) makes the arrays for the rows first ...
+    last - 1, and is called with those that this process's devices hold."""
     place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)

@@ -1,21 +1,22 @@
-"""What a run leaves on disk, and how it is read again.
+"""The folder of a run: what a run writes to disk, and how it is read again.
 
-    out/config.json             what the run is; continuing it with something else is refused, and
-                                what --change has changed is noted with its step
+    out/config.json             the configuration; continuing with another one is refused, and
+                                changes made by --change are recorded with their step
     out/metrics.jsonl           a line for each step and each evaluation
     out/samples.jsonl           a line for each sample of --sample_prompts
-    out/lock                    held while a process writes there
+    out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
                                 opt       what only training needs
                                 meta      step, shapes, a checksum of every array, and the
                                           numbers of an evaluation at this step
 
-orbax writes the arrays, in the background, and renames a folder when it is complete. What it does
-not notice (a flipped byte restores silently) the checksums do. A damaged checkpoint is renamed,
-and the one before it is used. Process 0 writes, but for arrays: each process writes its own part.
+orbax writes the arrays in the background, and renames a folder when it is complete. The checksums
+catch what orbax does not (a flipped byte restores silently). A damaged checkpoint is renamed, and
+the previous one is used. Each process writes its own part of the arrays; process 0 writes
+everything else.
 
-The newest checkpoints are kept, and the best (--best). Which one is best is written nowhere: it
-follows from the evaluations in the checkpoints that are there.
+The newest checkpoints are kept, and the best one (--best). Which is the best is not stored: it
+follows from the evaluations in the checkpoints that exist.
 """
 
 import contextlib
@@ -43,11 +44,11 @@ from zigzag.core.files import appears, write_json, write_whole
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
 
-# As much is compressed at a time. (Of a state of 1.7 GB, all at once took 0.9 GB more memory, and
-# was no faster.)
+# How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
+# memory and was no faster.)
 SAVING_GB = 0.3
-# The loop waits for the save of a state of so many bytes on CPU devices. It lies in the memory that
-# is the save's too, and while a save reads it the next state needs a place of its own.
+# From this many bytes of state on CPU devices, the loop waits for a save to finish. State and save
+# share the same memory there: while a save reads a state, the next one needs memory of its own.
 WAITS_FROM = 2**28
 
 
@@ -59,19 +60,19 @@ RENAMED = {"parallel": "parallel_block"}
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
-    """config.json of the run that `flag` names, with all fields of the dataclass `config`. One that
-    is younger than the run has its default, or what follows from the others."""
+    """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
+    that did not exist yet when the run began have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
 
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
-    """The fields of a run's config.json that the dataclass `config` has, as one; with the fields
-    that are `given` in place of the file's."""
+    """A `config` (a dataclass) with the values in a run's config.json, except for the fields that
+    are `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
     fields = {f.name: f for f in dataclasses.fields(config) if f.name not in given}
     known = {name: record[name] for name in fields if name in record}
     if not known:
-        raise ConfigError(f"{path} is damaged, or not a run's: no configuration is in it")
+        raise ConfigError(f"{path} is damaged, or not a run's: it has no configuration")
     for name, value in known.items():
         if not _has_type(value, type(fields[name].default)):
             raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
@@ -85,13 +86,14 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
 
 
 def _has_type(value, kind):
-    """Whether JSON's value is one of a field of this type."""
+    """Whether a value read from JSON fits a field of this type."""
     kinds = {float: (int, float), tuple: list}.get(kind, kind)
     return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
-    """config.json of the run that `flag` names, as it is."""
+    """The content of config.json of the run that `flag` names, with old names of options
+    renamed."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -108,23 +110,24 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     return record
 
 
-# What follows from a published folder, whose name is compared, by the version that reads it.
+# Facts that follow from a published folder and the version that reads it. They are not compared:
+# the folder's name is.
 FOLLOWS = ("published", "pad_id")
-# What --change may change on purpose, and the facts of a run that each stands for.
+# {a word of --change: the facts of a run that it allows to change}
 CHANGEABLE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",),
               "data": ("data", "fingerprint")}
 
 
 def facts_changed(change: Sequence[str]) -> list[str]:
-    """The facts that `--change lr data` says may change."""
+    """The names of the facts that the words of --change (lr, data ...) allow to change."""
     return [fact for name in change for fact in CHANGEABLE.get(name, ())]
 
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
                      needs: Sequence[str] = (), change: Sequence[str] = ()) -> None:
-    """Refuse to continue a run for which facts of `now` were others, except those that may
-    `change`, or that lacks one of `needs`, before anything is touched. read_old(out) gives the
-    facts of the run that is there."""
+    """Refuse to continue the run in `out` if its facts differ from `now` (except those that may
+    `change`), or if it lacks one of the facts in `needs`. Called before anything is written.
+    read_old(out) returns the facts of the existing run."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
@@ -139,7 +142,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
                for name, value in json.loads(json.dumps(now)).items()      # as config.json has it
                if name in old and old[name] != value and name not in FOLLOWS
                and name not in facts_changed(change)
-               and (value or name not in ("vocab_size", "dtype"))}  # (these may be found out later)
+               and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
     if not differs:
         return
     was, how, network = [], "continue it with what it was", differs.pop("network", None)
@@ -159,27 +162,27 @@ def _shown(value):
 
 
 # -------------------------------------------------------------------------------------------
-# The folder of a run while it goes on
+# The folder of a running run
 
 class RunFolder(contextlib.AbstractContextManager):
-    """Saves and restores the state of a run, and writes its metrics. A context manager: it closes
-    itself."""
+    """Saves and restores the state of a run, and writes its metrics. A context manager, which
+    closes the folder at its end."""
 
     def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
                  change: Sequence[str] = ()):
-        """`record` becomes config.json; of a run that is continued the facts `must_match` must be
-        as they are now in what read_old(out) gives, except those that --change names. `state` is
-        abstract: shapes with their places on the mesh."""
+        """`record` becomes config.json. If the run is continued, the facts named in `must_match`
+        must equal those of read_old(out), except those that --change names. `state` is a tree of
+        shapes with shardings. The newest `keep` checkpoints are kept."""
         self.out, self.folder = out, Path(out).resolve()
-        self.record, self.changed = record, {}      # what is changed now: name -> [old, new]
+        self.record, self.changed = record, {}      # {fact that --change changes now: [old, new]}
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.skipped = 0        # updates in a row without a finite gradient, at the restored step
-        self.losses = []        # of training since the last evaluation before it
+        self.losses = []        # training losses from the last evaluation to the restored step
         self.best = None        # step of the best checkpoint
-        self.samples = None     # samples.jsonl, once there are some
+        self.samples = None     # samples.jsonl, opened at the first sample
         check_run_folder(out, {name: record[name] for name in must_match}, read_old, change=change)
         word = secrets.token_hex(8)
         if self.is_process_0:
@@ -193,7 +196,8 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
 
     def _note_changes(self, read_old, facts):
-        """Add to the record what earlier runs changed on purpose, and what this one does."""
+        """Add to the record the changes that earlier runs made by --change, and those of this one.
+        """
         if not (self.folder / "config.json").exists():
             return
         old = json.loads(json.dumps(read_old(self.out)))
@@ -207,7 +211,7 @@ class RunFolder(contextlib.AbstractContextManager):
             self.record["changes"] = changes
 
     def _take(self, word, note_changes):
-        """Lock the folder. The lock ends with the process."""
+        """Lock the folder, until the process ends, and write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock = self.files.enter_context(open(self.folder / "lock", "a"))
@@ -225,8 +229,8 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Wait for the save in flight, which would be lost otherwise; but not where one process of
-        several failed, for the others would never come."""
+        """Wait for the save in flight, which would be lost otherwise. (Not if one of several
+        processes failed: the others would never join.)"""
         if kind is not None and jax.process_count() > 1:
             return
         with self.files:
@@ -235,7 +239,8 @@ class RunFolder(contextlib.AbstractContextManager):
                 self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
-        """The newest checkpoint that can be read, in its places on the mesh, or None."""
+        """The state of the newest readable checkpoint, sharded like `self.state`, or None if there
+        is no checkpoint. Damaged ones are set aside."""
         state = None
         steps = process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]
         for at in steps:
@@ -251,7 +256,8 @@ class RunFolder(contextlib.AbstractContextManager):
                 say(f"checkpoint {at} is damaged ({e}): set aside as {name}")
         if steps and state is None:
             raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
-                           f"can be read; they were set aside, and the same command begins anew")
+                           f"can be read; they were set aside, and the same command starts again "
+                           f"from step 0")
         self.restored = self.saved
         if self.changed and self.record["changes"][-1]["step"] != (self.saved or 0):
             self.record["changes"][-1]["step"] = self.saved or 0    # (newer ones were damaged)
@@ -261,20 +267,20 @@ class RunFolder(contextlib.AbstractContextManager):
         return state
 
     def _set_aside(self, at):
-        """Rename a checkpoint that no process reads any more. The new name."""
+        """Rename a damaged checkpoint, which no process reads any more. Returns its new name."""
         folder, name, number = self.folder / "checkpoints", f"damaged-{at}", 0
         while (folder / name).exists():
             number += 1
             name = f"damaged-{at}-{number}"
         if self.is_process_0:
             (folder / str(at)).rename(folder / name)
-        name = process_allgather(name)[0]       # what process 0 found: others may see it renamed
+        name = process_allgather(name)[0]       # process 0's: others may see it renamed already
         self.manager.reload()
         return name
 
     def _go_on(self, name):
-        """Open a file of lines, without those from after the step that was restored: they will be
-        made again."""
+        """Open a .jsonl file to append, after dropping the lines of later steps than the restored
+        one, which the run will write again."""
         path, lines = self.folder / name, []
         path.touch()
         for line in path.read_bytes().splitlines(keepends=True):
@@ -289,7 +295,8 @@ class RunFolder(contextlib.AbstractContextManager):
         return self.files.enter_context(open(path, "a", buffering=1))       # line by line
 
     def write(self, row: dict) -> None:
-        """Add a line to metrics.jsonl; JSON has no numbers that are not finite."""
+        """Add a line to metrics.jsonl. Numbers that are not finite, which JSON lacks, become null.
+        """
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
 
@@ -300,19 +307,19 @@ class RunFolder(contextlib.AbstractContextManager):
             self.samples.writelines(json.dumps(row) + "\n" for row in rows)
 
     def compile_checksums(self, state: Any) -> None:
-        """Before the first step: no save then waits for the compiler."""
+        """Compile the checksums before the first step, so that no save waits for the compiler."""
         checksums(state_items(state))
 
     def read_best(self, best: str) -> dict[int, dict]:
-        """The best step of those that are saved, which is kept from here on, and its evaluation."""
+        """{best saved step: its evaluation}, or {}. That checkpoint is kept from here on."""
         found = evaluations(self.folder) if best and self.is_process_0 else {}
         found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
         self.best = best_of(best, found) if found else None
         return {} if self.best is None else {self.best: found[self.best]}
 
     def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: int | None) -> None:
-        """Begin to save the state of this step, with the numbers of an evaluation of it. It goes on
-        in the background. `best` is the step that is the best now."""
+        """Start saving the state of step `at`, with the numbers of its evaluation; the save
+        continues in the background. `best` is the best step so far, which is kept."""
         if self.saved == at:
             return
         _trim_memory()
@@ -340,7 +347,8 @@ class RunFolder(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _as_run_error(what):
-    """A full disk, say, in one line. Errors of a save in the background come later."""
+    """A context that turns any error (a full disk) into a RunError of one line, and silences those
+    that background threads raise later."""
     try:
         yield
     except Exception as e:
@@ -350,8 +358,8 @@ def _as_run_error(what):
 
 
 class _Kept:
-    """What orbax asks when a save begins; what is not kept it deletes when that save is complete,
-    so that a kill never leaves less than there was."""
+    """The policy that orbax asks at the start of a save: the last `keep` steps, and the best. orbax
+    deletes the others only when that save is complete, so a kill never leaves fewer."""
 
     def __init__(self, keep, best):
         self.keep, self.best = keep, best
@@ -362,16 +370,17 @@ class _Kept:
 
 
 def _orbax():
-    """(To import it takes 0.4 s, which a command without a checkpoint does not spend.)"""
+    """The module orbax.checkpoint, imported late: it takes 0.4 s, which commands without a
+    checkpoint save."""
     import orbax.checkpoint
     return orbax.checkpoint
 
 
 def _orbax_manager(folder, keep, best):
-    # orbax would note which devices held what, and then refuse to open the checkpoint on other
-    # ones unless told where to put it. Without the note it opens anywhere.
+    # By default orbax records which devices held what, and then refuses to open the checkpoint on
+    # others without explicit shardings. Without this record it opens anywhere.
     ocp = _orbax()
-    logging.getLogger("absl").setLevel(logging.CRITICAL)    # what goes wrong is told in one line
+    logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
     arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB)
@@ -383,19 +392,19 @@ def _orbax_manager(folder, keep, best):
 
 
 def _trim_memory():
-    """Give back what the last save has freed. glibc would keep it in the pools of orbax's threads:
-    with a state of 1.7 GB, 1.5 GB more after each of three saves."""
+    """Return memory that the last save has freed to the system. glibc would keep it in the pools of
+    orbax's threads: with a state of 1.7 GB, 1.5 GB more after each of three saves."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def _finite(value):
-    """With None for what is not finite, in lists too."""
+    """The value with None in place of numbers that are not finite, in lists and dicts too."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def _parse_row(line):
-    """A line of metrics.jsonl; {} where it was cut short."""
+    """The object in a line of metrics.jsonl; {} if the line is truncated."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else {}
     except ValueError:
@@ -407,7 +416,8 @@ def _parse_row(line):
 # One checkpoint
 
 def state_items(state: Any) -> dict[str, Any]:
-    """A state as the items of a checkpoint: the weights alone, and what only training needs."""
+    """A state as the two items of a checkpoint: params, the weights, and opt, what only training
+    needs."""
     return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
 
 
@@ -416,13 +426,13 @@ def _kinds(tree):
 
 
 def checksum(x: Array) -> Array:
-    """A number that any one changed bit changes, and that no mesh does: the sum of the bits of each
-    element, times an odd number that its place decides, modulo 2**32."""
+    """A number (uint32) that changes if any one bit of x changes, and that does not depend on the
+    mesh: the sum over elements of their bits times (2 * index + 1), modulo 2**32."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    place = jnp.uint32(0)
+    index = jnp.uint32(0)
     for d, size in enumerate(x.shape):
-        place = place * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
-    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
 
 
 @functools.cache
@@ -433,7 +443,7 @@ def _compiled_checksums(mesh):
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of each array on a mesh, by its path."""
+    """{path: checksum} of the arrays of a tree on a mesh."""
     sums = jax.device_get(_compiled_checksums(mesh_of(tree))(tree))
     return {path: int(x) for path, x in by_path(sums).items()}
 
@@ -449,14 +459,14 @@ def newest_step(folder: str | Path) -> int:
 
 
 def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
-    """Of which steps a run has checkpoints, the newest first."""
+    """The steps of a run's checkpoints, newest first."""
     if steps := _saved_steps(folder):
         return steps
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 
 
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
-    """By step, the numbers of the evaluation of each checkpoint of a run."""
+    """{step: the numbers of its evaluation} for the checkpoints of a run."""
     found = {}
     for path in (Path(folder).resolve() / "checkpoints").glob("*/meta/metadata"):
         step = path.parts[-3]
@@ -467,8 +477,8 @@ def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
-    """The step whose evaluation is best, as --best means it: the earliest of equals, and None if
-    none has a number of that name."""
+    """The step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the earliest
+    of equal ones, or None if no evaluation has a finite number of that name."""
     which, name = best.split(":", 1)
     sign = {"smallest": 1, "largest": -1}[which]
     found = {step: row.get(name) for step, row in numbers.items()}
@@ -477,22 +487,23 @@ def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
 
 
 def best_step(folder: str | Path, flag: str = "--run") -> int:
-    """The step of a run's best checkpoint, by the --best that it was trained with."""
+    """The step of a run's best checkpoint, by the --best with which it was trained."""
     best = run_record(folder, flag).get("best")
     if not best:
-        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so no checkpoint "
-                          f"of it is the best; its newest is of step {run_steps(folder, flag)[0]}")
+        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
+                          f"checkpoints is the best; the newest has step "
+                          f"{run_steps(folder, flag)[0]}")
     step = best_of(best, evaluations(folder))
     if step is None:
-        raise ConfigError(f"{flag} {folder}: no checkpoint yet of an evaluation with a number for "
+        raise ConfigError(f"{flag} {folder}: no checkpoint yet has an evaluation with a number for "
                           f"--best {best}")
     return step
 
 
 def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"
                 ) -> Any:
-    """The weights of a run's newest (or given) step, in the places that the shapes `params` have.
-    A damaged checkpoint is reported, and the one before it is read. (`flag` named the run.)"""
+    """The weights of a run's newest (or given) step, sharded like the shapes `params`. A damaged
+    checkpoint is reported, and the previous one is read. `flag` is the flag that named the run."""
     checkpoints, steps = Path(folder).resolve() / "checkpoints", run_steps(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
@@ -509,9 +520,10 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
                     ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The items that are wanted, in their places, and the description (meta). Kinds of arrays are
-    compared before one is read, and checksums after. Raises CorruptCheckpoint in every process,
-    for each reads its own part, and one alone may find that it cannot."""
+    """(items, meta): the items of a checkpoint that are `wanted`, {name: a tree of shapes with
+    shardings}, and its description. Dtypes and shapes are compared before anything is read, and
+    checksums afterwards. Each process reads its own part; if one fails, CorruptCheckpoint is raised
+    in all of them."""
     try:
         (items, meta), why = _read_items(folder, wanted, whose), None
     except CorruptCheckpoint as e:
@@ -533,7 +545,7 @@ def _read_items(folder, wanted, whose):
         meta = json.loads((folder / "meta" / "metadata").read_text())
         kinds, step = meta.get("leaves"), meta["step"]
     if str(step) != folder.name:
-        raise CorruptCheckpoint(f"its description is of step {step}")
+        raise CorruptCheckpoint(f"its description says step {step}")
     for path, kind in _kinds(wanted).items():
         if kinds and kinds.get(path) != kind:
             raise ConfigError(f"{whose}: checkpoint {step} has {path} as "
@@ -545,8 +557,9 @@ def _read_items(folder, wanted, whose):
 
 @contextlib.contextmanager
 def _reading(folder, what):
-    """What cannot be read is the checkpoint's fault, or this machine's: then nothing is to be set
-    aside. Without the hundreds of lines that reading a damaged checkpoint prints."""
+    """A context that turns errors of reading into CorruptCheckpoint, or into RunError if this
+    machine is to blame (memory, permissions): then nothing must be set aside. It hides the hundreds
+    of lines that reading a damaged checkpoint prints."""
     logging.disable(logging.CRITICAL)
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
@@ -559,7 +572,7 @@ def _reading(folder, what):
                            f"nothing was set aside") from None
         raise CorruptCheckpoint(f"{what}: {one_line(e)}") from None
     finally:
-        gc.collect()            # what is left of a failed attempt complains when it is cleared away
+        gc.collect()            # the remains of a failed read print errors when they are collected
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
 

@@ -3,9 +3,9 @@
     Pairs     lines of JSON, each with two texts     -> (source ids, target ids)
     Arrays    a .npz, or a folder of .npy files      -> {name: a row of that array}
 
-Each has `train` and `held_out`, two sequences of examples; `fingerprint`, the digest of what it
-read; and text for a person, by str(). A tenth is held out. Nothing is kept in memory but where the
-examples lie: an example is read when it is needed. This file needs numpy, not jax.
+Each has `train` and `held_out`, two sequences of examples (a tenth is held out); `fingerprint`, a
+digest of the data; and str(), a description to print. Memory holds only the offsets of the
+examples: an example is read when it is needed. This file needs numpy, not jax.
 """
 
 import array
@@ -24,12 +24,12 @@ from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line
 from zigzag.core.files import sha256
 from zigzag.disk.tokenizers import Tokenizer
 
-# Compressed arrays are held in memory whole: not more than so many bytes of them.
+# Compressed arrays have to be held in memory: at most this many bytes of them.
 MOST_COMPRESSED = 2**32
 
 
 class Part:
-    """Some examples of a data set, by their numbers in it."""
+    """A part of a data set: a sequence of the examples with these numbers."""
 
     def __init__(self, example: Callable[[int], Any], numbers: np.ndarray):
         self.example, self.numbers = example, numbers
@@ -44,12 +44,12 @@ class Part:
 
 
 def _split(example, is_held_out, what):
-    """Those to learn from, and those held out. Where the marks hold out next to nothing, or too
-    much, the last tenth is held out."""
+    """(train, held_out), two `Part`s, by marks for each example. If the marks hold out almost none
+    or too many, the last tenth is held out instead."""
     marks = np.array(is_held_out, bool)
     if len(marks) < 2:
-        raise ConfigError(f"{what}: {len(marks)} examples; expected two at least, of which one is "
-                          f"held out")
+        raise ConfigError(f"{what}: {len(marks)} examples; expected at least two, one to train on "
+                          f"and one to hold out")
     if not 0.03 < marks.mean() < 0.3:
         marks = np.arange(len(marks)) >= len(marks) - max(1, len(marks) // 10)
     return Part(example, np.flatnonzero(~marks)), Part(example, np.flatnonzero(marks))
@@ -67,9 +67,9 @@ def _existing(path):
 # Pairs of texts
 
 class Pairs:
-    """Pairs of texts: of *.jsonl files, or of folders of them, each line an object with two texts.
-    A pair is held out by the hash of its source: a line that is added moves no other, and what is
-    held out has a source that is never learned from."""
+    """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
+    A pair is held out by the hash of its source. So adding a line moves no other, and training
+    never sees the source of a held-out pair."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
                  fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0):
@@ -78,7 +78,7 @@ class Pairs:
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         self.name = " ".join(map(str, paths))
         self.files = [file for path in paths for file in _jsonl_files(path)]
-        # Of each pair: its file, its first byte there, and its line.
+        # For each pair, its file, the offset of its first byte, and its line number.
         self.file, self.start, self.line = array.array("q"), array.array("q"), array.array("q")
         self.states = []
         is_held_out, digest = bytearray(), hashlib.sha256(json.dumps(self.fields).encode())
@@ -107,11 +107,11 @@ class Pairs:
         where = f"{file} line {self.line[i]}"
         with open(file, "rb") as f:
             if _state(f) != self.states[self.file[i]]:
-                raise ConfigError(f"{file} was changed since it was first read; begin again")
+                raise ConfigError(f"{file} has changed since it was first read; start again")
             f.seek(self.start[i])
             texts = texts_of(f.readline(), where, self.fields)
         ids = tuple(np.array(self.tokenizer.with_ends(text), np.int64) for text in texts)
-        # For an id that does not exist a device would take another one, silently.
+        # For an id that does not exist, a lookup would silently take another row.
         for x, field in zip(ids, self.fields):
             if (bad := (x < 0) | (x >= self.vocab_size)).any():
                 raise ConfigError(f"{where}: {field!r} has the id {x[bad][0]}; the vocabulary has "
@@ -124,7 +124,7 @@ class Pairs:
 
 
 def _state(f):
-    """Another one when the file was written to since."""
+    """A value that changes when the file is written to."""
     status = os.fstat(f.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -145,7 +145,7 @@ def _expected(fields):
 
 
 def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
-    """The texts of a line, an object with these fields."""
+    """The texts in these fields of a line of JSON, or a ConfigError that names the line."""
     expected = f"expected one object a line: {_expected(fields)}"
     try:
         record = json.loads(raw)
@@ -160,7 +160,7 @@ def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
             raise ConfigError(f"{where}: no field {field!r}, it has {there[:80]}; {expected}"
                               + did_you_mean(field, record))
         if not isinstance(record[field], str):
-            raise ConfigError(f"{where}: {field!r} is {repr(record[field])[:40]}, which is no "
+            raise ConfigError(f"{where}: {field!r} is {repr(record[field])[:40]}, which is not "
                               f"text; {expected}")
         try:
             record[field].encode()
@@ -171,8 +171,8 @@ def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_json_lines(path: Path) -> bool:
-    """Whether a file has an object of JSON on each line: by its name or, of a .json, by its first
-    two lines."""
+    """Whether a file has a JSON object on each line, told by its name or, for a .json file, by its
+    first two lines."""
     if path.suffix != ".json":
         return path.suffix in (".jsonl", ".ndjson")
     with open(path, "rb") as f:
@@ -191,10 +191,9 @@ def _is_tenth(text):
 # Arrays
 
 class Arrays:
-    """The rows of the arrays of a .npz, or of a folder of .npy files, which are named as a batch's
-    entries are: all have one row for each example. `names`: those that must be there. `below`:
-    name -> count, for arrays of ids or classes, which must be below it. The last tenth is held out.
-    Nothing is ever unpickled."""
+    """The arrays of a .npz, or of a folder of .npy files. They have the names of a batch's entries,
+    and each has one row for each example. `names` are the arrays that must exist; `below`, {name:
+    count}, the bounds for ids and classes. The last tenth is held out. Nothing is unpickled."""
 
     def __init__(self, path: str | Path, names: Sequence[str] = (),
                  below: dict[str, int] | None = None):
@@ -210,8 +209,8 @@ class Arrays:
                 raise ConfigError(f"{path}: no array {name!r}, it has {', '.join(self.arrays)}"
                                   + did_you_mean(name, self.arrays))
         if "seeds" in self.arrays:
-            raise ConfigError(f"{path}: an array 'seeds', which is a name that every batch has for "
-                              f"its random numbers; give it another")
+            raise ConfigError(f"{path}: an array 'seeds', the name of every batch's random "
+                              f"numbers; give it another name")
         lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
         if len(set(lengths.values())) > 1:
             rows = ", ".join(f"{name} {n}" for name, n in lengths.items())
@@ -219,7 +218,7 @@ class Arrays:
                               f"expected one row in each for each example")
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
-        marks = np.zeros(next(iter(lengths.values())), bool)        # (so the last tenth)
+        marks = np.zeros(next(iter(lengths.values())), bool)        # (_split takes the last tenth)
         self.train, self.held_out = _split(self._rows, marks, path)
 
     def _rows(self, i):
@@ -239,14 +238,14 @@ class Arrays:
 
 
 def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int]) -> Arrays:
-    """The arrays of --data for a model whose batch has these shapes; ids and classes are below
-    their `limits`."""
+    """The arrays of --data for a model whose batch has these shapes. Ids and classes must be below
+    their `limits`, {name: count}."""
     if len(paths) != 1:
         raise ConfigError(f"--data {' '.join(paths) or 'is not given'}: expected one .npz, or one "
                           f"folder of .npy files, with {', '.join(shapes)}: a row in each for each "
                           f"example")
     arrays = Arrays(paths[0], list(shapes))
-    if "tokens" in shapes:      # what a batch may have beside
+    if "tokens" in shapes:      # optional arrays of a batch
         more = {"mask": np.float32, **dict.fromkeys(("token_types", "segments", "positions"), int)}
         shapes = {**{name: np.broadcast_to(np.zeros((), dtype), shapes["tokens"].shape)
                      for name, dtype in more.items() if name in arrays.arrays}, **shapes}
@@ -263,14 +262,15 @@ def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, 
 
 
 def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Examples as a batch. Devices count in 32 bits: what has 64 is converted."""
+    """The batch {name: array [rows, ...]} of examples {name: row}. Numbers of 64 bits are converted
+    to 32, which devices compute in."""
     batch = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
     for name, x in batch.items():
         dtype = np.dtype({"i8": "i4", "u8": "i4", "f8": "f4"}.get(x.dtype.str[1:], x.dtype))
         if dtype.kind == "i" and x.dtype.itemsize == 8:
             bounds = np.iinfo(dtype)
             if (bad := (x < bounds.min) | (x > bounds.max)).any():
-                raise ConfigError(f"{name} has {x[bad][0]}, which is no number of 32 bits")
+                raise ConfigError(f"{name} has {x[bad][0]}, which does not fit in 32 bits")
         batch[name] = x.astype(dtype.newbyteorder("="))
     return batch
 
@@ -285,8 +285,8 @@ def _npy(path):
 
 
 def _npz(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of each in a .npz. What np.savez wrote is mapped into memory; what
-    np.savez_compressed wrote has to be held whole."""
+    """(name, array) for each array of a .npz. A file of np.savez is memory-mapped; one of
+    np.savez_compressed has to be held in memory."""
     total = 0
     with _read_whole(path), zipfile.ZipFile(path) as z:
         for info in z.infolist():
@@ -312,7 +312,7 @@ def _npz(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 @contextlib.contextmanager
 def _read_whole(path):
-    """What goes wrong in a file that is cut short, or another thing than its name says."""
+    """A context that turns the errors of reading a truncated or foreign file into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -323,7 +323,7 @@ def _read_whole(path):
 
 
 def _header(f, where):
-    """Shape, whether columns come first, and type."""
+    """(shape, whether it is in Fortran order, dtype) of a .npy header."""
     version = np.lib.format.read_magic(f)
     read = {(1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0}.get(version)
@@ -335,8 +335,8 @@ def _header(f, where):
 
 
 def _first_byte(path, info):
-    """Where the content of a file in a zip begins: after a header of its own, with a name and an
-    extra field."""
+    """The offset at which the content of a file in a zip begins: after a header with its name and
+    an extra field."""
     with open(path, "rb") as f:
         f.seek(info.header_offset + 26)
         return info.header_offset + 30 + sum(np.frombuffer(f.read(4), "<u2").tolist())

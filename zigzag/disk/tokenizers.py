@@ -2,13 +2,13 @@
 
     bytes           Bytes           the 256 bytes
     sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
-    spiece.model    PiecesT5        that of a published T5: sentencepiece, and 100 ids for gaps
-    tokenizer.json  TokenizerJson   that of a published model, by the package tokenizers
+    spiece.model    PiecesT5        a published T5's: sentencepiece, and 100 ids for gaps
+    tokenizer.json  TokenizerJson   a published model's, by the package tokenizers
 
-Each has `encode` and `decode`; `prompt`, the ids of a text with what the model expects before it;
-`with_ends`, the ids of a text with what its tokenizer puts around it, an end at least; `separator`,
-the id before each document; `ends`, the ids after which no text follows, the usual one first; and
-`lengths`, how many bytes of text each id stands for. This file needs no jax.
+Each has `encode` and `decode`; `prompt`, the ids of a text after the ids that the model expects
+first; `with_ends`, the ids of a text with those that its tokenizer adds, at least an end;
+`separator`, the id before each document; `ends`, the ids that end a text, the usual one first; and
+`lengths`, the number of bytes of text that each id stands for. This file needs no jax.
 """
 
 import json
@@ -22,7 +22,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import read_json, write_json, write_whole
 
-# What belongs to a published tokenizer: it goes where its model goes.
+# The files of a published tokenizer, which are copied with its model.
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json",
          "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
@@ -90,7 +90,7 @@ class Pieces:
 
 class PiecesT5(Pieces):
     """T5's sentencepiece model. After its pieces come <extra_id_99> .. <extra_id_0>, the names of
-    gaps in a text. A text that spells out these, </s>, <pad> or <unk> means them."""
+    gaps in a text. These, </s>, <pad> and <unk> are encoded as such when a text spells them out."""
     kind = file = "spiece.model"
 
     def __init__(self, path: Path):
@@ -124,7 +124,7 @@ class TokenizerJson:
         package = optional_package("tokenizers", f"{path.name} of a published model")
         try:
             self.model = package.Tokenizer.from_file(str(path))
-        except Exception as e:      # (of a Rust library)
+        except Exception as e:      # (a Rust library, which raises plain Exceptions)
             raise ConfigError(f"{path} is not a tokenizer ({one_line(e)})") from None
         self.model.no_truncation()
         self.model.no_padding()
@@ -149,7 +149,7 @@ class TokenizerJson:
         record = json.loads(self.model.to_str())
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
-        def length(token):      # as it stands in the vocabulary: a character for each byte, or text
+        def length(token):      # the vocabulary has one character for each byte, or plain text
             if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
                 return len(token) if is_byte_level else 1
             return len(token.replace("\u2581", " ").encode())
@@ -167,8 +167,8 @@ Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson
 
 
 def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
-    """The tokenizer of a published model, whose embedding has so many rows. For an id that has none
-    a device would take another one, silently."""
+    """The tokenizer in the folder of a published model, whose embedding has `rows` rows. Refused if
+    it has ids without a row: a lookup would silently take another one."""
     kinds = [kind for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
     if not kinds:
         raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
@@ -182,7 +182,7 @@ def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
 
 
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Put a tokenizer beside a model. The names of its files."""
+    """Copy a tokenizer's files into a model's folder. Returns their names."""
     if tokenizer.kind == "bytes":
         return []
     here = [name for name in FILES if (tokenizer.folder / name).exists()]
@@ -197,7 +197,8 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def _unicode(text):
-    """Text without broken characters. Of a str they are the caller's error."""
+    """The text as a str. Broken characters in bytes are replaced; in a str they are an error of the
+    caller (UnicodeEncodeError)."""
     if isinstance(text, bytes):
         return text.decode(errors="replace")
     text.encode()
@@ -205,7 +206,7 @@ def _unicode(text):
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no such file."""
+    """The JSON object in a file, or {} if there is no such file."""
     record = read_json(path) if path.exists() else {}
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
@@ -214,8 +215,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | None],
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
-    """The separator, which is the id that begins a text or, where none does, one that ends it; and
-    all ids that end a text. The files beside a tokenizer say which they are."""
+    """(separator, all ids that end a text), read from the files beside a tokenizer. The separator
+    is the id that begins a text, or, if there is none, one that ends a text."""
     named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
     numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
 
@@ -234,7 +235,7 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
         if 0 <= i < vocab_size:
             return i, tuple(dict.fromkeys([*end, i]))
     raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
-                      f"tokenizer_config.json), of which one must stand between documents")
+                      f"tokenizer_config.json); one of them must stand between documents")
 
 
 # -------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def train_pieces(files: Sequence[tuple[str, Path]], out: Path, vocab_size: int) 
         for _, path in files:
             with open(path, encoding="utf-8", errors="replace") as f:
                 for line in f:
-                    # In parts: the trainer drops sentences of more than 4192 bytes.
+                    # Cut: the trainer drops sentences of more than 4192 bytes.
                     line = line.rstrip("\n").replace("\0", " ")
                     yield from (line[i:i + 1000] for i in range(0, len(line), 1000))
 

@@ -1,12 +1,12 @@
-"""Text from a model. Read it for sampling.
+"""Generating text with a model. Read it for sampling.
 
     cache       the KV cache
     decoding    choosing an id, the decoding loop, beam search, decoding on a mesh
     prompts     sample.py's flags; prompts from files and standard input, as ids
-    rows        prompts as padded rows; what a row has in its context
-    reading     the row of a conversation, whose cache stays
+    rows        prompts as padded rows; the context of each row
+    reading     the row of a conversation, whose cache is kept between turns
     chat        chat templates
-    terminal    what sample.py prints, and what a person types
+    terminal    printing answers and reading lines from a person
     writer      sample.py's command: prompts in, answers and scores out
     bench       sample.py --bench
 

@@ -2,7 +2,7 @@
 
 To decode one token of one row, a device must read all its weights once. So the time of that read,
 measured on an array of the same size, is the lower bound. If transformers and torch are installed,
-a published model is also run by them. All are measured in turn, and medians are printed.
+a published model is also run by them. The measurements alternate, and medians are printed.
 """
 
 import importlib.util
@@ -59,7 +59,7 @@ def _tokens_per_second(stream, params, c, prompts):
 
 
 def _read_seconds(size):
-    """The seconds in which a device reads so many bytes from its memory."""
+    """The seconds that a device takes to read `size` bytes of its memory."""
     array, total = jnp.ones(size // 4, jnp.float32), jax.jit(jnp.sum)
     total(array).block_until_ready()
     times = []

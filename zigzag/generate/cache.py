@@ -1,13 +1,12 @@
-"""The KV cache: what attention keeps of all tokens so far.
+"""The KV cache: the keys and values of all tokens so far.
 
-    [B, K, S, N]    keys and values of a layer. The token at place p of the padded row is in slot
-                    p mod S
-    a window        S is the window and one chunk of a prompt: new tokens overwrite those that have
+    [B, K, S, N]    keys and values of a layer. Token p of the padded row is in slot p mod S
+    a window        S is the window plus one chunk of a prompt: new tokens overwrite those that have
                     left the window
     latent          one vector for all heads, from which keys and values are made
-    on a mesh       tensor splits the heads K. Where it does not divide them it splits the slots S:
+    on a mesh       tensor splits the heads K. If it does not divide them, it splits the slots S:
                     each device attends with all heads to its own slots, and the results are joined
-                    as those of ring attention are
+                    as in ring attention
 
 Each layer has its own arrays, so that the compiled loop over tokens updates them in place (a scan
 over stacked layers would copy them). Slots come after heads because the matrix products read them
@@ -26,18 +25,18 @@ from zigzag.core.mesh import ambient, mark_varying
 from zigzag.parallel.attention import Token, both, in_blocks, self_attention
 from zigzag.weights.network import Layer
 
-# A prompt is prefilled in chunks of so many tokens.
+# The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
 CHUNK = 256
 
 
 def _splits_heads(layer, specs, tensor):
-    """Whether tensor splits the heads of a layer's cache: its weights' specs say so."""
+    """Whether tensor splits the heads of a layer's cache: read from its weights' specs."""
     own = jax.tree.leaves([specs[name] for name in layer.weights if name in specs])
     return layer.heads % tensor == 0 and any("tensor" in spec for spec in own)
 
 
 def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]:
-    """The specs of a layer's cache, from those of its weights and of a batch."""
+    """The specs of a layer's cache, from the specs of its weights and of a batch."""
     rows, = batch or (None,)
     own = cross = P(rows)
     if tensor > 1:
@@ -52,7 +51,7 @@ def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]
 
 def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None, tensor: int = 1
               ) -> dict[str, Array]:
-    """An empty cache: so many rows and slots, over all devices together."""
+    """An empty cache of a layer, {name: [rows, K, slots, N]}, with the totals of all devices."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
     if tensor > 1 and not _splits_heads(layer, specs, tensor):
@@ -62,7 +61,7 @@ def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None
 
 
 def _slot_shards(cached, kv_heads):
-    """Over how many devices tensor splits the slots (it does where a device has all heads)."""
+    """The number of devices over which tensor splits the slots: 1 unless each has all heads."""
     sizes, manual = ambient()
     return sizes["tensor"] if "tensor" in manual and cached.shape[1] == kv_heads else 1
 
@@ -85,8 +84,9 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
 
 
 class Attend:
-    """shard.self_attend for new tokens [B, T], from `slot` on in rows that begin at start [B]: to
-    the keys and values in a layer's cache, after theirs were added. The new cache is `.layer`."""
+    """A shard.self_attend for decoding. Called with q, k, v of new tokens [B, T], which are at
+    slots slot ... slot + T - 1 of rows that begin at slots start [B], it adds k and v to a layer's
+    cache (the new cache is `.layer`) and attends to all keys in it."""
 
     def __init__(self, layer: dict[str, Array], slot: Array, start: Array, heads: int,
                  kv_heads: int):
@@ -97,7 +97,7 @@ class Attend:
                  scores: Callable | None = None, *, causal: bool = True, **others: Any) -> Array:
         if not causal or any(a is not None for a in others.values()):
             raise ConfigError(f"attention with {', '.join(others) or 'causal=False'} cannot "
-                              f"generate: to write token by token, attend takes a mask or scores")
+                              f"generate: with a cache, attend takes only a mask or scores")
         self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
                                    for name, a in (("k", k), ("v", v))}
         query = query_tokens(self.slot, self.start, q.shape[1])
@@ -107,17 +107,17 @@ class Attend:
 
 
 def query_tokens(slot: Array, start: Array, count: int) -> Token:
-    """So many new tokens of each row, from this slot on; the rows begin at start [B]."""
+    """The Token of `count` new tokens, from this slot on, in rows that begin at slots start [B]."""
     slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
     return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
 
 
 def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, start: Array,
            heads: int, kv_heads: int, folds: bool = True) -> Array:
-    """Attention of queries q [B, T, H, N] to the cached k and v [B, K, S, N], which have the
-    queries' own keys already: [B, T, H, M]. attention(q, k, v, (query, key)) is as
-    attention.self_attention makes it. With `folds`, query heads that share a kv head are folded
-    into the time of q, so that keys need not be repeated."""
+    """Attention [B, T, H, M] of queries q [B, T, H, N] to the cached k and v [B, K, S, N], to which
+    the queries' own keys have been added. `attention` is a function(q, k, v, (query, key)) from
+    attention.self_attention. With `folds`, query heads that share a kv head are folded into the
+    time of q, so that keys need not be repeated."""
     shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
@@ -131,7 +131,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     def attend_to(queries, keys):
         (q, query), (k, v, key) = queries, keys
         values, logsum = attention(q, k, v, both(query, key))
-        if shards > 1:      # in one array, since in_blocks concatenates only values
+        if shards > 1:      # values and logsum in one array: in_blocks concatenates one result
             logsum = logsum.swapaxes(1, 2)[..., None]
             values = jnp.concatenate([values.astype(jnp.float32), logsum], -1)
         return values, logsum
@@ -143,16 +143,17 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
 
 
 def _key_tokens(query, start, slots, total):
-    """What is in these slots of the cache, of `total` in all. Each has the newest token whose place
-    in the row belongs there. Padding and slots that are still empty are in no document (-1)."""
+    """The Token in each of these slots of a cache with `total` slots: the newest one of the row
+    that belongs there. Padding and empty slots are in document -1."""
     last, start = query.slot[:, -1:], start[:, None]
     slots = last - (last - slots) % total
     return Token(slots, jnp.maximum(slots - start, 0), jnp.where(slots < start, -1, 0))
 
 
 def _join(out, own_heads):
-    """Attention to the slots of all devices, from each device's attention to its own slots. The
-    last number of `out` is the log-sum-exp of its scores. Gives this device's `own_heads` heads."""
+    """Attention to the slots of all devices, for this device's `own_heads` heads, from each
+    device's attention `out` to its own slots. The last number of each vector in `out` is the
+    logsumexp of its scores."""
     values, logsum = out[..., :-1], out[..., -1:]
     share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))
     values = values * share / lax.psum(share, "tensor")

@@ -1,9 +1,9 @@
-"""Chat templates: the text that a published model expects of a conversation.
+"""Chat templates: a conversation as the text that a published model expects.
 
     chat_template.jinja, or chat_template in tokenizer_config.json (one, or several with names)
 
-A template is a program that somebody else wrote. It runs in jinja2's sandbox, with the functions
-that transformers gives it. (The sandbox does not limit time or memory.)
+A template is a program from the model's folder. It runs in jinja2's sandbox, with the functions
+that transformers provides. (The sandbox does not limit time or memory.)
 """
 
 import datetime
@@ -20,9 +20,10 @@ from zigzag.weights.network import Network
 
 def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template: str = "default",
                 add_generation_prompt: bool = True, **more: Any) -> str:
-    """The text of a conversation, [{"role": "user", "content": "Hello"}] for example, that a model
-    goes on from: `add_generation_prompt` ends it where the answer begins. It spells special tokens
-    out: encode it with a tokenizer's `encode`. `more` is given to the template (tools)."""
+    """The text that a model continues, for a conversation such as [{"role": "user", "content":
+    "Hello"}]. With `add_generation_prompt` it ends where the answer begins. Special tokens are
+    spelled out in it: encode it with a tokenizer's `encode`. `more` is passed to the template
+    (tools)."""
     config = read_record(Path(folder) / "tokenizer_config.json")
     special = {**read_record(Path(folder) / "special_tokens_map.json"), **config}
     special = {name: token["content"] if isinstance(token, dict) and "content" in token else token
@@ -33,27 +34,27 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
         prompt = environment.from_string(text).render(**{
             "tools": None, "documents": None, **special, "messages": messages,
             "add_generation_prompt": add_generation_prompt, **more})
-        prompt.encode()         # (half of a pair of surrogates is no text)
+        prompt.encode()         # (fails on lone surrogates)
         return prompt
-    except Exception as e:      # (of a program that somebody else wrote)
+    except Exception as e:      # (a template can raise anything)
         raise ConfigError(f"{folder}: its chat template refuses these messages ({one_line(e)})"
                           ) from None
 
 
 class Conversation:
-    """A conversation with the model of this tokenizer and configuration, by its template."""
+    """A conversation with a model, as its chat template writes it."""
 
     def __init__(self, network: Network, tokenizer: Any, c: Any, system: str = ""):
         self.tokenizer, self.context = tokenizer, context_of(network, c)
         self.begin(system)
 
     def begin(self, system: str) -> None:
-        """Begin anew, with this system message."""
+        """Start a new conversation with this system message."""
         self.system, self.messages = system, []
 
     def ask(self, text: str, say: Callable[[str], Any]) -> Prompt:
-        """The prompt of what the model says to this text. The oldest turns are dropped when less
-        than a quarter of the context is left for the answer."""
+        """The Prompt whose continuation is the model's answer to this text. The oldest turns are
+        dropped if less than a quarter of the context is left for the answer."""
         count = len(self.messages)
         while True:
             ids = self._ids(text)
@@ -71,7 +72,7 @@ class Conversation:
         return self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
 
     def keep(self, text: str, answer: str) -> None:
-        """What was said, for what is said later."""
+        """Add this text and its answer to the conversation."""
         self.messages += [{"role": "user", "content": text},
                           {"role": "assistant", "content": answer}]
 
@@ -85,7 +86,7 @@ def conversation(network: Network, tokenizer: Any, c: Any, system: str = ""
             or read_record(folder / "tokenizer_config.json").get("chat_template")):
         return Conversation(network, tokenizer, c, system)
     if system:
-        raise ConfigError("--system: this model has no chat template that could hold it")
+        raise ConfigError("--system: this model has no chat template, which a system message needs")
     return None
 
 
@@ -105,11 +106,11 @@ def _template_of(folder, config, name):
 
 
 def _environment(jinja2):
-    """What transformers compiles templates with."""
+    """A jinja2 environment like the one in which transformers compiles templates."""
     sandbox = optional_package("jinja2.sandbox", "a chat template")
 
     class Generation(optional_package("jinja2.ext", "a chat template").Extension):
-        """{% generation %} marks what an assistant wrote; the text stays as it is."""
+        """{% generation %} marks text of the assistant; it leaves the text unchanged."""
         tags = {"generation"}
 
         def parse(self, parser):

@@ -2,8 +2,8 @@
 or standard input, as ids.
 
     The sea is                      a text on each line; blank lines are skipped
-    {"prompt": "The sea is"}        an object on each line: in a file *.jsonl, or where the first
-                                    line is an object with these fields
+    {"prompt": "The sea is"}        an object on each line: in a *.jsonl file, or if the first line
+                                    is an object with these fields
 
 The file name - stands for standard input.
 """
@@ -30,46 +30,47 @@ from zigzag.weights.network import Network
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """python sample.py --run DIR --prompt TEXT: let a trained model go on writing
+    """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
-    With no prompt it continues each line of standard input. On a terminal it talks: a conversation
-    where the model has a chat template, else it continues what you type."""
+    With no prompt it continues each line of standard input. On a terminal it chats if the model has
+    a chat template, else it continues what you type."""
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
-    prompt: str = ""            # text to continue; empty: the beginning of a document. An
-                                # encoder-decoder reads it
+    prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
+                                # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
-    source: str = ""            # or what an encoder reads that reads no text: a .npy file
-    system: str = ""            # what the model is told before a conversation
-    score: str = ""             # instead, how likely the text of this file is, or each text of a
-                                # file of objects with "text" (for an encoder-decoder: "source" and
-                                # "target")
+    source: str = ""            # or a .npy file, for an encoder that does not read text
+    system: str = ""            # system message of a conversation
+    score: str = ""             # print the log-probability of the text of this file, or of each
+                                # text in a file of objects with "text" (for an encoder-decoder:
+                                # "source" and "target")
     by: str = ""                # with --score: line, to score each line of a text by itself
-    bench: bool = False         # instead, how fast it generates here
+    bench: bool = False         # measure how fast the model generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = 8              # how many prompts or texts are computed together
-    tokens: int = 256           # how many new ids
-    stop: tuple = ()            # texts before which an answer ends
-    stop_at_context: bool = False       # end where the context is full; else the text goes on from
-                                        # the last half of it
+    batch: int = 8              # number of prompts or texts that are computed together
+    tokens: int = 256           # number of new ids
+    stop: tuple = ()            # end an answer before any of these texts
+    stop_at_context: bool = False       # end when the context is full; else continue from its last
+                                        # half
     temperature: float = 0.8    # 0: greedy
-    top_k: int = 0              # keep the k likeliest ids; 0: all
-    top_p: float = 1.0          # keep the likeliest with this probability together
-    min_p: float = 0.0          # keep those with this share of the likeliest's probability
-    repetition_penalty: float = 1.0     # above 1: ids that are there already are less likely
-    beams: int = 0              # show this many continuations, by beam search (no temperature)
-    length_penalty: float = 1.0         # their score is divided by their length to this power
-    seed: int = 0               # of the random numbers
+    top_k: int = 0              # sample among the k likeliest ids; 0: all
+    top_p: float = 1.0          # sample among the likeliest ids with this total probability
+    min_p: float = 0.0          # sample among ids with at least this share of the likeliest's
+                                # probability
+    repetition_penalty: float = 1.0     # above 1: ids that have occurred become less likely
+    beams: int = 0              # print this many continuations, by beam search (no temperature)
+    length_penalty: float = 1.0         # beam search divides scores by length to this power
+    seed: int = 0               # random seed
     shards: int = 0             # devices to split the model over, whatever it was trained on
-    mesh: str = ""              # or axis=size,...; data takes the devices that are left
+    mesh: str = ""              # or axis=size,...; data takes the remaining devices
 
     def __post_init__(self) -> None:
         _check_flags(self)
 
 
-# How --help groups the flags.
+# The groups of flags in --help.
 GROUPS = {
     "the model": ("run", "checkpoint", "model", "shards", "mesh"),
     "what to do": ("prompt", "prompts", "source", "system", "score", "by", "bench"),
@@ -105,7 +106,7 @@ def _check_flags(config):
     if config.beams and config.score:
         raise ConfigError("--beams and --score: give one of them")
     if config.length_penalty != 1 and not config.beams:
-        raise ConfigError("--length_penalty is of a beam search: give --beams too")
+        raise ConfigError("--length_penalty is for beam search: give --beams too")
     if config.beams and any(getattr(config, name) != default for name, default in (
             ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
         raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
@@ -113,7 +114,7 @@ def _check_flags(config):
     if "" in config.stop:
         raise ConfigError("--stop '': expected a text")
     if config.checkpoint and config.model:
-        raise ConfigError("--checkpoint is of a run: give --run, not --model")
+        raise ConfigError("--checkpoint is for a run: give --run, not --model")
     for name in ("prompt", "system", "stop"):
         try:
             "".join(getattr(config, name)).encode()
@@ -123,8 +124,7 @@ def _check_flags(config):
 
 
 def step_of(run: str, step: str) -> int | None:
-    """The step that --checkpoint names: a number, the best one or, where it is empty, the newest.
-    """
+    """The step that --checkpoint names: a number, or that of "best"; None (the newest) if empty."""
     if not step:
         return None
     if step == "best":
@@ -161,27 +161,27 @@ def _standard_input():
 
 
 def split_lines(text: str, path: str, flag: str) -> list[tuple[str, str]]:
-    """(its place, for messages; the line) of each line that is not blank."""
+    """(where it is, for messages; the line) for each line that is not blank."""
     return [(f"{_name(path, flag)} line {number}", line.rstrip("\r"))   # (only \n ends a line)
             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: str
                 ) -> list[tuple[str, ...]]:
-    """The texts of each line: these fields of a JSON object, or the line itself (only where there
-    is one field)."""
+    """The texts of each line: these fields of its JSON object, or, if there is only one field, the
+    line itself."""
     if len(fields) == 1 and not has_objects(lines, fields[0], path):
         return [(line,) for _, line in lines]
     return [texts_of(line.encode(), where, fields) for where, line in lines]
 
 
 def has_objects(lines: Sequence[tuple[str, str]], field: str, path: str) -> bool:
-    """Whether the lines of a file are JSON objects: by its name, or by the first of them."""
+    """Whether the lines of a file are JSON objects, told by its name or by the first line."""
     return path.endswith((".jsonl", ".json")) or bool(lines) and _is_object(lines[0][1], field)
 
 
 def given_text(config: Any) -> str:
-    """The text of the file that the command line names, if it names one."""
+    """The text of the file that the command line names, or ''."""
     if config.score:
         return read_text(config.score, "--score", "a text")
     return read_text(config.prompts, "--prompts") if config.prompts else ""
@@ -215,12 +215,12 @@ def _is_object(line, field):
 # Texts as ids
 
 class Prompt(NamedTuple):
-    """A prompt."""
-    text: str               # as the person or the file gave it
-    ids: Sequence[int]      # which the model continues
+    """A prompt, as text and as ids."""
+    text: str               # the text from the person or the file
+    ids: Sequence[int]      # the ids that the model continues
     source: Any = None      # the input of the encoder
     begin: str = ""         # the text shown before the answer
-    repeat: int = 0         # how many equal prompts come before it
+    repeat: int = 0         # the number of equal prompts before it
 
 
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
@@ -239,7 +239,7 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
 
 
 def reads_text(network: Network, c: Any) -> bool:
-    """Whether what a model reads is text: it has no encoder, or one that reads text."""
+    """Whether a model reads text: it has no encoder, or one that reads text."""
     shape = network.source_shape(c)
     return shape is None or len(shape) == 1
 
@@ -269,9 +269,9 @@ def load_source(path: str, shape: tuple[int, ...]) -> np.ndarray:
 def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path: str,
                  by_line: bool
                  ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
-    """The texts to score, their ids, and the encoder's inputs (None without one). Running text is
-    one document, or one for each line. The first id of each is not scored: it is the tokenizer's
-    start id or, if it has none, the text's first."""
+    """(texts to score, their ids, the encoder's inputs or None). Running text is one document, or
+    one for each line. The first id of each is not scored: it is the tokenizer's start id or, if it
+    has none, the text's first id."""
     lines = split_lines(text, path, "--score")
     if network.source_shape(c) is None:
         is_document = not by_line and not has_objects(lines, "text", path)
@@ -282,26 +282,25 @@ def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path
                           f"{list(network.source_shape(c))}, not a text")
     pairs, start = parse_lines(lines, ["source", "target"], path), special_ids(c, tokenizer)[0]
     targets = [tokenizer.with_ends(target) for _, target in pairs]
-    # (As data.collate_pairs: BART's targets begin with another id, those of others perhaps not.)
+    # (As in data.collate_pairs: BART's targets begin with the start id, those of others may not.)
     rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in targets]
     return ([target for _, target in pairs], rows,
             [tokenizer.with_ends(source) for source, _ in pairs])
 
 
 def whole_context(c: Any) -> Any:
-    """The configuration of a fine-tuned run, with the whole context of its published model: it may
-    have been trained on shorter rows."""
+    """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
+    been trained on shorter rows."""
     record = json.loads(c.published or "{}")
     try:
         context = fields_of(record, is_checked=False)["seq_len"] if record else 0
-    except ConfigError:     # (an earlier version accepted it)
+    except ConfigError:     # (a config.json that only an earlier version accepted)
         context = 0
     return change(c, seq_len=max(c.seq_len, context))
 
 
 def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) -> int:
-    """`tokens`, or fewer if there is no room for so many after this prompt, in the context of a
-    decoder or the positions of an encoder-decoder. (The last new id is not read, and needs none.)
-    """
+    """`tokens`, or as many as fit after this prompt into the context of a decoder or the positions
+    of an encoder-decoder. (The last new id is not read, and needs no position.)"""
     room = min(context_of(network, c), network.max_positions(c)) - len(ids) + 1
     return max(1, min(tokens, room))

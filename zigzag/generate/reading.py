@@ -1,12 +1,12 @@
-"""One row of ids that is read and written on and on: a conversation.
+"""The row of a conversation, whose cache is kept from turn to turn.
 
-    prompt of a turn   the beginning that the cache has already | READ ids | READ ids | ...
+    prompt of a turn   the beginning, which is in the cache | READ ids | READ ids | ...
     its answer         id by id, into the same cache
 
-A turn reads only what is new, in chunks of one length, into a cache of one length. So everything is
-compiled before the first turn: a program that reads a chunk, one that chooses an id, and one that
-reads an id and chooses the next. (A chunk may end in ids that mean nothing. Their slots are behind
-all queries until real ids take them.)
+A turn reads only new ids, in chunks of one length, into a cache of one length. So all programs are
+compiled before the first turn: one that reads a chunk, one that chooses an id, and one that reads
+an id and chooses the next. (The last chunk is padded. No query sees the slots of the padding, which
+come after it, before real ids overwrite them.)
 """
 
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -18,13 +18,13 @@ from zigzag.generate.cache import CHUNK
 from zigzag.generate.rows import context_of, on_host, pad_rows, seeds_of
 from zigzag.weights.network import Network
 
-# Ids of a chunk; slots of the first cache, which doubles when it is full; and how many ids of an
-# answer the state has room for (a longer one begins a new state).
+# The ids in a chunk; the slots of the first cache, which doubles when it is full; and the most ids
+# of an answer in one state of decoding (a longer answer begins a new state).
 READ, SLOTS, NEW_IDS = 64, 2048, 4096
 
 
 class Passes(NamedTuple):
-    """sample.py's functions."""
+    """The functions of sample.py that a Reading calls."""
     new_cache: Callable
     read: Callable
     choose: Callable
@@ -40,20 +40,20 @@ class Reading:
         self.sampling, self.context = sampling, context_of(network, c)
         self.has_windows = any(layer.window for layer in network.cache_layers(c))
         self.slots = self._rounded(SLOTS)
-        self.ids, self.cache = [], None     # the ids that the cache has
+        self.ids, self.cache = [], None     # the ids whose keys and values are in the cache
         self.is_ready = False               # whether everything is compiled
         self.has_rolled = False             # whether the context was full in the last answer
 
     def compile(self) -> Iterator[None]:
-        """Compile everything, by reading and writing ids that mean nothing."""
+        """Compile everything, by reading and writing dummy ids."""
         for _ in self.stream([0], 2, 0, ()):
             yield None
         self.ids, self.is_ready = [], True
 
     def stream(self, ids: Sequence[int], tokens: int, seed: int, stop: Sequence[int],
                stop_at_context: bool = False) -> Iterator[list[list[int]] | None]:
-        """The new ids of this row, as sample.stream gives them, one after the other; None while
-        it is still read."""
+        """Yield the new ids of the row `ids`, one at a time, in the form of sample.stream; yield
+        None while the row is being read."""
         row, ends = list(ids[-self.context:]), decoding.end_ids(stop, self.c.vocab_size)
         written, count, has_read, self.has_rolled = None, 0, False, False
         for _ in range(tokens):
@@ -79,15 +79,15 @@ class Reading:
             yield [[new]]
 
     def _length(self):
-        """The length that scales positions where they follow from it: that of the cache. (One that
-        followed from the text would have all of it read again with each turn.)"""
+        """The length for positions whose scaling depends on it: the cache's. (With the text's, each
+        turn would have to read all of it again.)"""
         return self.network.decoding_length(self.c, min(self.slots, self.context), self.slots)
 
     def _rounded(self, slots):
         return -(-min(slots, self.context) // READ) * READ
 
     def _read(self, row):
-        """Read what the cache does not have of a row, chunk by chunk."""
+        """Read the ids of a row that are not in the cache, chunk by chunk."""
         if self.cache is None:
             self.ids = []
             with decoding.mesh_of_weights(self.params):
@@ -106,16 +106,16 @@ class Reading:
             yield
 
     def _known(self, row):
-        """How many ids at the beginning of a row need not be read again. The last one always is:
-        the next follows from it."""
+        """The number of ids at the beginning of a row that are in the cache, in whole chunks. The
+        last id is always read again: the next one follows from its logits."""
         same = next((n for n, (a, b) in enumerate(zip(row, self.ids)) if a != b),
                     min(len(row), len(self.ids)))
         same = min(same, len(row) - 1) // READ * READ
-        # (A rolling window has lost what is so far behind.)
+        # (A cache with a window has overwritten ids that far back.)
         return 0 if self.has_windows and len(self.ids) - same > CHUNK else same
 
     def _begin(self, row, seed, ends, written):
-        """What is written when a row has been read: one id more than before."""
+        """The state of decoding after a row has been read: with one more id than was written."""
         tokens = np.zeros((1, self.slots), np.int32)
         tokens[0, -len(row):] = row
         with decoding.mesh_of_weights(self.params):
@@ -131,7 +131,7 @@ class Reading:
         return state
 
     def _go_on(self, row, written, count):
-        """One more id: the last one of the row is read."""
+        """The state of decoding with one more id, after reading the last id of the row."""
         with decoding.mesh_of_weights(self.params):
             state = self.passes.decode(self.params, written | {"cache": self.cache},
                                        np.int32(count + 1), self.c, self._length(), self.sampling)

@@ -1,9 +1,9 @@
-"""Prompts as arrays. Their length is padded to one of few, so that few programs are compiled, and
-their number to one that divides over the mesh.
+"""Prompts as arrays. Their lengths are padded to a few lengths, so that few programs are compiled,
+and their number is padded so that it divides over the mesh.
 
-    . . t h e |        prompts are padded on the left: places before a row's start are masked
+    . . t h e |        prompts are padded on the left: slots before a row's start are masked
     o n c e   |
-              ^ all rows choose their first new id at the same place
+              ^ all rows choose their first new id at the same slot
 """
 
 import sys
@@ -29,8 +29,8 @@ def padded_length(length: int) -> int:
 
 def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as [B, P], padded on the left, and the place [B] where each begins. All `tokens` new
-    ids but the last, which is not read, must have positions too."""
+    """(prompts as [B, P], padded on the left; the slots [B] where they begin). Refused if the
+    `tokens` new ids do not all have positions (the last, which is not read, needs none)."""
     longest, limit = _check_ids("prompt", prompts, c), network.max_positions(c)
     if tokens < 0:
         raise ConfigError(f"tokens {tokens}: must be at least 0")
@@ -69,7 +69,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
         return {}
     if len(source) != rows:
         raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
-    if len(shape) > 1:      # (it reads no text)
+    if len(shape) > 1:      # (the encoder does not read text)
         array = np.asarray(source, np.float32)
         if array.shape != (rows, *shape):
             raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
@@ -84,7 +84,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
 
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
-    """An array of rows, the last one repeated until their number divides over the mesh."""
+    """Arrays of rows, with the last row repeated until their number divides over the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     more = 0 if mesh.empty else -len(rows) % row_groups(mesh)
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
@@ -100,7 +100,7 @@ def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, to
 
 
 def on_host(x: Any) -> np.ndarray:
-    """The whole array as numpy, also if other processes have parts of it."""
+    """The array as numpy, with the parts of other processes."""
     if not getattr(x, "is_fully_addressable", True):
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P())
         x = jax.jit(lambda x: x, out_shardings=whole)(x)
@@ -111,7 +111,7 @@ def on_host(x: Any) -> np.ndarray:
 # Seeds
 
 def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
-    """A hash of each row [B, ...], from its place `first` [B] on."""
+    """A hash of each row [B, ...], from index `first` [B] on."""
     rows = rows.reshape(len(rows), -1)
     if rows.dtype == np.float32:
         rows = rows.view(np.uint32)
@@ -124,10 +124,10 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
 
 
 def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
-    """What the random numbers of each row follow from [B, 3]: its seed, a hash of its content, and
-    (unless traced) how many equal rows come before it. So an answer depends neither on the other
-    rows nor on their order, and equal prompts get different answers.
-    `seed` is one number, or one for each of the `count` rows that are not padding."""
+    """Three numbers [B, 3] that seed the random numbers of each row: its seed, a hash of its
+    content, and (unless traced) the number of equal rows before it. So an answer depends neither on
+    the other rows nor on their order, and equal prompts get different answers. `seed` is one
+    number, or one for each of the `count` rows that are not padding."""
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
         content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
@@ -146,9 +146,8 @@ def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, coun
 # Ends and windows
 
 class Windows:
-    """What each row of a text has in its context: the end of its prompt and what is written, and,
-    when the context is full, its last half. (What an encoder-decoder writes ends with its
-    positions.)"""
+    """The ids in each row's context: the end of its prompt and the new ids. When the context is
+    full, its last half is kept. (An encoder-decoder stops at its last position instead.)"""
 
     def __init__(self, network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
                  stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn):
@@ -156,7 +155,7 @@ class Windows:
         self.context = size = context_of(network, c)
         self.rows = [list(prompt[-size:]) for prompt in prompts]
         self.unfinished = np.ones(len(prompts), bool)
-        # How many more ids each row may have.
+        # The number of ids that each row may still get.
         self.left = [size - len(row) + 1 if stop_at_context else sys.maxsize for row in self.rows]
         if longest > size:
             say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
@@ -169,13 +168,13 @@ class Windows:
         return max(1, self.context // 2)
 
     def room(self) -> int:
-        """How many new ids there may be until the longest row that goes on is full. (Its last one
-        is not read.)"""
+        """The number of new ids until the context of the longest unfinished row is full. (The last
+        one is not read.)"""
         return self.context + 1 - max(len(row) for row, goes_on in zip(self.rows, self.unfinished)
                                       if goes_on)
 
     def add(self, ids: Sequence[Sequence[int]], ends: Sequence[int]) -> list[int]:
-        """Add the next ids of each row, before the first of its `ends`. Returns how many."""
+        """Add the next ids of each row, up to the first one in `ends`. Returns their numbers."""
         lengths = []
         for n, (row, new) in enumerate(zip(self.rows, ids, strict=True)):
             kept = cut_at_end(ends, new)[:self.left[n]] if self.unfinished[n] else []
@@ -186,14 +185,14 @@ class Windows:
         return lengths
 
     def keep_last_half(self) -> None:
-        """Drop the first half of each row that is full, and most of a row that has ended."""
+        """Drop the first half of each full row, and most of each finished row."""
         self.rows = [row[-1:] if not goes_on else row if len(row) <= self.context else
                      row[-self._half():] for row, goes_on in zip(self.rows, self.unfinished)]
 
 
 def context_of(network: Network, c: Any) -> int:
-    """How many tokens a row may have: as many as in training, and as there are positions. Any
-    number for an encoder-decoder, which refuses what it has no positions for."""
+    """The most tokens in a row: seq_len, or the number of positions if that is less. No limit for
+    an encoder-decoder, which refuses rows longer than its positions."""
     if network.source_shape(c) is not None:
         return sys.maxsize
     return min(c.seq_len, network.max_positions(c))
@@ -206,8 +205,8 @@ def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
 
 def overlapping_windows(rows: Sequence[Sequence[int]], length: int
                         ) -> Iterator[tuple[int, Sequence[int], int]]:
-    """Windows of the rows, which overlap by half: the row's number, the window's ids, and how many
-    of these are context, not scored."""
+    """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
+    of them are only context and not scored)."""
     if length < 2:
         raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
     half = length // 2
@@ -220,7 +219,7 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int
 
 def scored_arrays(network: Network, windows: Sequence[tuple[int, Sequence[int], int]],
                   sources: Any, c: Any) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
-    """The row numbers of some windows, their arrays, and which places [B, P] are scored."""
+    """(the row numbers of these windows, their arrays, a mask [B, P] of the tokens to score)."""
     numbers, ids, context = zip(*windows)
     sources = None if sources is None else [sources[n] for n in numbers]
     arrays = prompt_arrays(network, ids, c, 0, sources)

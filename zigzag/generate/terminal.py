@@ -1,13 +1,13 @@
-"""What sample.py prints and what a person types.
+"""Printing answers, and reading lines from a person.
 
-    Answer          the text of an answer, from ids that arrive one after the other
-    show            print several answers in order: live on a terminal, else whole, or as JSON
+    Answer          the text of an answer, from ids that arrive one at a time
+    show            print several answers in order: live on a terminal, else complete, or as JSON
     show_scores     print a table of texts and their log-probabilities
-    note            a line about what is going on, on stderr
+    note            a line on stderr
     ctrl_c          the first Ctrl-C stops an answer, not the program
-    in_background   an iterator that a thread runs, so that Ctrl-C is seen while jax compiles
+    in_background   an iterator that a thread runs, so that Ctrl-C works while jax compiles
     converse        read lines from a person and answer each
-    ends_quietly    a closed pipe (| head -1) is no error
+    ends_quietly    a closed pipe (| head -1) is not an error
 
 An Answer holds back text that a later id may still change:
 
@@ -36,18 +36,19 @@ from zigzag.generate.prompts import Prompt, TooLong
 # An answer
 
 class Answer:
-    """The text of at most `tokens` ids that follow a prompt. It ends before the first stop text.
-    `room` is how many ids fit into the context, where it ends there. `more` are further fields of
-    its JSON; a list has one item for each id."""
+    """The text of at most `tokens` ids that follow a prompt, up to the first stop text. `room` is
+    the number of ids that fit into the context, if the answer must end there. `more` are further
+    fields of its JSON; a list has one item for each id."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
                  stop: Sequence[str] = (), room: int = sys.maxsize, **more: Any):
         self.decode, self.prompt, self.tokens, self.stop, self.room, self.more = (
             decode, prompt, tokens, stop, room, more)
-        self.ids, self.text = [], ""        # (its end may still be the beginning of a stop)
-        self.reason = ""        # why it has ended: stop, length, context
-        # Only a window of the last ids is decoded again. Some tokenizers drop a space where a text
-        # begins, so the window begins with ids whose text, `known` characters, is shown already.
+        self.ids, self.text = [], ""        # (the end of text may be the beginning of a stop)
+        self.reason = ""        # why it has ended: stop, length or context
+        # Only a window of the last ids is decoded each time. Some tokenizers drop a space at the
+        # beginning of a text, so the window begins with ids whose text, `known` characters, is
+        # already shown.
         self.window, self.mark = list(prompt.ids), len(prompt.ids)
         self.known = len(decode(self.window))
 
@@ -65,7 +66,7 @@ class Answer:
                                           "context" if count >= self.room else "stop")
 
     def _decode_window(self, is_end=False):
-        """Decode the window, without a last character whose bytes are not complete."""
+        """Decode the window, without a last character whose bytes are incomplete."""
         decoded = self.decode(self.window)
         complete = decoded if is_end else decoded.rstrip("\ufffd")
         begin = len(self.text)
@@ -78,7 +79,7 @@ class Answer:
             self._move_window()
 
     def _move_window(self):
-        """Drop the ids before the mark. It is moved only between characters."""
+        """Drop the ids before the mark, and move the mark to the end. Called between characters."""
         if len(self.window) - self.mark >= 8:
             if rest := self.decode(self.window[self.mark:]):
                 self.window, self.known = self.window[self.mark:], len(rest)
@@ -102,7 +103,7 @@ class Answer:
 
 
 # -------------------------------------------------------------------------------------------
-# What is printed
+# Printing
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -120,8 +121,8 @@ def is_conversation() -> bool:
 
 def _in_order(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer]
               ) -> Iterator[tuple[Answer, str]]:
-    """Pairs (answer, its new text), one answer after the other: the next begins when this one has
-    ended (it then has a reason)."""
+    """Yield (answer, its new text), one answer after the other: the next begins when the previous
+    one has ended (it then has a reason)."""
     at = sent = 0
     pieces = iter(pieces)
     while True:
@@ -156,7 +157,7 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def note(text: str) -> None:
-    """Say what a person should know, beside what is printed."""
+    """Print a line for the person, on stderr."""
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
@@ -216,9 +217,9 @@ _at_work = threading.Lock()
 
 def in_background(items: Iterable[Any], pressed: Sequence[int] = (),
                   status: Callable[[], str] = str) -> Iterator[Any]:
-    """The items of an iterator, None aside, which a thread runs when earlier ones have ended. On
-    Ctrl-C (`pressed`) they end at once, and the thread when it has finished its item. While the
-    first one is waited for, the line shows the status."""
+    """Yield the items of an iterator, except None. A thread runs it, once the threads of earlier
+    iterators have ended. On Ctrl-C (`pressed`) the items end at once, and the thread ends after its
+    current item. Until the first item arrives, the line shows the status."""
     found, shown = _start(items, pressed), ""
     while not pressed:
         try:
@@ -264,14 +265,14 @@ def _erase(shown):
 
 
 def leave() -> None:
-    """End the program although a thread may still compile, which nothing can stop."""
+    """End the program even if a thread is still compiling, which cannot be stopped."""
     if _at_work.locked():
         sys.stdout.flush()
         os._exit(0)
 
 
 def run_command(line: str, commands: dict[str, tuple[str, Callable[[str], Any]]]) -> None:
-    """What a line /NAME TEXT asks for."""
+    """Run the command of a line /NAME TEXT, and print its result."""
     name, _, text = line.strip()[1:].partition(" ")
     if name == "help":
         for known, (about, _) in {**commands, "help": ("this list", None),
@@ -292,10 +293,10 @@ def converse(greeting: str, answer: Callable[[str, list[int]], None],
              preparing: Iterable[Any] | None = None) -> None:
     """Call answer(line, pressed) for each line that a person types. It must return soon after
     `pressed` is no longer empty (Ctrl-C). A line /NAME TEXT calls that command with the text and
-    prints what it returns; `commands` has them by name, each with its help. `preparing` is run
-    while the first line is typed."""
-    with contextlib.suppress(ImportError):      # (not every Python has it)
-        importlib.import_module("readline")     # so that a line can be edited
+    prints its result; `commands` is {name: (help, function)}. `preparing` runs while the first line
+    is typed."""
+    with contextlib.suppress(ImportError):      # (not every Python has readline)
+        importlib.import_module("readline")     # makes lines editable
     if preparing is not None:
         _start(preparing)
     write(f"{greeting}: Ctrl-C stops an answer or clears the line, Ctrl-D or /exit ends, /help")
@@ -328,8 +329,9 @@ def converse(greeting: str, answer: Callable[[str, list[int]], None],
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """End with status 0 when the reader of stdout has closed it, with 130 on Ctrl-C, and with one
-    line when it cannot be written. Characters that its encoding does not have are escaped."""
+    """A context that ends the program with status 0 if the reader of stdout has closed it, with 130
+    on Ctrl-C, and with one line if stdout cannot be written. Characters that its encoding lacks are
+    escaped."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -341,7 +343,7 @@ def ends_quietly() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # (flushed at exit)
     except OSError as e:
-        if sys.stdout is None or e.filename is not None:        # (not of the output)
+        if sys.stdout is None or e.filename is not None:        # (an error of another file)
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise RunError(f"the output cannot be written: {e.strerror or e}") from None

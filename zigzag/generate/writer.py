@@ -1,4 +1,4 @@
-"""What the command line of sample.py does: answer prompts, hold a conversation, score texts."""
+"""The command of sample.py: answer prompts, hold a conversation, score texts."""
 
 import itertools
 import sys
@@ -22,7 +22,8 @@ from zigzag.weights.network import Network
 
 
 class Writer(NamedTuple):
-    """sample.py's functions (zigzag/ does not import them), its flags, and a model."""
+    """The command, with the functions of sample.py that it calls (zigzag/ imports no top-level
+    file), the flags, and a model."""
     generate: Callable
     stream: Callable
     beam_search: Callable
@@ -81,8 +82,8 @@ class Writer(NamedTuple):
         return Answer(self.tokenizer.decode, prompt, tokens, self.config.stop, room, **more)
 
     def _batches(self, prompts):
-        """(tokens, at most --batch prompts that can have so many new ones), in order: where the
-        room for new tokens ends, a prompt's answer does not depend on the others' lengths."""
+        """Yield (tokens, at most --batch prompts that all have room for that many new ids), in
+        order. So the length of an answer does not depend on the other prompts."""
         def tokens_of(prompt):
             if self.has_source or self.config.beams:
                 return max_new_tokens(self.network, self.c, prompt.ids, self.config.tokens)
@@ -95,7 +96,7 @@ class Writer(NamedTuple):
     # A conversation
 
     def converse(self) -> None:
-        """A conversation, with the model's chat template. If it has none, each line is a prompt."""
+        """Hold a conversation by the model's chat template. Without one, each line is a prompt."""
         talk = chat.conversation(self.network, self.tokenizer, self.c, self.config.system)
         reading = None if self.has_source else Reading(
             self.passes, self.network, self.params, self.c,
@@ -119,7 +120,7 @@ class Writer(NamedTuple):
                           commands, reading and reading.compile())
 
     def _say(self, prompt, reading, pressed):
-        """Print an answer as it is written, until Ctrl-C is pressed. Returns its text."""
+        """Print an answer while it is generated, until Ctrl-C is pressed. Returns its text."""
         config, tokens = self.config, self.config.tokens
         if reading and len(prompt.ids) > reading.context:
             terminal.note(f"that is {len(prompt.ids):,} tokens: the last {reading.context:,}, the "

@@ -1,14 +1,14 @@
-"""Hugging Face folders, in and out. Read it to add a family.
+"""Reading and writing Hugging Face folders. Read it to add a family.
 
-    published           arrays by name: how each lies, what a device reads, what is written
-    published_config    a config.json, which notes what is read of it, and helpers to translate it
-    family              what a family is made of
+    published           arrays by name: their layouts, reading a device's part, writing
+    published_config    a config.json that records which keys were read, and helpers to translate it
+    family              `Family`, and patterns that families share
     llama               LLaMA and the decoders like it; every family by its model_type
     gpt                 GPT-2 and the decoders like it
     pairs               encoder-decoders: T5, BART, Whisper
     encoders            encoders: BERT, RoBERTa, ALBERT, ViT, BEiT
-    reference           what transformers computes of a LLaMA, which an export is compared with
-    folders             a folder to weights and back; model.py --export
+    reference           LLaMA's formulas in numpy, with which an export is compared
+    folders             from a folder to weights and back; model.py --export
 
 Imports: core, parallel, rule, disk, weights. Imported by: generate, measure, run, and top-level
 files.

@@ -1,12 +1,11 @@
-"""Published encoders: BERT, RoBERTa and ALBERT of text, ViT and BEiT of pictures.
+"""Published encoders: BERT, RoBERTa and ALBERT for text, ViT and BEiT for pictures.
 
-`architectures` of a config.json says which head a folder has. What the class that it names does not
-have is not read and not written, as transformers does it: the pooler of a masked language model,
-and the token that stands for hidden patches (a BEiT with one is saved as one without it). A model
-for pretraining is read as a masked language model, and saved as one; what it says of the next
-sentence is left out.
+`architectures` in config.json names the class, which decides the head. As in transformers, weights
+that this class lacks are neither read nor written: the pooler of a masked language model, and the
+mask token of hidden patches (a BEiT with one is saved without it). A model for pretraining is read
+and saved as a masked language model, without its prediction of the next sentence.
 
-family.py says what a family is.
+family.py explains `Family`.
 """
 
 import json
@@ -29,13 +28,13 @@ from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, 
 
 ENCODERS: dict[str, Family] = {}
 
-# Buffers; and what follows the last layer on another way than to the head that is read, which
-# BERT's own folders have too. (They are ignored only where they are no part of the model.)
+# Buffers, and weights of other heads, which BERT's own folders have too. (They are ignored only if
+# they are not a part of the model.)
 LEFT_OUT = {r".*embeddings\.position_ids": is_range,
             r".*embeddings\.token_type_ids": lambda c, array: not array.any(),
             r"(\w+\.)?pooler\..*": "", r"cls\.seq_relationship\..*": "",
             r"sop_classifier\..*": ""}
-# In folders by the oldest versions, BERT's own for example.
+# Names in folders of the oldest versions, BERT's own for example.
 OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -43,16 +42,17 @@ OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.bet
 # Heads
 
 def classed(r, **heads):
-    """The fields of the head that `architectures` names: of `heads`, by the end of a class."""
+    """The fields of the head that `architectures` names. `heads` is {end of a class's name:
+    fields}."""
     given = r.get("architectures")
     names = given if isinstance(given, list) and given else [None]
     kind = "".join(part.capitalize() for part in r["model_type"].split("_"))
     kind = {"Vit": "ViT"}.get(kind, kind)
     known = {f"{kind}{end}": fields for end, fields in heads.items()}
     if "architectures" not in r:
-        raise ConfigError(f'config.json does not say architectures, the class that its weights are '
-                          f'of; add it: "architectures": ["{[*known][0]}"], for example (expected '
-                          f"one of {', '.join(known)})")
+        raise ConfigError(f'config.json has no architectures, the class of its weights; add it: '
+                          f'"architectures": ["{[*known][0]}"], for example (expected one of '
+                          f"{', '.join(known)})")
     if names[0] not in known:
         raise ConfigError(f"config.json: architectures {given!r:.80} is not supported for "
                           f"model_type {r['model_type']}, only {', '.join(known)}")
@@ -125,7 +125,7 @@ def _embeddings():
 
 
 def _layer(attention, output):
-    """What BERT, ViT and their relatives have in common; BEiT's keys have no bias (`qv`)."""
+    """The arrays of a layer of BERT, ViT and their relatives. (BEiT's keys have no bias: `qv`.)"""
     def arrays(c):
         has = c.biases.split(",")
         return {**columns(f"{attention}.query", "H N", "wq", bool({"qkv", "qv"} & {*has})),
@@ -142,8 +142,8 @@ _picture_layer = _layer("attention.attention", "attention.output.dense")
 
 
 def _masked(c, dense, norm, bias, decoder):
-    """The head of a masked language model. Its bias has two names, of which an untied model uses
-    the decoder's (in transformers 5; in 4 they are one)."""
+    """The head of a masked language model. Its bias has two names; an untied model uses the
+    decoder's (in transformers 5; in 4 they are the same array)."""
     inner = "D" if c.embed_dim else "d"
     biases = {bias: "V -> head_bias", f"{decoder}.bias": "V = head_bias"} if c.tied else {
         f"{decoder}.bias": "V -> head_bias", bias: "V ~ head_bias"}
@@ -176,11 +176,12 @@ ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OL
 
 
 def _roberta(r):
-    """Its table of positions begins after the row of padding, which has the number of its id."""
+    """The fields of a RoBERTa. Its table of positions begins after the row numbered
+    pad_token_id."""
     fields = {**_text(r), **classed(
         r, ForMaskedLM=MASKED, ForSequenceClassification=POOLED, Model=PLAIN)}
     if fields["head"] == "masked" and fields["activation"] != "gelu":
-        refuse(r, hidden_act="gelu")    # (its head has that one, whatever the layers have)
+        refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
     rows, padding = r["max_position_embeddings"], r["pad_token_id"]
     if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
         raise ConfigError(f"config.json: pad_token_id {padding!r:.80}: expected an id, below the "
@@ -206,13 +207,13 @@ ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id":
 
 
 def _albert(r):
-    """The layers of a group have the same weights."""
+    """The fields of an ALBERT: the layers of a group share their weights."""
     refuse(r, inner_group_num=1)
     layers, groups = r["num_hidden_layers"], count(r, "num_hidden_groups")
     width = count(r, "embedding_size")
     if width == r["hidden_size"]:
         raise ConfigError(f"config.json: embedding_size {width} is not supported for model_type "
-                          f"albert, only another than hidden_size")
+                          f"albert: it must differ from hidden_size")
     fields = {**_text(r), **classed(
         r, ForMaskedLM=MASKED, ForPreTraining=MASKED, ForSequenceClassification=POOLED,
         Model=PLAIN)}
@@ -255,9 +256,9 @@ PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_s
                 num_channels=3)
 
 
-# No patch is hidden here: the token that stands for those that are does not count.
+# The token of hidden patches, which is ignored: no patch is hidden here.
 MASK_TOKEN = r"(\w+\.)?embeddings\.mask_token"
-# What transformers 5 calls them where it is asked not to save the original format.
+# The names that transformers 5 uses if it is asked not to save in the original format.
 NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj",
          "attention.attention.key": "attention.k_proj",
          "attention.attention.value": "attention.v_proj",
@@ -341,7 +342,8 @@ def _beit_arrays(c):
 
 
 def _is_index(c, array):
-    """Which row of the table is for each two patches, and for those with the class token."""
+    """Whether the array is the table of indices: the row of the learned bias for each pair of
+    patches, and for pairs with the class token."""
     ids = np.pad(pair_index(c.image_size // c.patch_size), ((1, 0), (1, 0)))
     ids[0], ids[:, 0], ids[0, 0] = ids.max() + 1, ids.max() + 2, ids.max() + 3
     return np.array_equal(array, ids)

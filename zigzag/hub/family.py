@@ -1,4 +1,4 @@
-"""What a family of published decoders is, and how the arrays of most of them lie.
+"""`Family`: a family of published models; and patterns of arrays that many families share.
 
 llama.py and gpt.py have the families; published.py explains the patterns.
 """
@@ -13,12 +13,12 @@ from zigzag.hub.published_config import Fields, Record
 
 
 def keys(names: str) -> tuple[str, ...]:
-    """Names with blanks between them."""
+    """The names in a text, separated by blanks."""
     return tuple(names.split())
 
 
-# Why an array of a folder is no weight: (a Config, its numbers) -> whether they are the constant
-# that follows from the configuration; or a regex of the classes that lack it.
+# Why an array of a folder is not a weight: a function (Config, array) -> whether it is the constant
+# that follows from the configuration, or a regex of the classes that do not have the array.
 Ignored = Callable[[Any, np.ndarray], bool] | str
 
 
@@ -26,37 +26,37 @@ Ignored = Callable[[Any, np.ndarray], bool] | str
 class Family:
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
     arrays: Callable[[Any], dict[str, str]]     # a Config -> patterns of published arrays
-    defaults: Fields                            # of what a config.json leaves out
-    prefix: str = ""                            # of names, which a folder of the bare model lacks
-    ignored: dict[str, Ignored] = dataclasses.field(default_factory=dict)   # arrays that are no
-                                                # weights, as regexes, and why
+    defaults: Fields                            # the class's defaults for missing keys
+    prefix: str = ""                            # of names; a folder of the bare model lacks it
+    ignored: dict[str, Ignored] = dataclasses.field(default_factory=dict)   # {regex of arrays that
+                                                # are not weights: why}
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # other names, and the usual
-    optional: tuple[str, ...] = ()              # arrays that are zeros where they are missing
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # {other name: usual name}
+    optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
     stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
-    older: dict[str, str] = dataclasses.field(default_factory=dict)     # parts of names, and what
-                                                # older or newer versions call them
+    older: dict[str, str] = dataclasses.field(default_factory=dict)     # {part of a name: its name
+                                                # in older or newer versions}
     fused: dict[str, str] = dataclasses.field(default_factory=dict)     # patterns of arrays that
-                                                # have all experts, in place of one for each
-    seen: Callable[[Fields, Any], Fields] | None = None     # fields that follow from these fields,
-                                                # and from the arrays of a folder
-    check: Callable[[Any, Any, Any], None] | None = None    # (forward, params, a Config): refuses
-                                                # what its class would compute otherwise
-    shared: tuple[str, ...] = ()                # keys that its class has, of those that shared
-                                                # translators read for some classes
-    neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes
-                                                # where `fields` does not read them
+                                                # have all experts, instead of one array for each
+    seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
+                                                # which depend on the arrays of the folder
+    check: Callable[[Any, Any, Any], None] | None = None    # (forward, params, a Config): refuses a
+                                                # model that its class would compute differently
+    shared: tuple[str, ...] = ()                # keys of its class that shared translators read
+                                                # only for classes that have them
+    neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
+                                                # if `fields` does not read them
 
 
-# Arrays that are no weights: constants that older versions of transformers saved.
+# Arrays that are not weights: constants that older versions of transformers saved.
 def _is_rates(c, array):
     dim = getattr(c, "rotary_dim", 0) or c.head_dim
     return array.shape == (dim // 2,) and np.allclose(
-        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.05)    # (of half precision)
+        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.05)    # (half precision)
 
 
 def _is_causal(c, array):
-    """Which keys a query sees: those before it, or of these the last ones."""
+    """Whether the array is a causal mask, perhaps with a window."""
     if array.ndim != 4:
         return False
     seen = np.tri(array.shape[-1], dtype=bool)
@@ -69,7 +69,7 @@ def is_range(c: Any, array: np.ndarray) -> bool:
 
 
 def pair_index(side: int) -> np.ndarray:
-    """For each two of side * side patches how far apart they are, as one number."""
+    """The index of the relative position for each pair of side * side patches."""
     rows, columns = np.divmod(np.arange(side * side), side)
     down, right = (a[:, None] - a + side - 1 for a in (rows, columns))
     return down * (2 * side - 1) + right
@@ -89,7 +89,7 @@ def under(prefix, *groups):
 
 
 def head(c, name="lm_head.weight"):
-    """The loss head: of a tied model once more the embedding, if it is there."""
+    """The pattern of the loss head; in a tied model it repeats the embedding, if it is there."""
     return {name: "V W = embed" if c.tied else "V W -> head"}
 
 
@@ -113,8 +113,9 @@ def rows(name, axes, ours, bias=True):
 
 
 def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
-    """The order of a head's numbers in which those pairs that rotary positions turn, which some
-    families have beside each other from `begin` on, lie half of them apart, at the beginning."""
+    """The permutation of a head's numbers to our order. Some families have the two numbers of a
+    rotary pair beside each other, from `begin` on; ours are rotary_dim / 2 apart, and come first in
+    the head."""
     turned = np.arange(begin, begin + rotary_dim)
     rest = np.delete(np.arange(head_dim), turned)
     return np.concatenate([turned[::2], turned[1::2], rest])

@@ -1,4 +1,4 @@
-"""Where a network's weights come from and go to: a run's checkpoints, or a published folder.
+"""Reading a network's weights from a run or a published folder, and writing a published folder.
 
     python model.py --run RUN --export DIR      a run's weights, for transformers and others
 """
@@ -24,12 +24,12 @@ from zigzag.weights.network import Computed, Network, Params
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, but for these fields, which may say how it is trained
-    and computed."""
+    """The configuration of a published model, with these fields changed, which may only say how it
+    is trained and computed."""
     may = _may_change(network)
     if other := fields.keys() - may:
-        raise ConfigError(f"{folder}: {min(other)} is what its config.json says, and its weights "
-                          f"are made for that; what may be given is {', '.join(sorted(may))}")
+        raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
+                          f"only these may be given: {', '.join(sorted(may))}")
     record = read_config(folder)
     found = fields_of(record, network.families)
     if seen := family_of(record, network.families).seen:
@@ -38,23 +38,24 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
 
 
 def _may_change(network):
-    """The options that say how a published model is trained and computed, and no more."""
+    """The options that only say how a published model is trained and computed."""
     return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
 
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, **fields: Any
             ) -> tuple[Params, Any]:
-    """The weights of a published model (a Hugging Face folder), straight into their shards on the
-    mesh; without a mesh, on one device. `fields` of the configuration may say how to train it."""
+    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
+    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
+    may say how to train it."""
     config = hf_config(network, folder, **fields)
-    read_hf(network, folder, config)    # is everything there, before shapes that large are made?
+    read_hf(network, folder, config)    # checks the folder before large shapes are made
     return read_hf(network, folder, config, network.places(config, mesh)), config
 
 
 def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
             ) -> Params | None:
-    """The weights in these places (shapes with shardings). Without places, only a look at the
-    folder."""
+    """The weights of a published model, sharded as `places` (shapes with shardings). Without
+    `places`, only checks the folder."""
     opened = Folder(folder)
     return read_weights(opened, family_of(opened.config, network.families), config,
                         network.table(config), places)
@@ -62,14 +63,14 @@ def read_hf(network: Network, folder: str | Path, config: Any, places: Params | 
 
 def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
             dtype: str = "float32") -> None:
-    """The same, back: a folder that transformers reads, adapters merged. A model that was never
-    published is saved as one that transformers knows, if it is one."""
+    """Write a folder that transformers reads, with adapters merged. A model that was not loaded
+    from a published one is saved as a model that transformers knows, if it is one."""
     if config.lora_rank:
         params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
     if not config.published:
         if network.as_published is None:
-            raise ConfigError(f"the network {network.name} is saved only as what it was loaded "
-                              f"from: a published folder")
+            raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
+                              f"a published folder")
         params, config = network.as_published(params, config)
     else:
         _check_described(network, config)
@@ -77,24 +78,24 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     write_folder(folder, family, config, network.table(config), params, dtype, network.forward)
 
 
-# Options that follow from a folder's arrays, or from the version that reads it.
+# Options that depend on a folder's arrays, or on the version that reads it.
 SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
 def _check_described(network, config):
-    """Refuse options that are others than in the config.json that would be written."""
+    """Refuse options that differ from the config.json that would be written."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     try:
         found = fields_of(json.loads(config.published), network.families, is_checked=False)
         there = as_config(network.config, "config.json", found | given)
-    except ConfigError:         # (of a run that an earlier version made of what is refused now)
+    except ConfigError:         # (a run of an earlier version, which accepted what is refused now)
         return
     for f in dataclasses.fields(config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)
         if mine != theirs and f.name not in may | SEEN:
-            raise ConfigError(f"{f.name} {mine!r:.80} is not what the published config.json says, "
-                              f"{theirs!r:.80}, and that is what would be written")
+            raise ConfigError(f"{f.name} is {mine!r:.80}, but the published config.json, which "
+                              f"would be written, says {theirs!r:.80}")
 
 
 # -------------------------------------------------------------------------------------------
@@ -102,8 +103,8 @@ def _check_described(network, config):
 
 def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
-    """The weights of a run's newest (or given) step in this precision, straight into their shards
-    on the mesh; without a mesh, on one device."""
+    """(weights, configuration) of a run's newest or given step, in this dtype. The weights go
+    straight into their shards on the mesh (None: onto one device)."""
     config = dataclasses.replace(run_config(folder, network.config), lora_rank=0)
     params = read_run_weights(network, folder, network.places(config, mesh), step)
     return cast(params, dtype), config
@@ -111,8 +112,8 @@ def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int |
 
 def read_run_weights(network: Network, folder: str | Path, places: Params,
                      step: int | None = None, flag: str = "--run") -> Params:
-    """The weights of a run, which `flag` names, in these places (shapes with shardings), adapters
-    merged. (A damaged checkpoint is reported, and passed over.)"""
+    """The weights of the run that `flag` names, sharded as `places` (shapes with shardings), with
+    adapters merged. A damaged checkpoint is reported and skipped."""
     return lora.read_run_weights(folder, network.config, places, step, flag, network.places,
                                  network.init, functools.partial(read_hf, network))
 
@@ -124,8 +125,8 @@ def read_run_weights(network: Network, folder: str | Path, places: Params,
 class Export:
     """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
     run: str = "out"            # the --out of a train.py
-    export: str = ""            # folder to make
-    dtype: str = "float32"      # or bfloat16, float16: precision of what is written
+    export: str = ""            # the folder to write
+    dtype: str = "float32"      # of the written arrays: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -134,7 +135,7 @@ class Export:
 
 def export(network_of_record: Callable, tokenizer_of: Callable, argv: Sequence[str] | None = None
            ) -> None:
-    """The command line: network_of_record(config.json) is the network of a run, tokenizer_of is
+    """Run the command. network_of_record(config.json) is the network of a run; tokenizer_of is
     data.py's."""
     options = from_flags(Export(), argv)
     if not options.export:

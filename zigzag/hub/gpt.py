@@ -1,6 +1,6 @@
 """Published decoders: GPT-2 and its relatives, with LayerNorm and an MLP of two products.
 
-family.py says what a family is.
+family.py explains `Family`.
 """
 
 import numpy as np
@@ -53,7 +53,7 @@ def _gpt2(r):
 
 
 def _gpt2_arrays(c):
-    # (Stored as the transpose of what torch's Linear has.)
+    # (GPT-2 stores the transposes of torch's Linear weights.)
     return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
             **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
             } | under(
@@ -87,7 +87,8 @@ def _gptj_arrays(c):
 
 
 def _is_sinusoids(c, array):
-    """Sines and cosines of each position, which GPT-J's first folders have."""
+    """Whether the array is the sines and cosines of each position, which GPT-J's first folders
+    have."""
     dim = c.rotary_dim or c.head_dim
     angle = np.arange(len(array))[:, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
     return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
@@ -107,7 +108,7 @@ def _gpt_neo(r):
         raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
                           f"{r['num_layers']!r:.80}")
     kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
-    kinds = r.get("attention_layers", kinds)        # (which wins where it differs)
+    kinds = r.get("attention_layers", kinds)        # (this key wins if they differ)
     if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
         raise ConfigError(f"config.json: attention_layers {kinds!r:.80}: expected local or global "
                           f"for each of num_layers {r['num_layers']}")
@@ -142,7 +143,7 @@ GPT["gpt_neo"] = Family(
 
 def _gpt_neox(r):
     bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
-    # (transformers 4 writes these two by both names.)
+    # (transformers 4 writes these two under both names.)
     refuse(r, rope_theta=r["rotary_emb_base"], partial_rotary_factor=r["rotary_pct"])
     return {**_old(r, "layer_norm_eps"), **rope(r, "rotary_emb_base", "rotary_pct"),
         "d_ff": r["intermediate_size"], "parallel_block": parallel,
@@ -207,7 +208,7 @@ GPT["opt"] = Family(
 
 def _bloom(r):
     refuse(r, apply_residual_connection_post_layernorm=False)
-    if r.get("slow_but_exact"):     # (then it adds the biases of a product once for each part)
+    if r.get("slow_but_exact"):     # (adds the biases of a product once for each part)
         refuse(r, pretraining_tp=1)
     length = r.get("max_position_embeddings") or r.get("seq_length") or 2048
     return {**_old(r.but(max_position_embeddings=length), layers="n_layer", heads="n_head"),
@@ -242,8 +243,9 @@ GPT["bloom"] = Family(
 
 
 def _falcon(r):
-    """Three layouts: 7B (one key head), 40B (groups, two norms), and RW (ALiBi, one after the
-    other). The fused array is the same in all: groups of query heads, each with its key head."""
+    """The fields of a Falcon. There are three layouts: 7B (one key head), 40B (groups, two norms),
+    and RW (ALiBi, a sequential block). The fused array is the same in all: groups of query heads,
+    each with its key head."""
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)
@@ -263,7 +265,7 @@ GPT["falcon"] = Family(
      "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False,
      "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
      "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"},
-    # (The second row: where positions are ALiBi's.)
+    # (The second row: keys that are neutral if positions are ALiBi's.)
     neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn ff_factor
                     apply_residual_connection_post_layernorm
                     rope_theta rope_scaling rope_parameters"""))

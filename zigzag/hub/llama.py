@@ -1,9 +1,10 @@
-"""The families of published decoders: what their config.json means, and how their arrays lie.
+"""The families of published decoders: translations of their config.json, and patterns of their
+arrays.
 
-To add one whose parts networks/transformer.py has: `fields` translates its config.json into fields
-of networks.transformer.Config, `arrays` says for each published array which weights it holds
-(published.py explains the patterns), and `defaults` are those of its class in transformers, for
-what a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
+To add a family whose parts networks/transformer.py has, write a `Family`: `fields` translates its
+config.json to fields of networks.transformer.Config, `arrays` gives the weights in each published
+array (published.py explains the patterns), and `defaults` are its class's in transformers, for keys
+that a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
 are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 """
 
@@ -52,7 +53,7 @@ FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
 
 def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
               others: Iterable[str] = ()) -> Family:
-    """The family of a published config.json. (There are `others`, elsewhere.)"""
+    """The family of a published config.json. (`others` are model_types of other networks.)"""
     kind = record["model_type"]
     if kind not in families:
         known = sorted({*families, *others})
@@ -63,9 +64,9 @@ def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
 
 def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked: bool = True,
               at: str = "") -> Fields:
-    """A published config.json (or the part `at` one of its keys) as fields of
-    networks.transformer.Config. Refuses a key that is not read and may matter; unless
-    `is_checked`, for a record that an earlier version has accepted."""
+    """Fields of networks.transformer.Config, from a published config.json or from its part `at`.
+    With `is_checked`, refuses keys that are not read and may matter. (Without it: for a record that
+    an earlier version has accepted.)"""
     family, kind = family_of(record, families), record["model_type"]
     record = with_usual_names(record, family.aliases)
     try:
@@ -81,13 +82,13 @@ def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
-    # (It is tuned without the losses that only routers of new models need.)
+    # (Fine-tuning needs no losses for routers: those are for new models.)
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(published, sort_keys=True), **fields}
 
 
 def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, Record]:
-    """The fields of a config.json, and what it notes of which keys were read."""
+    """(fields, Record) of a config.json; the Record knows which keys were read."""
     r = Record(record, family.defaults, family.shared, at)
     return family.fields(r), r
 
@@ -102,9 +103,9 @@ def _is_same(record, fields, family):
 
 
 def token_ids(c: Any) -> dict[str, Any]:
-    """Which ids a published model gives a meaning: eos_token_id, pad_token_id and others."""
+    """{name: id} of the special ids of a published model: eos_token_id, pad_token_id and others."""
     record = json.loads(c.published or "{}")
-    family = FAMILIES.get(record.get("model_type"))     # (others are in families/)
+    family = FAMILIES.get(record.get("model_type"))     # (None: a network of its own)
     defaults = family.defaults if family else {}
     ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
     for name, i in ids.items():
@@ -114,7 +115,7 @@ def token_ids(c: Any) -> dict[str, Any]:
 
 
 def start_id(c: Any) -> int:
-    """With which id an encoder-decoder begins what it writes: T5 with its padding."""
+    """The id with which an encoder-decoder begins a text: in T5, its padding."""
     ids = token_ids(c)
     start = ids.get("decoder_start_token_id")
     start = start if start is not None else ids.get("pad_token_id") or 0
@@ -125,7 +126,7 @@ def start_id(c: Any) -> int:
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
-    """The ids with which an encoder-decoder begins and ends what it writes, and of padding."""
+    """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding)."""
     if not c.published:
         return tokenizer.ends[0], tokenizer.ends[0], 0
     ids = token_ids(c)
@@ -133,8 +134,8 @@ def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
     return start_id(c), tokenizer.ends[0] if end is None else end, ids.get("pad_token_id") or 0
 
 
-# What a LLaMA's config.json, or a Mixtral's, has names for. Every other option of a network must be
-# at its default, but for those that only say how it is trained and computed.
+# The options that the config.json of a LLaMA or a Mixtral can express. All other options of a
+# network must have their defaults, except options of training and computing.
 NAMED = {"layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "seq_len",
          "tied", "norm_eps", "rope_theta", "rope_scaling", "embed_scale", "activation", "experts",
          "experts_per_token"}
@@ -142,13 +143,14 @@ OF_TRAINING = {"dropout", "balance", "router_z", "dtype", "remat", "kernel", "mi
                "schedule", "chunks", "sum_dtype", "lora_rank", "published"}
 
 
-# What the plain decoder has in common with the general network.
+# The options that the plain decoder has in common with the general network.
 PLAIN_OPTIONS = (NAMED | OF_TRAINING) - {"activation"}
 
 
 def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
-    """A model of our own as one that transformers knows: LLaMA, or with experts Mixtral, whose
-    layers have the window of a configuration that `has_window`."""
+    """(params, configuration) of a model of our own, as a model that transformers knows: a LLaMA,
+    or, with experts, a Mixtral. `has_window` says that the configuration has the option `window`,
+    which a Mixtral's layers have too."""
     kind, window = ("mixtral" if c.experts else "llama"), (c.window if has_window else 0)
     record = dict(
         model_type=kind, architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
@@ -175,7 +177,7 @@ def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
     if other:
         raise ConfigError(f"a model of our own is saved as a LLaMA or Mixtral, and neither has "
                           f"--{other[0]} {getattr(c, other[0])}")
-    # Its embedding is saved multiplied, and its head by itself.
+    # The embedding is saved with its factor, and the head separately.
     scale = c.embed_scale or c.d_model**0.5
     return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}, mine
 
@@ -184,7 +186,7 @@ def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
 # LLaMA and its relatives
 
 def _modern(r, **of_rope):
-    """Fields of config.json that most newer families have."""
+    """The fields that most newer families have."""
     refuse_other_heads(r)
     return {**sizes(r), "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
             "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0,
@@ -234,14 +236,14 @@ def _llama(r):
     return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
 
 
-# What says which layers have a window, in a model without one.
+# The keys about windows, which are ignored in a model without one.
 NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layers")
 
 
 def _qwen_window(r):
     refuse(r, use_mrope=False)
     if not r["use_sliding_window"]:
-        return {}       # (whatever else the file says of it)
+        return {}       # (whatever else the file says about it)
     kinds = ["full_attention" if i < r["max_window_layers"] else "sliding_attention"
              for i in range(r["num_hidden_layers"])]
     return window(r, r["layer_types"] or kinds)
@@ -289,8 +291,8 @@ FAMILIES["phi3"] = Family(
 
 
 def _gemma(r, **of_rope):
-    """Gemma 2 and 3: norms around both halves (`_one_more` changes what they store); the embedding
-    is multiplied by the root of its width, which an embed_scale of 0 means."""
+    """Gemma 2 and 3: norms before and after attention and MLP (`_one_more` adjusts their scales),
+    and an embedding scaled by the root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
     return {**_modern(r.but(hidden_act=r["hidden_activation"]), **of_rope),
@@ -309,14 +311,14 @@ def _gemma2(r):
 
 
 def _every(r, number):
-    """A window in all layers but every so many."""
+    """local_layers with a window in all layers except every `number`-th."""
     kinds = ["full_attention" if (i + 1) % number == 0 else "sliding_attention"
              for i in range(r["num_hidden_layers"])]
     return window(r, r["layer_types"] or kinds)
 
 
 def _gemma3(r):
-    refuse(r, attn_logit_softcapping=None)      # (its class does not look at it)
+    refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
     local = _every(r, r["sliding_window_pattern"])
     rates = rope(r, "rope_local_base_freq", of_layers="sliding_attention")
     if rates["rope_scaling"]:
@@ -337,7 +339,7 @@ def _gemma_arrays(c):
 
 
 def _one_more(c):
-    """Their norms multiply by one more than the array has. Ours store that sum."""
+    """The norms of Gemma multiply by 1 + the array. Ours store that sum."""
     return {name: Change(offset=1.0) for name in (
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
@@ -388,8 +390,8 @@ FAMILIES["granite"] = Family(
 
 
 def _smollm3(r):
-    """A layer has rotary positions where its number in no_rope_layers is 1. The others are those
-    with the window, if layer_types does not say which."""
+    """A layer has rotary positions if its entry in no_rope_layers is 1. If layer_types does not say
+    which layers have the window, the others have it."""
     fields, every = _llama(r), r["no_rope_layer_interval"]
     turned = r["no_rope_layers"]
     if turned is None:
@@ -398,7 +400,7 @@ def _smollm3(r):
         raise ConfigError(f"config.json: no_rope_layers {turned!r:.80}: expected 0 or 1 for each "
                           f"of {fields['layers']} layers")
     kinds = ["full_attention" if turns else "sliding_attention" for turns in turned]
-    if "sliding_attention" in (r["layer_types"] or ()):     # (eager attention alone has it then)
+    if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
     return {**fields, **window(r, r["layer_types"] or kinds),
             "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
@@ -424,7 +426,7 @@ def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
 
 
 def _fused(prefix):
-    """The arrays of all experts, as transformers 5 keeps them."""
+    """The arrays of all experts, as in transformers 5."""
     return under(prefix, {"mlp.experts.gate_up_proj": "E (G | G) D -> e_gate e_up",
                           "mlp.experts.down_proj": "E D G -> e_down"})
 
@@ -447,7 +449,7 @@ FAMILIES["mixtral"] = Family(
 # -------------------------------------------------------------------------------------------
 # The plain decoder (model.py), which is a LLaMA, a Mistral without window, or a Mixtral
 
-# What their config.json may say that the plain decoder lacks, and what it must say then.
+# {option that the plain decoder lacks: the value that their config.json must have}
 NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
 
 
@@ -517,11 +519,11 @@ FAMILIES["qwen3_moe"] = Family(
 def _deepseek_v3(r):
     refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
            topk_method="noaux_tc")
-    if not isinstance(r["rope_interleave"], bool):      # (which _deepseek_v3_order looks at)
+    if not isinstance(r["rope_interleave"], bool):      # (_deepseek_v3_order reads it)
         refuse(r, rope_interleave=True)
     turned = count(r, "qk_rope_head_dim")
     width = count(r, "qk_nope_head_dim") + turned
-    refuse(r, head_dim=turned, qk_head_dim=width)       # (transformers 5 writes them, too)
+    refuse(r, head_dim=turned, qk_head_dim=width)       # (transformers 5 writes these too)
     fields = {**_modern(r.but(head_dim=turned)), "kv_heads": r["num_attention_heads"]}
     scaling = json.loads(fields["rope_scaling"] or "{}")
     scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
@@ -552,7 +554,7 @@ def _deepseek_v3_arrays(c):
 
 
 def _deepseek_v3_order(c):
-    """The part of a head that is turned is at its end there, its pairs beside each other."""
+    """The published heads have the rotated part at the end, with the numbers of a pair adjacent."""
     begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
     if not json.loads(c.published).get("rope_interleave", True):
         return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
@@ -560,7 +562,7 @@ def _deepseek_v3_order(c):
             "k_rotary": Change(neighbours(turned, turned))}
 
 
-# (After the last layer lie those that predict tokens further on, which are not for the logits.)
+# (The folder has more layers, after the last one, which predict later tokens: they are ignored.)
 FAMILIES["deepseek_v3"] = Family(
     _deepseek_v3, _deepseek_v3_arrays,
     {**MODERN, "num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
@@ -581,7 +583,7 @@ FAMILIES["deepseek_v3"] = Family(
 def _chatglm(r):
     refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
            post_layer_norm=True, pre_seq_len=None, original_rope=True)
-    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 it was another thing than in 3
+    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 the key has another meaning than in 3
         refuse(r, rope_ratio=1)
     width = r["kv_channels"]
     return {**sizes(r.but(vocab_size=r["padded_vocab_size"]), layers="num_layers",

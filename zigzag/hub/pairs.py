@@ -1,7 +1,7 @@
 """Published encoder-decoders: T5, BART and Whisper.
 
-In names {s} numbers the encoder's layers (those of the source), {m} the decoder's. family.py says
-what a family is.
+In names {s} numbers the encoder's layers (s for source), {m} the decoder's. family.py explains
+`Family`.
 """
 
 import json
@@ -19,15 +19,17 @@ from zigzag.hub.published_config import (
 
 PAIRS: dict[str, Family] = {}
 
-# Tokens of a row, where no table of positions says how many there may be.
+# The seq_len of a model without a table of positions.
 LENGTH = 512
 
 
 # -------------------------------------------------------------------------------------------
-# T5: RMSNorm before each half, learned scores by distance. 1.1 has a gated MLP and its own head
+# T5: RMSNorm before attention and MLP, learned biases by distance. 1.1 has a gated MLP and its own
+# head
 
 def _t5_mlp(r):
-    """feed_forward_proj: ACTIVATION or gated-ACTIVATION. (What a file says beside it wins.)"""
+    """The fields of the MLP, from feed_forward_proj: ACTIVATION or gated-ACTIVATION. (Other keys of
+    the file win.)"""
     words = r["feed_forward_proj"].split("-")
     if len(words) > 2 or len(words) == 2 and words[0] != "gated":
         raise ConfigError(f"config.json: feed_forward_proj {r['feed_forward_proj']!r:.80}: "
@@ -41,7 +43,7 @@ def _t5(r):
     refuse_other_heads(r)
     refuse(r, is_encoder_decoder=True)
     tied, width = bool(r["tie_word_embeddings"]), count(r, "d_model")
-    # (transformers 5 says so apart: it writes that all are tied.)
+    # (transformers 5 has a key of its own for this, since it writes tied for every T5.)
     is_scaled = bool(r.get("scale_decoder_outputs", tied))
     if is_scaled and not tied:
         refuse(r, scale_decoder_outputs=False)
@@ -57,12 +59,12 @@ def _t5(r):
 
 
 def _t5_tied(r, fields, folder):
-    """A T5 that transformers 5 has saved is untied where its head differs from its embedding."""
+    """The field `tied`: a T5 saved by transformers 5 is untied if its head and embedding differ."""
     if "scale_decoder_outputs" not in r or not fields["tied"]:
         return {}
     names = [name for name in ("lm_head.weight", "shared.weight") if name in folder.arrays]
     shapes = {folder.kind(name)[0] for name in names}
-    if len(names) < 2 or len(shapes) > 1 or () in shapes:       # (which is refused later)
+    if len(names) < 2 or len(shapes) > 1 or () in shapes:       # (check_arrays refuses it)
         return {}
     head, table = (folder[name] for name in names)
     V = shapes.pop()[0]
@@ -70,7 +72,7 @@ def _t5_tied(r, fields, folder):
     differ = any((head[part] != table[part]).any() for part in parts)
     if not differ or fields["head_scale"]:
         return {"tied": not differ}
-    # (It is written as transformers 4 says it, which 5 reads too.)
+    # (Written in the form of transformers 4, which 5 reads too.)
     older = {name: value for name, value in r.items() if name != "scale_decoder_outputs"}
     return {"tied": False, "published": json.dumps({**older, "tie_word_embeddings": False},
                                                    sort_keys=True)}
@@ -106,7 +108,7 @@ PAIRS["t5"] = Family(
     dict(is_encoder_decoder=True, tie_word_embeddings=True, num_decoder_layers=None,
          relative_attention_num_buckets=32, relative_attention_max_distance=128,
          layer_norm_epsilon=1e-6, feed_forward_proj="relu", pad_token_id=0, eos_token_id=1),
-    # (T5's first versions saved distances of cross attention, which no class has.)
+    # (T5's first versions saved biases by distance of cross-attention, which no class has.)
     ignored={r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": ""},
     seen=_t5_tied,
     aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads",
@@ -115,10 +117,10 @@ PAIRS["t5"] = Family(
 
 
 # -------------------------------------------------------------------------------------------
-# BART, with norms after each half, and Whisper, with norms before
+# BART, with norms after attention and MLP, and Whisper, with norms before
 
 def _layers(r, seq_len):
-    """What both have, under the same names."""
+    """The fields that BART and Whisper have under the same names."""
     refuse_other_heads(r)
     refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
     return {**sizes(r, "decoder_layers", "d_model", "decoder_attention_heads", seq_len),
@@ -148,7 +150,7 @@ def _stacks(key_bias):
 
 
 def _bart(r):
-    # (What the first files say of other models of their time; the class does not look at it.)
+    # (Keys of the first files about related models; the class ignores them.)
     refuse(r, normalize_before=False, add_final_layer_norm=False, normalize_embedding=True,
            static_position_embeddings=False, add_bias_logits=False)
     length = count(r, "max_position_embeddings")
@@ -183,7 +185,7 @@ PAIRS["bart"] = Family(
 
 
 def _whisper(r):
-    # (The class does not look at scale_embedding.)
+    # (The class ignores scale_embedding.)
     return {**_layers(r, "max_target_positions"), "position_rows": r["max_target_positions"],
             "stem": "frames", "source_len": count(r, "max_source_positions"),
             "channels": count(r, "num_mel_bins"), "biases": "qv,out,mlp"}

@@ -1,23 +1,23 @@
-"""Published models: a Hugging Face folder to weights in their shards, and back.
+"""Published models: from a Hugging Face folder to weights in their shards, and back.
 
-    config.json          which family it is, and its sizes       (llama.py translates them)
-    *.safetensors        arrays by name                           (llama.py says what each holds)
+    config.json          the family and its sizes                 (llama.py translates them)
+    *.safetensors        arrays by name                           (llama.py has their patterns)
 
-A family says of each published array how it lies, and of which of our weights it is made:
+A family has a pattern for each published array: its layout, and the weights of ours in it.
 
     "self_attn.q_proj.weight": "(H N) D -> wq"                      one weight, its axes merged
     "attn.c_attn.weight":      "D (H N | K N | K M) -> wq wk wv"    three, one after the other
     "query_key_value.weight":  "(K [g N | N | M]) D -> wq wk wv"    three in every group of heads
-    "lm_head.weight":          "V W = embed"                        one that another array has too
-    "lm_head.bias":            "V ~ head_bias"                      one that nobody looks at
+    "lm_head.weight":          "V W = embed"                        a copy of another array
+    "lm_head.bias":            "V ~ head_bias"                      a copy that is ignored
 
-The letters are those of the network's table of weights; g is how many query heads a key head has.
-Brackets ( ) merge axes into one. In A | B the numbers of B lie after those of A. K [A | B] repeats
-what the brackets have K times: in the third example, for each key head, its query heads, its key
+The letters are those of the network's table of weights; g is the number of query heads for each key
+head. Brackets ( ) merge axes into one. A | B is the concatenation of A and B. K [A | B] repeats the
+content of the brackets K times: in the third example, for each key head, its query heads, its key
 and its value. A 1 is an axis of length 1, which our weight may lack. An array with = is not
 written, and may be missing; if it is there, it must have the same numbers. One with ~ is written,
-and read only where the other is missing. From that follow the shape that is expected, what a device
-reads of an array (its shard's range of the first letter of each axis), and what is written.
+but read only if the other is missing. The pattern determines the expected shape, the part of the
+array that a device reads (its shard's range of the first letter of each axis), and what is written.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
 from zigzag.weights.table import layer_counts
 
-# So many bytes of arrays go into one file.
+# The most bytes of arrays in one file.
 FILE_BYTES = 4 * 2**30
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 # -------------------------------------------------------------------------------------------
-# How an array lies
+# The layout of an array
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """An axis of a published array, for one of our weights."""
     outer: tuple[str, ...]  # the letters before [, which number the repeats
-    inner: tuple[str, ...]  # the letters of this weight in them; all, where nothing is repeated
-    begin: int              # where in a repeat this weight begins
-    block: int              # how many numbers of it there are
-    whole: int              # how long a repeat is
+    inner: tuple[str, ...]  # this weight's letters in the brackets; all, if nothing is repeated
+    begin: int              # the index in a repeat at which this weight begins
+    block: int              # the count of this weight's numbers in a repeat
+    whole: int              # the length of a repeat
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a published array lies, for one of our weights, with axes `own` [a, b, ...]."""
+    """The layout of a published array, for one of our weights, which has the axes `own`."""
     axes: tuple[Axis, ...]
     own: tuple[str, ...]
     sizes: dict[str, int]
@@ -75,19 +75,20 @@ class Layout:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Of this weight, in the order in which the published array has them."""
+        """This weight's letters, in the order of the published array."""
         return tuple(x for a in self.axes for x in a.letters)
 
     @property
     def order(self) -> list[int]:
-        """Where in `letters` each axis of this weight is. (H is K and g where they are apart.)"""
+        """The index in `letters` of each axis of this weight. (H may be split into K and g.)"""
         own = [y for x in self.own for y in (("K", "g") if x == "H" and "g" in self.letters else x)]
         return [self.letters.index(x) for x in own]
 
     def read(self, array: Any, ranges: Sequence[slice]) -> np.ndarray:
-        """This weight's part at these ranges, out of a published array (anything with slices)."""
+        """The part of this weight in these ranges, from a published array (or anything that can be
+        sliced)."""
         wanted = dict(zip(self.own, ranges))
-        if "g" in self.letters and "H" in wanted:       # whole groups, and of these a part
+        if "g" in self.letters and "H" in wanted:       # read whole groups, then take a part
             g, heads = self.sizes["g"], wanted.pop("H")
             wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
         runs, shape = [], []
@@ -100,7 +101,7 @@ class Layout:
             begin, stop = (n * self._count(a.letters[1:]) for n in (r.start, r.stop))
             if a.block == a.whole or not a.outer:
                 runs.append([slice(a.begin + begin, a.begin + stop)])
-            else:       # its block alone, in each of those that the outer letters number
+            else:       # only this weight's block, in each repeat
                 times = self._count(a.inner)
                 runs.append([slice(i * a.whole + a.begin, i * a.whole + a.begin + a.block)
                              for i in range(begin // times, stop // times)])
@@ -121,10 +122,10 @@ class Layout:
         return part
 
     def write(self, array: np.ndarray, weight: np.ndarray) -> None:
-        """Put this weight, whole, into its place in a published array."""
+        """Write all of this weight into its part of a published array."""
         shape = [self.sizes[x] for x in self.letters]
         part = weight.reshape([shape[i] for i in self.order]).transpose(np.argsort(self.order))
-        # The array with outer letters, blocks apart; this weight with inner letters merged.
+        # Views: the array with its outer letters as axes, the weight with its inner letters merged.
         apart, own, at = [], [], []
         for a in self.axes:
             apart += [self._count(a.outer), a.whole]
@@ -140,7 +141,7 @@ def _sides(pattern):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """The layout of each weight of a pattern; `own` has the weights' axes."""
+    """{weight: its Layout} of a pattern. `own` has the axes of the weights."""
     left, names = _sides(pattern)
     axes = {name: [] for name in names}
     for word in re.findall(r"\([^)]*\)|\S+", left):
@@ -163,14 +164,14 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 # The folder
 
 def _listed(names):
-    """The first ten of these names, which somebody else chose."""
+    """The first ten of these names as text, shortened if they are long."""
     first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(first) + more
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a folder."""
+    """The content of a folder's config.json."""
     config = read_json(Path(path) / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
@@ -180,7 +181,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The arrays of a folder by name, mapped into memory: what is not asked for is not read."""
+    """The arrays of a folder by name, memory-mapped: only the parts that are used are read."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -201,7 +202,7 @@ class Folder:
             self.arrays |= dict.fromkeys(found, opened)
 
     def _files(self):
-        """The files to open, and which arrays the index says are in each (None: no index)."""
+        """{file: the arrays that the index lists for it (None: there is no index)}."""
         if (self.path / "model.safetensors").is_file():
             return {"model.safetensors": None}
         index = self.path / "model.safetensors.index.json"
@@ -215,8 +216,8 @@ class Folder:
         for name, file in weight_map.items():
             if (not isinstance(file, str) or not file or file != Path(file).name
                     or file.startswith(".") or len(file.encode()) > 255 or not file.isprintable()):
-                raise ConfigError(f"{index}: {_listed([name])} is said to be in {file!r:.80}, "
-                                  f"which is not a file of this folder")
+                raise ConfigError(f"{index}: it lists {_listed([name])} in {file!r:.80}, which is "
+                                  f"not a file of this folder")
             if not (self.path / file).is_file():
                 raise ConfigError(f"{self.path / file} is missing: {index.name} says that "
                                   f"{_listed([name])} is in it")
@@ -224,7 +225,7 @@ class Folder:
         return files
 
     def kind(self, name: str) -> tuple[tuple[int, ...], str]:
-        """The shape of an array, and what numbers it has: F32, BF16, ..."""
+        """(shape, dtype) of an array; the dtype is F32, BF16, ..."""
         array = self.arrays[name].get_slice(name)
         return tuple(array.get_shape()), array.get_dtype()
 
@@ -233,7 +234,7 @@ class Folder:
 
 
 class _Array:
-    """An array of a folder, read where it is indexed. Numbers must be finite."""
+    """An array of a folder. Slices of it are read from the file; their numbers must be finite."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
@@ -241,7 +242,7 @@ class _Array:
     def __getitem__(self, cuts):
         try:
             part = self.folder.arrays[self.name].get_slice(self.name)[cuts]
-        except Exception as e:      # (of a Rust library)
+        except Exception as e:      # (a Rust library, which raises plain Exceptions)
             raise ConfigError(f"{self.folder.path}: {self.name} cannot be read: {one_line(e)}"
                               ) from None
         part = np.asarray(part, np.float32)
@@ -251,13 +252,13 @@ class _Array:
 
 
 # -------------------------------------------------------------------------------------------
-# A family's arrays, and weights
+# The arrays of a family, and reading weights
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our weights in a published array: its path, its layout there, whose it is of the
-    layers and experts that the weight has stacked (None: it has none), whether another array has
-    it too, and whether its numbers do not matter then."""
+    """One of our weights in a published array: its path, its Layout, the layer and the expert that
+    it belongs to (None: the weight has none), whether another array has it too (`again`), and
+    whether its numbers are then ignored."""
     path: str
     layout: Layout
     layer: int | None
@@ -278,15 +279,15 @@ def stacks_of(c: Any) -> dict[str, list[tuple[str, range]]]:
 
 
 def one_stack(c: Any) -> dict[str, list[tuple[str, range]]]:
-    """stacks_of a network whose layers are all alike."""
+    """stacks_of for a network with one stack of equal layers."""
     return {"l": [("layers", range(c.layers))]}
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
                      ) -> dict[str, list[Part]]:
-    """Every array that a model of this configuration has, by name. In names {e} is the number of an
-    expert, and another letter that of a layer, as the family's `stacks` say. `is_fused`: all
-    experts are in one array."""
+    """{name: its Parts} of every array that a model of this configuration has. In patterns of names
+    {e} is the number of an expert, and any other letter the number of a layer (the family's
+    `stacks`). `is_fused` says that one array has all experts."""
     stacks, own, found = family.stacks(config), by_path(table), {}
     arrays = family.arrays(config)
     if is_fused:
@@ -309,12 +310,11 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
 
 
 def _layouts_of(pattern, own, prefix, config, stacked):
-    """By path the layouts of a pattern's weights, which `own` has, without the axes that are
-    stacked."""
+    """{path: Layout} of the weights of a pattern, without the axes that are stacked."""
     left, names = _sides(pattern)
     if lost := [prefix + n for n in names if prefix + n not in own]:
-        raise ConfigError(f"a folder of this model_type has the weight {lost[0]}, and this network "
-                          f"has not")
+        raise ConfigError(f"a folder of this model_type has the weight {lost[0]}, which this "
+                          f"network lacks")
     weights = {n: own[prefix + n] for n in names}
     sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
     sizes = {"g": config.heads // config.kv_heads, "K": config.kv_heads, **sizes}
@@ -329,12 +329,12 @@ def _layouts_of(pattern, own, prefix, config, stacked):
 
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
-    """What each array of this folder has. Refuses a folder in which one is missing, left over, of
-    another shape, or of no numbers that we read."""
+    """{name: its Parts} of the arrays of this folder. Refuses a folder in which an array is missing
+    or unknown, or has another shape or a dtype that we do not read."""
     spare = _ignored(folder, family, config)
     found = folder.arrays.keys() - spare.keys()
     is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in found)
-    # (Before there is a list of them all.)
+    # (First, because a wrong number of layers would make the list below too long.)
     counts = layer_counts(table)
     least = (sum(counts.values()) or config.layers) + (
         0 if is_fused else counts.get("layers", 0) * config.experts)
@@ -343,11 +343,11 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
                           f"{config.layers} layers{experts}")
     expected = published_arrays(family, config, table, is_fused)
-    # A folder of the bare model, without its head, has names without the prefix.
+    # The folder of a bare model, without a head, has names without the prefix.
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
     expected = {name.removeprefix(family.prefix) if bare else name: parts
                 for name, parts in expected.items()}
-    # Of arrays that are the same one may be there alone, under any of its names.
+    # If several arrays are copies, one is enough, under any of their names.
     first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
     for name, parts in list(expected.items()):
         if parts[0].again and name in found and first[parts[0].path] not in found:
@@ -358,7 +358,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     older = {name: _older(name, family.older) for name in expected}
     expected = {older[name] if older[name] in found else name: parts
                 for name, parts in expected.items()}
-    found |= spare.keys() & expected.keys()     # (ignored only where it is no part of the model)
+    found |= spare.keys() & expected.keys()     # (ignored only if it is not a part of the model)
     expected = {name: parts for name, parts in expected.items()
                 if name in found or not (parts[0].again or name in family.optional)}
     for what, those in (("lacks", expected.keys() - found),
@@ -378,12 +378,12 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     return expected
 
 
-# How arrays of all experts end, in folders of transformers 5.
+# The ends of names of arrays with all experts, in folders of transformers 5.
 FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def _ignored(folder, family, config):
-    """The arrays of a folder that may be no weights, and why."""
+    """{array: why} of the arrays of a folder that may not be weights."""
     patterns = {p.replace("{layers}", str(config.layers)): why
                 for p, why in family.ignored.items()}
     return {name: why for name in folder.arrays for p, why in patterns.items()
@@ -391,8 +391,8 @@ def _ignored(folder, family, config):
 
 
 def _check_ignored(folder, config, name, why):
-    """Refuse an ignored array that is not what it is ignored for: a constant that follows from the
-    configuration, or an array of other classes than `architectures` names."""
+    """Refuse an ignored array if the reason does not hold: it must be the constant that follows
+    from the configuration, or belong to other classes than `architectures` names."""
     if callable(why):
         if not why(config, folder[name][:] if folder.kind(name)[0] else folder[name][()]):
             raise ConfigError(f"{folder.path}: {name} is not the constant that it is in a model of "
@@ -400,7 +400,8 @@ def _check_ignored(folder, config, name, why):
         return
     kinds = folder.config.get("architectures") or [""]
     if not re.search(why, str(kinds[0])):
-        raise ConfigError(f"{folder.path}: {name} is no part of a model of architectures {kinds}")
+        raise ConfigError(f"{folder.path}: {name} is not a part of a model of architectures "
+                          f"{kinds}")
 
 
 def _older(name, parts):
@@ -410,13 +411,13 @@ def _older(name, parts):
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
-    """The weights of a folder, in these places (shapes with shardings; the layers stacked, or
-    `apart`): of each array a device's part alone is read. With None nothing is, beyond names and
-    shapes."""
+    """The weights of a folder, sharded as `places` (shapes with shardings; layers stacked or
+    apart). A device reads only its own part of each array. With `places` None, only names and
+    shapes are checked."""
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
-    pieces, again = {}, {}      # by path of ours: by layer and expert, the array and the layout
+    pieces, again = {}, {}      # {our path: {(layer, expert): (array, layout)}}
     for name, parts in expected.items():
         for part in parts:
             one = {(part.layer, part.expert): (name, part.layout)}
@@ -431,7 +432,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     def make(path, shape):
         path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
         own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
-        parts, done = pieces.get(path, {}), {}      # (none: an optional array, zeros)
+        parts, done = pieces.get(path, {}), {}      # ({}: an optional array, which is zeros)
 
         def read(index):
             key = tuple((r.start or 0, r.stop if r.stop is not None else n)
@@ -454,14 +455,14 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
 
 
 def _of_stack(path, counts):
-    """The path of the stack that a weight of a layer by itself is in, and its number there."""
+    """(the path of the stack, the index in it) of a weight whose layers are apart."""
     _, layer, name = path.split(".", 2)
     at = int(layer) - counts.get("dense_layers", 0)
     return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
 def _read_part(folder, own, parts, ranges, change):
-    """The part of one of our weights at these ranges."""
+    """The part of one of our weights in these ranges."""
     out = np.zeros([r.stop - r.start for r in ranges], np.float32)
     by_letter = dict(zip(own, ranges))
     for (layer, expert), (name, layout) in parts.items():
@@ -473,7 +474,7 @@ def _read_part(folder, own, parts, ranges, change):
                 at.append(number - r.start)
             elif letter == "1" and "1" not in layout.own:
                 at.append(0)
-            else:       # padded rows of a vocabulary stay zeros
+            else:       # (rows of padding of a vocabulary stay zeros)
                 stop = min(r.stop, layout.sizes[letter]) if letter == "V" else r.stop
                 at.append(slice(0, max(0, stop - r.start)))
         if outside:
@@ -481,11 +482,11 @@ def _read_part(folder, own, parts, ranges, change):
         wanted = [by_letter[a] for a in layout.own]
         wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
                   if a == "V" else r for a, r in zip(layout.own, wanted)]
-        if any(r.start == r.stop for r in wanted):      # this device has padding alone
+        if any(r.start == r.stop for r in wanted):      # this device has only padding
             continue
         if change is None:
             out[tuple(at)] = layout.read(folder[name], wanted)
-        else:           # of the last axis, all: it may be in another order
+        else:           # all of the last axis, which may be in another order
             whole = [*wanted[:-1], slice(0, layout.sizes[layout.own[-1]])]
             part = change.read(layout.read(folder[name], whole))
             out[tuple(at)] = part[..., wanted[-1]]
@@ -494,8 +495,8 @@ def _read_part(folder, own, parts, ranges, change):
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """How one of our weights differs from what is published: the order of its last axis, and what
-    is added to it."""
+    """The difference of one of our weights from the published one: the order of its last axis, and
+    a number added to it."""
     order: np.ndarray | None = None
     offset: float = 0.0
 
@@ -509,15 +510,15 @@ class Change:
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
                  dtype: str = "float32", forward: Any = None) -> None:
-    """A folder as transformers reads it, of weights in this precision, in files of FILE_BYTES.
-    Every process must call this; process 0 writes. `forward` is what the network computes."""
+    """Write a folder that transformers reads: weights in this dtype, in files of FILE_BYTES. Every
+    process must call this; process 0 writes. `forward` is the network's function, for family.check.
+    """
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
     is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if process_allgather(is_taken)[0]:      # (before process 0 writes there)
+    if process_allgather(is_taken)[0]:      # (process 0 checked before it writes)
         raise ConfigError(f"{path} is not empty; give a new folder")
     if dtype not in DTYPES:
-        raise ConfigError(f"{dtype!r} is no precision to save in; expected one of "
-                          f"{', '.join(DTYPES)}")
+        raise ConfigError(f"dtype {dtype!r}: weights can be saved in one of {', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)
     placed = {part.path for parts in expected.values() for part in parts}
     if lost := weights.keys() - placed:
@@ -557,7 +558,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
 
 
 def _published_array(name, parts, weights, adjust, dtype):
-    """One published array, of all of our weights that are in it."""
+    """A published array, made from all of our weights in it."""
     array = np.zeros(parts[0].layout.shape, np.float32)
     for part in parts:
         w = weights[part.path]
@@ -580,7 +581,7 @@ def _published_array(name, parts, weights, adjust, dtype):
 
 
 def whole(x: Any) -> np.ndarray:
-    """An array of a mesh, in this process."""
+    """An array of a mesh as numpy, with the parts of other processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
     return np.asarray(x, np.float32)

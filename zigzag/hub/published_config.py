@@ -1,13 +1,13 @@
-"""What a published config.json says: the parts that families share, as fields of
+"""Reading a published config.json: the parts that families share, translated to fields of
 networks.transformer.Config.
 
-Somebody else wrote it. A value of a wrong kind, an option that we do not compute, or a key that
-nobody here knows is refused in one line. What it leaves out is what the family's class in
-transformers takes by default: many of these files leave out much, and few of the numbers would show
-in the shapes of the weights.
+The file may be wrong or unknown: a value of a wrong kind, an option that we do not compute, or a
+key that no code here reads is refused in one line. For missing keys the defaults of the family's
+class in transformers are used: many files leave out much, and few of these numbers would show in
+the shapes of the weights.
 
-Two generations of transformers write, and read, such files. Where 4 and 5 would compute different
-models from the same file, it is refused; a file that 5 alone writes is read as 5 reads it.
+Two generations of transformers write and read such files. If 4 and 5 would compute different models
+from a file, it is refused; a file that only 5 writes is read as 5 reads it.
 """
 
 import copy
@@ -21,7 +21,7 @@ from zigzag.core.errors import ConfigError
 
 Fields = dict[str, Any]
 
-# More than any model has, and few enough for a list of layers in memory.
+# Limits above any model's, and low enough for a list of layers in memory.
 MOST, MOST_LAYERS = 10**8, 10_000
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
@@ -31,8 +31,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-# Keys of any config.json that cannot change what a model computes: how it was made, how text is
-# generated, what is returned, what its ids and labels are called, and what training alone uses.
+# Keys of any config.json that cannot change what a model computes: its origin, the generation of
+# text, what is returned, the names of ids and labels, and options of training.
 NEUTRAL = frozenset("""
     _name_or_path _model_name_or_path name_or_path name _commit_hash transformers_version
     architectures auto_map custom_pipelines tokenizer_class processor_class finetuning_task
@@ -70,8 +70,7 @@ NEUTRAL = frozenset("""
 """.split())
 
 
-# And what keys say that turn nothing on: a value at which they change nothing where nobody reads
-# them.
+# {key: the value at which it turns nothing on}: with it the key may stay unread.
 OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            cross_attention_hidden_size=None, tie_encoder_decoder=False, pruned_heads=None,
            per_layer_config=None, pretraining_tp=1,
@@ -86,12 +85,12 @@ QUANTIZED = ("quantization_config", "quantization", "quantization_bit")
 # The whole file
 
 class Record:
-    """A config.json, which notes what is read of it: what nobody reads must not matter.
+    """A config.json that records which keys are read, because unread keys must not matter.
 
     r["key"] and r.get("key") read. A part of it is a Record too. It cannot be copied, since a copy
-    would count as read; `but` gives the same with other values, which leaves the file's unread.
-    `defaults` are what the family's class takes for what the file leaves out; `shared` are those
-    keys that shared translators read, and this class has."""
+    would count as read; `but` returns a Record with other values, which leaves the file's unread.
+    `defaults` are the class's values of missing keys; `shared` are keys that shared translators
+    read and that this class has."""
 
     def __init__(self, given: Fields, defaults: Fields | None = None,
                  shared: Sequence[str] = (), at: str = "", kind: str = ""):
@@ -101,12 +100,12 @@ class Record:
         self.parts: dict[str, Record] = {}
         for name, value in given.items():
             kind = type(self.defaults.get(name))
-            kind = float if kind is int else kind       # (as_config finds what should be whole)
+            kind = float if kind is int else kind       # (as_config refuses fractions)
             if kind in KINDS and value is not None and not _is(kind, value):
                 raise ConfigError(f"config.json: {at}{name} {value!r:.80}: expected {KINDS[kind]}")
 
     def __contains__(self, name: str) -> bool:
-        return name in self.given       # (which does not read it)
+        return name in self.given       # (does not count as reading)
 
     def __bool__(self) -> bool:
         return bool(self.given)
@@ -121,13 +120,13 @@ class Record:
         return self[name] if name in self.given or name in self.defaults else default
 
     def plain(self, name: str) -> Any:
-        """A value as it is in the file, all of which counts as read."""
+        """The value in the file as plain data; all of it counts as read."""
         self.has_read.add(name)
         return self.given.get(name, self.defaults.get(name))
 
     def part(self, name: str, defaults: Fields | None = None, given: Fields | None = None
              ) -> "Record":
-        """A part of the file with a class, and defaults, of its own."""
+        """The Record of a part of the file that has its own class and defaults."""
         self.has_read.add(name)
         if name not in self.parts:
             given = given or self.given.get(name) or {}
@@ -138,20 +137,20 @@ class Record:
         return self.parts[name]
 
     def but(self, **changes: Any) -> "Record":
-        """The same with other values."""
-        other = copy.copy(self)         # (what it notes is noted here)
+        """This Record with other values."""
+        other = copy.copy(self)         # (both record reads in the same place)
         other.given = {name: value for name, value in self.given.items() if name not in changes}
         other.defaults = {**self.defaults, **changes}
         return other
 
     def unread(self) -> dict[str, "Record"]:
-        """The keys that were not read, those of parts as part.key, and whose they are."""
+        """{key: its Record} of the keys that were not read; keys of parts are named part.key."""
         mine = {self.at + name: self for name in self.given if name not in self.has_read}
         return mine | {path: owner for part in self.parts.values()
                        for path, owner in part.unread().items()}
 
     def refuse_unread(self, neutral: Sequence[str]) -> None:
-        """Refuse keys that nobody read and that may matter."""
+        """Refuse keys that were not read and that may matter."""
         unknown = []
         for path, owner in self.unread().items():
             name = path.removeprefix(owner.at)
@@ -159,7 +158,7 @@ class Record:
                 continue
             if name in QUANTIZED and owner.given[name]:
                 raise ConfigError(f"config.json: {path}: the weights are quantized, and only "
-                                  f"float32, bfloat16 and float16 are read; take a copy in "
+                                  f"float32, bfloat16 and float16 can be read; use a copy in "
                                   f"bfloat16")
             if name in OFF:
                 refuse(owner, **{name: OFF[name]})
@@ -170,11 +169,11 @@ class Record:
             raise ConfigError(
                 f"config.json: not known for model_type {self.kind}: {', '.join(unknown[:5])}"
                 f"{more}. This may change what the model computes; if its class in transformers "
-                f"does not look at it, take it out of the file")
+                f"ignores it, take it out of the file")
 
 
 def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
-    """A config.json in which what has several names has its usual one."""
+    """A config.json with keys under their usual names; `aliases` is {other name: usual name}."""
     found = {}
     for name, value in record.items():
         usual = aliases.get(name, name)
@@ -193,7 +192,7 @@ def _is(kind, value):
 
 
 def as_config(cls: Any, path: Any, fields: Fields) -> Any:
-    """The configuration with these fields, which the file at `path` led to."""
+    """The configuration `cls` with these fields, which came from the file at `path`."""
     record = fields.get("published")
     record = json.loads(record) if isinstance(record, str) and record else {}
     for f in dataclasses.fields(cls):
@@ -208,7 +207,7 @@ def as_config(cls: Any, path: Any, fields: Fields) -> Any:
         raise ConfigError(f"{path}: {words}") from None
 
 
-# What config.json calls our options, where it calls them otherwise: as many names as families have.
+# {our option: its names in config.json}, for messages. Families have different names.
 KEYS = {
     "layers": "num_hidden_layers n_layer num_layers decoder_layers depths",
     "d_model": "hidden_size n_embd d_model embed_dim",
@@ -239,16 +238,17 @@ KEYS = {
 
 
 def _key(option, record):
-    """What this config.json calls an option."""
+    """The name of an option in this config.json."""
     names = KEYS.get(option, option).split()
     return next((name for name in names if name in record), names[0])
 
 
 # -------------------------------------------------------------------------------------------
-# Its parts
+# Parts of a config.json
 
 def refuse(r: Any, **expected: Any) -> None:
-    """Refuse a model that is otherwise than we compute it. (Null is as good as false or 0.)"""
+    """Refuse a model if one of these keys has another value than the one that we compute. (Null
+    counts as false and as 0.)"""
     for name, value in expected.items():
         if ((given := r.get(name, value)) or None) != (value or None):
             given = r.plain(name) if isinstance(given, Record) else given
@@ -295,8 +295,7 @@ def count(r: Any, name: str, most: int = MOST) -> int:
 
 
 def factor(r: Record, name: str, least: float = 0.0) -> float:
-    """A factor or a bound: a number above 0. (To a Config 0 is none, or follows from something
-    else.)"""
+    """A factor or a bound: a number above `least`. (In a Config, 0 means none or derived.)"""
     if not _is(float, r[name]) or not r[name] > least:
         raise ConfigError(f"config.json: {r.at}{name} {r[name]!r:.80}: expected a number above "
                           f"{least:g}")
@@ -305,14 +304,14 @@ def factor(r: Record, name: str, least: float = 0.0) -> float:
 
 def sizes(r: Record, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
           heads: str = "num_attention_heads", seq_len: str = "max_position_embeddings") -> Fields:
-    """Sizes under these names."""
+    """The fields of the sizes, which config.json has under these names."""
     return dict(layers=count(r, layers, MOST_LAYERS), d_model=count(r, d_model),
                 heads=count(r, heads), vocab_size=count(r, "vocab_size"),
                 seq_len=count(r, seq_len))
 
 
 def window(r: Record, kinds: list[str] | None = None) -> Fields:
-    """The window of those layers that have one: of all, if there is no list of their kinds."""
+    """The fields of a window. `kinds` says which layers have it; None: all."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
     if not is_used or r.get("sliding_window") is None:
         return {}
@@ -330,11 +329,11 @@ def window(r: Record, kinds: list[str] | None = None) -> Fields:
 # -------------------------------------------------------------------------------------------
 # Rotary positions
 #
-# transformers 4 writes rope_theta, rope_scaling (the type, and numbers of it) and, where the class
-# has one, partial_rotary_factor. 5 writes all that in rope_parameters, of which classes with layers
-# of several kinds have one for each kind. Both read rope_scaling; 4 does not see rope_parameters.
+# transformers 4 writes rope_theta, rope_scaling (the type and its numbers) and, in some classes,
+# partial_rotary_factor. 5 writes all of these in rope_parameters; classes with several kinds of
+# layers have one for each kind. Both read rope_scaling; 4 ignores rope_parameters.
 
-# What each type of scaling has beside rope_type.
+# {type of scaling: its keys beside rope_type}
 SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
             "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -345,15 +344,15 @@ NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long
 
 def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
          of_layers: str = "", names: dict[str, str] | None = None) -> Fields:
-    """Rotary positions: of one kind of layers, in a class whose rope_parameters have several.
-    `theta` and `share` are what transformers 4 calls its base and the part of a head that is
-    turned; `names` are older ones of types."""
+    """The fields of rotary positions. `of_layers` is the kind of layers, in a class with several in
+    its rope_parameters. `theta` and `share` are transformers 4's names of the RoPE base and of the
+    rotated share of a head; `names` are older names of types."""
     part, is_newer = _rope_part(r, of_layers)
     base = _one_of_two(r, theta, part, "rope_theta", is_newer)
     part_turned = 1.0
     if share in r.shared:
         part_turned = _one_of_two(r, share, part, "partial_rotary_factor", is_newer)
-    else:       # this class does not look at it, or only some of its functions do
+    else:       # this class ignores it, or only some of its functions read it
         refuse_other(r, "partial_rotary_factor", None, 1)
         refuse_other(part, "partial_rotary_factor", None, 1)
     width = r.get("head_dim") if "head_dim" in r.shared else None
@@ -370,7 +369,7 @@ def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_fact
 
 
 def _rope_part(r, of_layers):
-    """rope_parameters or rope_scaling, and whether it is the former."""
+    """(the Record of rope_parameters or rope_scaling, whether it is rope_parameters)."""
     newer, older = r.get("rope_parameters"), r.get("rope_scaling")
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if value is not None and not isinstance(value, Record):
@@ -381,13 +380,13 @@ def _rope_part(r, of_layers):
                           "read different ones; take one out of the file")
     if newer:
         return newer.part(of_layers) if of_layers else newer, True
-    # (rope_scaling is for the layers that see all.)
+    # (rope_scaling is for the layers without a window.)
     return (older if older and of_layers != "sliding_attention" else Record({})), False
 
 
 def _one_of_two(r, name, part, name_there, is_newer):
-    """A number that the file may have at its top or in rope_parameters. In rope_scaling, where
-    transformers 5 alone reads it, or in both places, it must be the same."""
+    """A number that the file may have at its top level or in rope_parameters. If it is in both, or
+    in rope_scaling, where only transformers 5 reads it, the values must be equal."""
     top = r.get(name)
     if name_there not in part:
         return top
@@ -398,7 +397,7 @@ def _one_of_two(r, name, part, name_there, is_newer):
 
 
 def refuse_other(r: Record, name: str, *neutral: Any) -> None:
-    """Refuse a key whose value is not one of those that change nothing."""
+    """Refuse a key whose value is not one of the `neutral` ones, which change nothing."""
     if name in r and r.given[name] not in neutral:
         raise ConfigError(f"config.json: {r.at}{name} {r.plain(name)!r:.80} is not supported for "
                           f"model_type {r.kind or 'this'}, only {json.dumps(neutral[-1])}")
@@ -406,14 +405,14 @@ def refuse_other(r: Record, name: str, *neutral: Any) -> None:
 
 
 def _scaling(r, part, is_newer, has_kinds, names):
-    """The scaling of the rates: what zigzag/weights/positions.py knows."""
+    """The scaling of the rates, in the form of zigzag/weights/positions.py."""
     kinds = [names.get(kind, kind) if isinstance(kind, str) else kind
              for kind in (part.get("rope_type"), part.get("type")) if kind is not None]
     kind = kinds[0] if kinds else "default"
-    # (In such a class 5 does not look at `type` in rope_scaling, nor for truncate where it lies.)
+    # (In a class with several kinds of layers, 5 ignores `type` and `truncate` in rope_scaling.)
     if has_kinds and not is_newer and "rope_type" not in part and kind != "default":
-        raise ConfigError(f"config.json: {part.at}type {kind!r:.80}: expected it as rope_type; as "
-                          f"type it is for transformers 4 alone")
+        raise ConfigError(f"config.json: {part.at}type {kind!r:.80}: expected it as rope_type; "
+                          f"only transformers 4 reads type")
     if has_kinds and not part.get("truncate", True):
         refuse(part, truncate=True)
     if len(kinds) == 2 and kinds[1] != kind:
@@ -426,18 +425,18 @@ def _scaling(r, part, is_newer, has_kinds, names):
     scaling = {name: value for name, value in scaling.items() if value is not None}
     longest = r["max_position_embeddings"]
     if kind in ("llama3", "yarn", "longrope"):
-        # (A class with several kinds of layers does not look at the file's top.)
+        # (A class with several kinds of layers ignores the file's top level.)
         top = None if has_kinds else r.get("original_max_position_embeddings")
         trained = _trained(part, kind, top, longest, is_newer)
         scaling["original_max_position_embeddings"] = trained
         if kind == "longrope":
             scaling["factor"] = _longrope_factor(scaling, top, trained, longest, is_newer)
-    elif not has_kinds:     # (whatever the file says of it)
+    elif not has_kinds:     # (whatever the file says)
         r.get("original_max_position_embeddings")
     if kind == "dynamic":
         scaling["original_max_position_embeddings"] = longest
         part.get("original_max_position_embeddings")
-    part.get("finetuned")       # (which the first files with yarn have)
+    part.get("finetuned")       # (a key of the first files with yarn)
     for name in SCALINGS[kind]:
         if name not in scaling and name in NEEDED:
             raise ConfigError(f"config.json: {part.at}{name} is missing, for the rope_type {kind}")
@@ -445,8 +444,8 @@ def _scaling(r, part, is_newer, has_kinds, names):
 
 
 def _trained(part, kind, top, longest, is_newer):
-    """original_max_position_embeddings, of which there may be one at the file's top, which is
-    what transformers 5 takes; 4 does so for longrope alone."""
+    """original_max_position_embeddings. If there is one at the file's top level, transformers 5
+    takes that, and 4 does so only for longrope."""
     name = "original_max_position_embeddings"
     own = part.get(name)
     of_5 = top or own or longest
@@ -459,8 +458,8 @@ def _trained(part, kind, top, longest, is_newer):
 
 
 def _longrope_factor(scaling, top, trained, longest, is_newer):
-    """By how much longer texts became. transformers 5 takes what is given, and 4 the ratio if the
-    file has original_max_position_embeddings at its top."""
+    """The factor by which the context was extended. transformers 5 takes the given one, and 4 the
+    ratio of lengths if the file has original_max_position_embeddings at its top level."""
     ratio, given = longest / trained, scaling.get("factor")
     if given is not None and given != ratio and top and not is_newer:
         raise ConfigError(f"config.json: rope_scaling.factor {given!r:.80}: transformers 4 takes "
@@ -469,8 +468,8 @@ def _longrope_factor(scaling, top, trained, longest, is_newer):
 
 
 def as_older(record: Fields, shared: Sequence[str]) -> Fields:
-    """A config.json with its rope_parameters as transformers 4 writes them, which 5 reads too. (4
-    does not read what 5 writes: it would take its defaults, and say nothing.)"""
+    """A config.json with its rope_parameters in the form of transformers 4, which 5 reads too. (4
+    ignores the form of 5, and would silently use its defaults.)"""
     r, is_neox = dict(record), record["model_type"] == "gpt_neox"
     theta, share = ("rotary_emb_base", "rotary_pct") if is_neox else (
         "rope_theta", "partial_rotary_factor")
@@ -490,8 +489,8 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         trained = scaling.pop("original_max_position_embeddings", None)
         if trained is not None:
             r.setdefault("original_max_position_embeddings", trained)
-            scaling.pop("factor", None)     # (if it is not the ratio, this is not read as the same)
-    if r["model_type"] == "phi3" and kind != "default":     # (it takes these three, no others)
+            scaling.pop("factor", None)     # (with another factor, _is_same finds another model)
+    if r["model_type"] == "phi3" and kind != "default":     # (it accepts only these three keys)
         scaling = {"type": "longrope", **{name: scaling[name] for name in (
             "short_factor", "long_factor")}}
     return {**r, "rope_scaling": scaling if kind != "default" else None}

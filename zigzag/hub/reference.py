@@ -1,7 +1,7 @@
-"""What transformers computes of a LLaMA or a Mixtral: the formulas, in numpy, on a few tokens.
+"""The formulas of LLaMA and Mixtral as in transformers, in numpy, for a few tokens.
 
-An edit of model.py that keeps its options and its weights, another activation for example, would be
-exported as a LLaMA that computes something else. So an export compares the two first.
+If model.py is edited without a change of its options or weights (another activation, say), an
+export would be a LLaMA that computes something else. So an export compares the two first.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from zigzag.core.mesh import flatten
 from zigzag.hub.published import whole
 from zigzag.weights.positions import rotary_rates
 
-TOKENS, LAYERS = 64, 4      # of which an edit that matters only beyond is not found
+TOKENS, LAYERS = 64, 4      # an edit that matters only beyond these is not found
 
 
 def check_llama(forward: Callable, params: Any, c: Any) -> None:
@@ -28,13 +28,13 @@ def check_llama(forward: Callable, params: Any, c: Any) -> None:
     try:
         want, certain = llama_logits(first, c, ids)
         got = np.asarray(jax.jit(lambda params: forward(params, ids[None], c))(first))[0]
-    except KeyError:            # (a weight is missing; write_folder says which)
+    except KeyError:            # (a weight is missing; write_folder names it)
         return
     if not np.isfinite(want).all():
-        return                  # (nor are the weights)
+        return                  # (the weights are not finite either)
     errors = np.abs(got - want).max(-1) / max(np.abs(want).max(), np.finfo(np.float32).tiny)
     error = errors[:certain].max() if certain else np.median(errors)
-    if not error < 1e-3:        # (rounding leaves 1e-6; half of a model in bfloat16 1e-2)
+    if not error < 1e-3:        # (rounding gives 1e-6; computing half of a model in bfloat16 1e-2)
         raise ConfigError(
             f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
             f"else: its logits differ by {error:.1%} of the largest; undo the edit of its code, or "
@@ -43,8 +43,8 @@ def check_llama(forward: Callable, params: Any, c: Any) -> None:
 
 @np.errstate(over="ignore")
 def llama_logits(params: Any, c: Any, ids: np.ndarray) -> tuple[np.ndarray, int]:
-    """Logits [T, V] of the tokens that follow each of these; and how many of them no rounding
-    changes: those before one for which two experts have nearly equal shares."""
+    """(logits [T, V] of the next tokens, how many of them do not depend on rounding: those before
+    the first token for which two experts have nearly equal shares)."""
     T, w = len(ids), params["layers"]
     angle = np.arange(T)[:, None, None] * rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)[0]
     sin, cos = np.sin(angle), np.cos(angle)
@@ -89,8 +89,8 @@ def _swiglu(h, gate, up, down):
 
 
 def _experts(w, h, c):
-    """Each token's best experts, by shares that add up to 1; and by how much the last of them is
-    ahead of the next."""
+    """The output of each token's best experts, weighted by shares that sum to 1; and the margin of
+    the last chosen expert over the next."""
     shares, K = _softmax(h @ w["router"]), c.experts_per_token
     order = np.argsort(-shares, -1, kind="stable")
     best, others = np.take_along_axis(shares, order, -1), order[:, K:]

@@ -1,4 +1,4 @@
-"""What a program costs, read from the compiled program or predicted. Read it to predict a run.
+"""The cost of a program, read from the compiled program or predicted. Read it to predict a run.
 
     chips       peak rates and memory of known devices, and topologies to compile for
     hlo         collectives and arithmetic of a compiled program

@@ -1,4 +1,4 @@
-"""Chips: what their makers publish, memory, and the topologies of hardware that is not here."""
+"""Chips: their published numbers, their memory, and topologies of absent hardware."""
 
 import contextlib
 import importlib.util
@@ -20,7 +20,7 @@ class Chip(NamedTuple):
     links: float        # bytes a second to other chips over all links, one way
 
 
-# By the start of a device's name. (Of a TPU7x chip each of the two cores is a device.)
+# {the start of a device's name: its numbers}. (Each of the two cores of a TPU7x chip is a device.)
 CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9),
          "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12, 200e9),
          "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12, 600e9),
@@ -37,13 +37,13 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
-    """The share of the devices' peak that an update's arithmetic reaches; None where unknown."""
+    """The share of the devices' peak rate that an update reaches (MFU); None if unknown."""
     chip = chip_of(mesh.devices.flat[0])
     return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
 
 
 def peak_memory(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a device that a compiled program needs at once."""
+    """The peak memory of a compiled program on one device, in bytes."""
     m = compiled.memory_analysis()
     return m.peak_memory_in_bytes or (
         m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
@@ -51,20 +51,20 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
 
 
 def memory_in_use(what: str = "bytes_in_use") -> int:
-    """Bytes of the first device's memory where it counts them, else the process's peak."""
+    """Bytes of the first device's memory, if it counts them, else the process's peak memory."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # -------------------------------------------------------------------------------------------
-# Hardware that is not here
+# Absent hardware
 
-# What libtpu must be told where there is no TPU, and to let several processes compile at once.
+# Settings of libtpu without a TPU, which also let several processes compile at once.
 _LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
                TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1")
-# The cuDNN that an H100 is taken to have: jax would ask the one that is installed.
+# The cuDNN version assumed for an H100. (By default jax asks the installed cuDNN.)
 _CUDNN_VERSION = 91000
-# What XLA must know of an H100 to compile for it, as a text proto.
+# The description of an H100 with which XLA compiles for it, as a text proto.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -82,10 +82,10 @@ device_description_str: "NVIDIA H100 80GB HBM3" """
 
 
 def topology_devices(name: str) -> list[Any]:
-    """The devices of hardware that is not here, v5e:4x4 or h100:1x2x8 for example: programs can be
-    compiled for them, and not run."""
+    """The devices of absent hardware, v5e:4x4 or h100:1x2x8 for example. Programs can be compiled
+    for them, but not run."""
     kind, _, size = name.partition(":")
-    jax.config.update("jax_platforms", "cpu")       # look for no accelerator here, and take none
+    jax.config.update("jax_platforms", "cpu")       # do not look for an accelerator, nor occupy one
     _check_compiler(name, kind)
     for key, value in _LIBTPU.items():
         os.environ.setdefault(key, value)
@@ -95,10 +95,10 @@ def topology_devices(name: str) -> list[Any]:
             fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
             return topologies.get_topology_desc(size, "cuda", topology=size,
                                                 target_config=_H100).devices
-        # (v4: both cores of a chip are one device, as they are used)
+        # (v4: both cores of a chip are one device, as in real use)
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as e:      # of the compilers' own types
+    except Exception as e:      # (the compilers raise their own types)
         raise ConfigError(
             f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like "
             f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 "
@@ -110,7 +110,7 @@ def _check_compiler(name, kind):
     if kind == "h100":
         module = "jax_plugins.xla_cuda12"
         wheels = f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12"
-    with contextlib.suppress(ModuleNotFoundError):      # where there are no jax_plugins at all
+    with contextlib.suppress(ModuleNotFoundError):      # (jax_plugins may not exist)
         if importlib.util.find_spec(module):
             return
     raise ConfigError(f"--topology {name}: its compiler is not installed: pip install {wheels}")

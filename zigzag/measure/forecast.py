@@ -1,9 +1,10 @@
-"""How fast a program will be, and whether it fits: before it runs, and measured.
+"""The speed and the memory of a program: predicted before it runs, and measured.
 
-    cost_model     an estimate from formulas, for any mesh in microseconds
-    auto_mesh      --mesh auto: the best mesh by that estimate, of those that compile and fit
-    dry_run        --topology: what a program compiled for absent hardware says of itself
-    bench_report   --bench: what training steps took, beside what matrix products reach here
+    cost_model     an estimate from formulas, which takes microseconds for a mesh
+    auto_mesh      --mesh auto: the best mesh by that estimate that compiles and fits
+    dry_run        --topology: the report on a program compiled for absent hardware
+    bench_report   --bench: the time of training steps, and the rate of matrix products for
+                   comparison
 """
 
 import contextlib
@@ -30,22 +31,23 @@ from zigzag.weights import lora
 # -------------------------------------------------------------------------------------------
 # The estimate
 
-# What --remat costs, in arithmetic and sending, beside none: measured on compiled programs.
+# The cost of --remat in arithmetic and sending, relative to none: measured on compiled programs.
 REMAT_COST = {"none": 1.0, "selective": 1.05, "full": 1.3}
-# What a layer keeps of a token for the backward pass: so many numbers times d_model, and d_ff.
+# The numbers that a layer saves for each token for the backward pass: (a, b) for a d_model + b
+# d_ff.
 REMAT_KEEPS = {"none": (10, 4), "selective": (6, 3), "full": (2, 0)}
-# Bytes of a parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
+# Bytes for each parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
 STATE_BYTES = 18
-# How papers count an update's operations.
+# How papers count the FLOPs of an update.
 USUAL_COUNT = "6 a weight and token and attention with every key"
-# A compiler needs some room that no formula knows.
+# The share of the memory that formulas may fill: a compiler needs some more than they say.
 ROOM = 0.95
-# So many of the best meshes are shown, and so many compiled until one fits.
+# The number of best meshes that are shown, and how many of them are compiled until one fits.
 SHOWN, COMPILED = 5, 3
 
 
 class Cost(NamedTuple):
-    """Of an update on one device."""
+    """The cost of an update on one device."""
     arithmetic: float       # seconds
     links: float            # seconds of sending
     memory: float           # bytes
@@ -53,12 +55,13 @@ class Cost(NamedTuple):
 
 def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, flops: float
                ) -> Cost:
-    """A rough estimate for the transformer, by README's table: `flops` are an update's."""
+    """A rough estimate of the Cost of an update of `flops`, for a transformer, by the formulas in
+    README's table."""
     c = config
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
-    # Parameters that a device has but for fsdp, and those that it trains; its layers, its tokens,
-    # and the README's X and K.
+    # The parameters of a device before the split over fsdp, and how many of these are trained; its
+    # layers, its tokens, and README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
             for path, w in by_path(tree).items()) / t
@@ -66,7 +69,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
-    turns = 1       # how often a stage runs for each microbatch, idle passes included
+    turns = 1       # passes of a stage for each microbatch, idle passes included
     if p > 1:
         count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle=s == 1)
         turns = count / c.chunks / c.microbatches
@@ -87,8 +90,8 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
 
 def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callable,
               compile_program: Callable, flops: float, say: Callable) -> tuple[str, Any]:
-    """The fastest mesh that fits, of all meshes of these devices over which the model divides, and
-    why: as the text of --mesh, with what compile_program gave for it. The first few are compiled.
+    """(the text of --mesh, the result of compile_program) for the fastest mesh of these devices
+    over which the model divides and that fits. The best few by the estimate are compiled.
 
     config                    with --dtype and --vocab_size resolved
     check(config, mesh)       raises ConfigError where the model or the batch does not divide
@@ -96,7 +99,7 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
     known = chip_of(devices[0])
     chip, costs = known or CHIPS["TPU v5 lite"], []
     for sizes in all_meshes(len(devices)):
-        # (The cost model takes tensor to split all heads and the MLP.)
+        # (The cost model assumes that tensor splits all heads and the MLP.)
         undivided = any(n % sizes["tensor"] for n in (config.heads, config.d_ff))
         if undivided or config.shards not in (0, sizes["tensor"]):
             continue
@@ -108,7 +111,7 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
     if not costs:
         raise ConfigError(f"--mesh auto: no mesh of {len(devices)} devices divides this model and "
                           f"--batch {config.batch}")
-    # What does not fit comes last; where nothing does, what needs least is first.
+    # Meshes that do not fit come last; if none fits, the one that needs the least memory is first.
     costs.sort(key=lambda x: (max(1.0, x[1].memory / (ROOM * chip.memory)),
                               x[1].arithmetic + x[1].links))
     say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
@@ -127,18 +130,18 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
         say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
         if peak < chip.memory:
             return one.mesh, ready
-    raise ConfigError(f"--mesh auto: of {len(costs)} meshes of {len(devices)} devices none of the "
-                      f"{COMPILED} best has room for this; --remat full, more --accumulate or more "
-                      f"devices would make some")
+    raise ConfigError(f"--mesh auto: among {len(costs)} meshes of {len(devices)} devices, none of "
+                      f"the {COMPILED} best has room for this; --remat full, more --accumulate or "
+                      f"more devices would make room")
 
 
 # -------------------------------------------------------------------------------------------
-# A program for hardware that is not here
+# A program for absent hardware
 
 def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporter, *, flops: float,
             expected: Sequence[Collective], complete: bool = True) -> None:
-    """Report what a compiled program says of itself: memory, arithmetic, what it sends, and what
-    the chip's published rates make of that. `flops` are an update's, by the usual count."""
+    """Report the memory, the arithmetic and the collectives of a compiled program, and the time
+    that these take at the chip's published rates. `flops` are an update's, by the usual count."""
     chip, memory, flops = chip_of(mesh.devices.flat[0]), step.memory_analysis(), flops / mesh.size
     try:
         with _without_stderr():
@@ -181,7 +184,7 @@ def _gib(size):
 
 
 def _share_in_groups(config, mesh):
-    """Of the rows for which an expert's device has room, how many are tokens on average."""
+    """The average share of tokens among the rows for which an expert's device has room."""
     devices = mesh.shape["expert"] if config.step == "shard_map" else 1
     room = min(config.experts_per_token, max(1, config.experts // devices))
     return config.experts_per_token / devices / room
@@ -189,7 +192,7 @@ def _share_in_groups(config, mesh):
 
 @contextlib.contextmanager
 def _without_stderr():
-    """Without what a compiler prints of its own troubles."""
+    """A context that hides what a compiler prints to stderr."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
@@ -201,16 +204,16 @@ def _without_stderr():
 
 
 # -------------------------------------------------------------------------------------------
-# Measured
+# Measurements
 
-# Steps that --bench makes before it looks, and while it does.
+# The steps of --bench before the measurement, and in it.
 WARM, TIMED = 5, 30
 
 
 def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int, flops: float,
                  loader: float) -> None:
-    """What the steps that the reporter has seen took, of so many tokens and flops each; `loader`
-    is the seconds that a batch takes to make. The last line is JSON."""
+    """Report the time of the steps that the reporter has seen, with `tokens` and `flops` each.
+    `loader` is the time in seconds to make a batch. The last line is JSON."""
     took = reporter.took[WARM:]
     step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
     best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
@@ -230,8 +233,8 @@ def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int,
 
 
 def matmul_rate(mesh: Any, dtype: str) -> float:
-    """Operations a second in products of large square matrices, on all devices together."""
-    # Large enough to reach the peak. (Simulated devices share the cores: one product is for all.)
+    """FLOPs per second in products of large square matrices, on all devices together."""
+    # Large enough to reach the peak. (Simulated devices share the cores, so one product is enough.)
     size, count, devices = (2048, 1, 1) if platform(mesh) == "cpu" else (8192, 8, mesh.size)
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))

@@ -1,7 +1,7 @@
-"""What a compiled program sends and computes, read off its text.
+"""The collectives and the arithmetic of a compiled program, read from its text.
 
 The text is HLO: computations, with one operation on each line. It runs from ENTRY, and a line may
-call other computations, a loop's body for example as often as the loop turns:
+call other computations, a loop its body for example, once for each turn:
 
     %body.2 (param.1: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
       %psum.1 = f32[8,32]{1,0} all-reduce(%x.1), replica_groups={{0,1},{2,3}}, to_apply=%add.7
@@ -11,7 +11,7 @@ call other computations, a loop's body for example as often as the loop turns:
           backend_config={"known_trip_count":{"n":"5"}}
     }
 
-Here a device sends 5 all-reduces. Each pattern below stands after an example of what it matches.
+Here a device runs 5 all-reduces. Above each pattern below is an example of a line that it matches.
 """
 
 import collections
@@ -29,33 +29,32 @@ from zigzag.core.mesh import mesh_of
 class Collective(NamedTuple):
     """One kind of collective over one mesh axis, in one run of a program."""
     kind: str       # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
-    axis: str       # of the mesh; several are joined by +
-    count: int      # how often it runs, loops multiplied out
-    bytes: int      # that a device sends in all these runs, on the shortest ring
+    axis: str       # the mesh axis; several are joined by +
+    count: int      # how often it runs, with loops multiplied out
+    bytes: int      # the bytes that a device sends in all these runs, on the shortest ring
 
 
 def collectives(compiled: Any) -> list[Collective]:
     """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
-    Branches count as if they were taken each time: a pipeline's idle ticks are in it."""
+    Branches count as if they were always taken, so a pipeline's idle ticks are included."""
     mesh = mesh_of(compiled.input_shardings)
     if mesh is None:
         return []
     rows = []
     for line, times, computation in _executed(compiled.as_text()):
         found = _COLLECTIVE.search(line)
-        # On TPU a collective that overlaps with other work is in every computation of its chain:
-        # it is counted in the one that starts it.
+        # On TPU, a collective that overlaps with other work occurs in every computation of its
+        # chain. Count it in the one that starts it.
         if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation.text):
             rows.append(_row(found, line, mesh, times))
     return add_up(rows)
 
 
 def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
-    """What collectives send, those of one kind and axis together. Of each a row: its kind, its axis
-    and the n devices of it, how often it runs, and the bytes that a device has in it (at the end,
-    or of a reduce-scatter at the beginning). On the shortest ring a device sends (n-1)/n of these
-    bytes in an all-gather and in a reduce-scatter, twice as much in an all-reduce, which is both,
-    and all of them in a collective-permute."""
+    """A Collective for each kind and axis, from rows of (kind, axis, the n devices of the axis, how
+    often it runs, the bytes of its result on a device; for a reduce-scatter, of its operand). On
+    the shortest ring a device sends (n-1)/n of these bytes in an all-gather or a reduce-scatter,
+    twice as much in an all-reduce, which is both, and all of them in a collective-permute."""
     counts, sizes = collections.Counter(), collections.Counter()
     for kind, axis, n, count, size in rows:
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
@@ -65,17 +64,16 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 
 
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
-    """Operations of a compiled program's matrix products and convolutions on one device, loops
-    multiplied out (the compiler's own count takes a loop's body once), 2 for each product of two
-    numbers. Branches count as if they were taken each time. Ragged products, by a TPU's kernel or
-    by our loop of blocks, skip the rows that are in no group: `ragged` is the share that is in
-    one."""
+    """FLOPs of a compiled program's matrix products and convolutions on one device, 2 for each
+    product of two numbers, with loops multiplied out (the compiler's own count takes a loop's body
+    once). Branches count as if they were always taken. Ragged products, by a TPU's kernel or by our
+    loop over blocks, skip rows that are in no group; `ragged` is the share of rows in groups."""
     return sum(times * _operations(line, computation, ragged)
                for line, times, computation in _executed(compiled.as_text(), ragged))
 
 
 # -------------------------------------------------------------------------------------------
-# The lines that run, and how often
+# Lines, and how often they run
 
 # ENTRY %main.9_spmd (param.0: f32[8,32]) -> f32[8,32] {
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*{$", re.M)
@@ -99,13 +97,13 @@ class _Computation:
 
     @functools.cached_property
     def shapes(self):
-        """The shape of each value that is made here."""
+        """{name: shape} of the values that this computation makes."""
         return {name: _ints(dims) for name, dims in _RESULT.findall(self.text)}
 
 
 def _executed(text, ragged=1.0):
-    """Each line that runs, how often, and its computation."""
-    _, *parts = _HEADER.split(text)     # of each computation "ENTRY " or None, its name, its text
+    """Yield (line, how often it runs, its computation) for each line that runs."""
+    _, *parts = _HEADER.split(text)     # for each computation: "ENTRY " or None, its name, its text
     entries, names, texts = parts[::3], parts[1::3], parts[2::3]
     computations = dict(zip(names, map(_Computation, texts)))
 
@@ -122,14 +120,14 @@ def _executed(text, ragged=1.0):
 
 
 def _repeats(line, computations, ragged):
-    """How often a line runs what it calls."""
+    """How often a line runs the computations that it calls."""
     if " while(" in line:
         trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]].text
         if not trips and "direction=LT" in condition:
-            # A loop that counts from 0, while it is less than a constant.
+            # A loop that counts from 0 while the counter is less than a constant.
             trips = _CONSTANT.search(condition)
         return int(trips[1]) if trips else 1
-    # The loop of blocks of a ragged product skips blocks by a condition.
+    # The loop over blocks of a ragged product skips empty blocks by a conditional.
     return ragged if " conditional(" in line and "/ragged/" in line else 1
 
 
@@ -146,7 +144,7 @@ _COLLECTIVE = re.compile(r" = (?P<result>.*?) (?P<kind>all-reduce|all-gather|red
                          r"\((?P<operands>.*?)\)(?:, |$)")
 # f32[8,32]{1,0}
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-# replica_groups={{0,1},{2,3}}    or, of a collective-permute, source_target_pairs={{0,4},{4,0}}
+# replica_groups={{0,1},{2,3}}    or, in a collective-permute, source_target_pairs={{0,4},{4,0}}
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)={({\d.*?})}")
 _GROUP = re.compile(r"{([\d,]+)}")
 # replica_groups=[2,2]<=[2,2]T(1,0): 0 to 3, reshaped to [2,2], transposed, reshaped to [2,2]
@@ -161,23 +159,23 @@ def _row(found, line, mesh, times):
     kind, groups = found["kind"], _groups(line, mesh)
     sizes = [math.prod(_ints(dims)) * _bits(name) / 8
              for name, dims in _SHAPE.findall(found["result"])]
-    if found["start"] and kind != "all-reduce":      # its result is (operands, results, ...)
+    if found["start"] and kind != "all-reduce":      # the result is (operands, results, ...)
         k = found["operands"].count("%")
         sizes = sizes[k:2 * k]
     n = len(groups[0])
-    parts = n if kind == "reduce-scatter" else 1        # its result is one n-th of what is reduced
+    parts = n if kind == "reduce-scatter" else 1        # the result is one n-th of the operand
     return kind, _axes_within(groups, mesh), n, times, sum(sizes) * parts
 
 
 def _bits(name):
-    """The width of a type: bf16, s32, f8e4m3fn, pred, or one that is not sent, as token."""
+    """The width in bits of a type: bf16, s32, f8e4m3fn, pred, or one that is not sent (token)."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else {"pred": 8}.get(name, 0)
 
 
 def _groups(line, mesh):
-    """The devices that take part in a collective together, in any of the ways in which XLA writes
-    them. Where it writes none, all devices are one group."""
+    """The groups of devices of a collective, in any of the forms in which XLA writes them. If it
+    writes none, all devices are one group."""
     if found := _IOTA.search(line):
         return _count(found[2], found[3]).reshape(_ints(found[1]))
     if found := _MESH.search(line):
@@ -193,13 +191,13 @@ def _groups(line, mesh):
 
 
 def _count(shape, order):
-    """0, 1, 2, ... in this shape, transposed to this order."""
+    """The numbers 0, 1, 2, ... in this shape, transposed to this order."""
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
 
 
 def _axes_within(groups, mesh):
-    """The axes along which the members of a group differ, as one name. (A program numbers the
+    """The axes along which the members of a group differ, joined by +. (A program numbers the
     mesh's devices in order.)"""
     differ = {d for group in groups
               for d, places in enumerate(np.unravel_index(group, mesh.axis_sizes))
@@ -208,29 +206,29 @@ def _axes_within(groups, mesh):
 
 
 # -------------------------------------------------------------------------------------------
-# Operations of a product
+# The FLOPs of a product
 
 # %dot.1 = bf16[384,4096]{0,1} dot(%a.1, %b.2), lhs_contracting_dims={0}, rhs_contracting_dims={1}
 # %convolution.1 = f32[512,4]{1,0} convolution(%a.1, %b.2), window={size=4 pad=3_3}, dim_labels=...
 _PRODUCT = re.compile(r".* = \w+\[(?P<shape>[\d,]*)\]\S* (?P<kind>dot|convolution)"
                       r"\((?P<operands>.*?)\)(?P<options>.*)")
 _CONTRACTED = re.compile(r"lhs_contracting_dims={([\d,]*)}")
-# dim_labels=b01f_01io->b01f: of the image, of the kernel, of the result
+# dim_labels=b01f_01io->b01f: the dimensions of the image, the kernel and the result
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # window={size=3x3 stride=2x2 pad=0_0x1_1 lhs_dilate=16x1}
 _WINDOW = re.compile(r"window={(.*?)}")
 _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 # %splash_mha_fwd_residuals.10 = (...) custom-call(...), custom_call_target="tpu_custom_call", ...
 _SPLASH = re.compile(r"%splash_mha_(fwd|dq|dkv)")
-# Products of a block of queries and keys in each of splash attention's kernels: two forward;
-# backward three and four, of which two are computed in both.
+# The products of a block of queries and keys in each of splash attention's kernels: two forward,
+# three and four backward (two of which both compute).
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # operand_layout_constraints={bf16[8,512,1,128]{3,2,1,0}, bf16[8,512,1,128]{3,2,1,0}}, metadata=...
 _INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
 
 
 def _operations(line, computation, ragged):
-    """Operations of a line, if it is a product or a kernel that has some."""
+    """The FLOPs of a line, if it is a product or a kernel with products; else 0."""
     if 'custom_call_target="__cudnn$fmha' in line:
         return _cudnn_operations(line)
     if "tpu_custom_call" in line:
@@ -249,29 +247,29 @@ def _operations(line, computation, ragged):
 
 
 def _inputs(line):
-    """The type and the shape of each of a kernel's operands."""
+    """(type, shape) of each operand of a kernel."""
     return [(name, _ints(dims)) for name, dims in _SHAPE.findall(_INPUTS.search(line)[1])]
 
 
 def _ragged_products(line):
-    """A TPU's kernel for a ragged product. Of its two matrices and its result, one has a
-    dimension of groups: each dimension of the product is in two of the three."""
+    """The products of numbers in a TPU's kernel for a ragged product. One of its two matrices and
+    its result has a dimension of groups; every other dimension is in two of the three."""
     *_, (_, left), (_, right) = _inputs(line)
     result = _ints(_SHAPE.search(line)[2])
     return math.isqrt(math.prod(math.prod(shape[-2:]) for shape in (result, left, right)))
 
 
 def _cudnn_operations(line):
-    """cuDNN's attention, of queries [B, T, H, N] and keys [B, S, K, N]: two products forward,
-    five backward, half of each where it is causal."""
+    """The FLOPs of cuDNN's attention, with queries [B, T, H, N] and keys [B, S, K, N]: two products
+    forward, five backward, half of each if it is causal."""
     (_, (B, T, H, N)), (_, (_, S, *_)), *_ = _inputs(line)
     products = 5 if "Backward" in line else 2
     return products * B * T * S * H * N * (1 if '"CAUSAL"' in line else 2)
 
 
 def _splash_operations(kernel, line):
-    """A TPU's attention, of queries [B H, T, N]. Of n x n blocks, which its first operand
-    [1, n, n] counts, it computes those up to the diagonal."""
+    """The FLOPs of a TPU's attention, with queries [B H, T, N]. There are n x n blocks (its first
+    operand is [1, n, n]), and it computes the blocks up to the diagonal."""
     inputs = _inputs(line)
     *_, n = inputs[0][1]
     BH, T, N = next(shape for name, shape in inputs if name == "bf16")
@@ -279,8 +277,9 @@ def _splash_operations(kernel, line):
 
 
 def _convolution_products(result, image, kernel, options):
-    """How many products of two numbers a convolution has: one with padding, or between the
-    numbers of a dilated side, is none. (TPU programs write batched products as convolutions.)"""
+    """The number of products of two numbers in a convolution, without products with padding or with
+    the zeros between the numbers of a dilated side. (TPU programs write batched products as
+    convolutions.)"""
     image, kernel, result = (dict(zip(labels, shape)) for labels, shape in zip(
         _DIM_LABELS.search(options).groups(), (image, kernel, result)))
     window = {name: values.split("x") for name, values in _SETTING.findall(

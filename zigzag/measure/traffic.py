@@ -1,13 +1,13 @@
-"""The bytes that an update is expected to send, by formula: one function for each parallelism.
+"""The bytes that an update should send, by formulas: one function for each parallelism.
 
     n  devices of the axis            G  a device's gradients, in float32
     X  a microbatch's residual        W  the weights that a device gathers over fsdp
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
-X, W and K are bytes of one device in the precision of the computation. hlo.add_up knows how many
-of its bytes a collective sends. So each function below only says which collectives there are, as
-rows: the kind, the axes joined by +, how often it runs, and the bytes that a device has in each (at
-the end, or of a reduce-scatter at the beginning).
+X, W and K are bytes on one device in the dtype of the computation. hlo.add_up knows which share of
+its bytes a collective sends. So each function below only yields the collectives, as rows: the kind,
+the axes joined by +, how often it runs, and the bytes of its result on a device (for a
+reduce-scatter, of its operand).
 """
 
 import collections
@@ -26,9 +26,9 @@ from zigzag.rule.rule import zero1_specs
 
 
 def expected_traffic(plan: Any) -> list[Collective]:
-    """What an update of a plan.Plan should send, as `hlo.collectives` tells what it sends: for the
-    weights and, where the loss is that of a decoder of ours, between its blocks, its stages,
-    around its ring, and to its experts."""
+    """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
+    those of the weights and, if the loss is one of our decoders', those of the activations (between
+    blocks and stages, around the ring, to experts)."""
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
@@ -48,12 +48,12 @@ def expected_traffic(plan: Any) -> list[Collective]:
 
 
 def is_complete(plan: Any) -> bool:
-    """Whether there are formulas for a model's activations too: of our own, for decoders alone."""
+    """Whether there are formulas for a model's activations too: for our decoders only."""
     return not plan.network or plan.network.block_traffic(plan.config.network) is not None
 
 
 def _that_send(rows, sizes):
-    """The rows that send something, without axes of size 1, as add_up takes them."""
+    """The rows for add_up that send something, without axes of size 1."""
     for kind, axes, count, size in rows:
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
         if names and count * size:
@@ -61,14 +61,14 @@ def _that_send(rows, sizes):
 
 
 class _Run:
-    """What a device runs in an update, and how often."""
+    """The sizes and counts of what a device runs in an update."""
 
     def __init__(self, config, mesh):
         self.config, self.mesh, c = config, mesh, config
         self.sizes = mesh.shape
-        # Bytes of a number. (What XLA sends between CPU devices in 16 bits it sends in 32.)
+        # Bytes of a number. (Between CPU devices XLA sends 16-bit numbers in 32 bits.)
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
-        self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # of gradients over fsdp
+        self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # for gradients over fsdp
 
         # The pipeline: its microbatches, and for each part of the batch its ticks.
         S, rows = self.sizes["pipe"], c.batch // row_groups(mesh) // c.accumulate
@@ -77,23 +77,24 @@ class _Run:
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         self.trains_all = not c.lora_rank
-        # A stage of one layer goes back right after it went forward: nothing is computed again.
+        # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
+        # backward pass.
         self.one_layer = self.is_1f1b and c.layers == S
         remats = c.remat != "none" and not self.one_layer
 
-        # A microbatch on a device, whose time is split over tensor between blocks if it divides.
+        # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
-        # The same in the head, of which each stage has a part of the time.
+        # Whether the head's time, of which each stage has a part, is split over tensor too.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs; how often it is computed forward in each: 1F1B does it twice.
+        # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + remats
-        # How often the embedding and the head run, and on what: 1F1B runs them in each tick.
+        # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
         self.ends = self.ticks if self.is_1f1b else c.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
@@ -107,8 +108,8 @@ class _Run:
 # Weights, of any function
 
 def _data(weights, run):
-    """2 (n-1)/n G: the gradient of what a device stores is summed over all other axes once an
-    update. With --zero 1 it is scattered over data, and the new weights are gathered."""
+    """2 (n-1)/n G: the gradients of a device's weights are summed over all other axes, once in an
+    update. With --zero 1 they are scattered over data, and the new weights are gathered."""
     reduced = collections.Counter()
     for leaf, decision in weights:
         if not decision.is_trained:
@@ -122,7 +123,7 @@ def _data(weights, run):
             yield "all-gather", "data", 1, G
             axes.remove("data")
             G /= run.sizes["data"]
-        reduced["+".join(axes)] += G        # a compiler joins those of all weights
+        reduced["+".join(axes)] += G        # (the compiler joins the reductions of all weights)
     for axes, G in reduced.items():
         yield "all-reduce", axes, 1, G
 
@@ -130,7 +131,7 @@ def _data(weights, run):
 def _fsdp(weights, run, gathers_by_layer):
     """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
     their gradients are scattered, in each part of the batch and each pass through a stage's
-    layers. What no layer owns is gathered once for all parts."""
+    layers. Weights outside of layers are gathered once for all parts."""
     for leaf, decision in weights:
         used = spec_axes(decision.used)
         if "fsdp" not in used:
@@ -147,8 +148,8 @@ def _fsdp(weights, run, gathers_by_layer):
 
 
 def _overridden(weights, run):
-    """A weight that an override stores otherwise than the loss uses it: gathered once for all
-    parts of the batch, and its gradient scattered in each."""
+    """Weights that an override stores differently from how the loss uses them: gathered once for
+    all parts of the batch, and their gradients scattered in each part."""
     for leaf, decision in weights:
         whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
         for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.used))):
@@ -164,26 +165,27 @@ def _overridden(weights, run):
 # Activations, of the transformer
 
 def _tensor(run, traffic):
-    """8 (n-1)/n X a layer (4 where attention and MLP are beside each other): time is gathered into
-    a block and scattered out of it, and backward the transposes. Where time does not divide, an
+    """8 (n-1)/n X for each layer (4 with a parallel block): time is gathered into a block and
+    scattered out of it, and in the backward pass the transposes run. If time does not divide, an
     all-reduce replaces both."""
     c, n, blocks = run.config, run.sizes["tensor"], traffic.pairs
-    # Attention whose heads do not divide is computed whole, and nothing is reduced out of it.
+    # If heads do not divide, every device computes all of attention, and nothing is reduced.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
-    # Out of a block forward, and into it backward. (What is reduced is kept for the backward pass.)
+    # Out of a block forward, and into it backward. (The reduced result is saved for the backward
+    # pass, so recomputing does not reduce it again.)
     reductions = out * (1 + run.is_1f1b) + into - run.one_layer
     if traffic.beside:
-        reductions += 1     # experts and what is beside them gather the same x: once, but backward
+        reductions += 1     # experts and the branch beside them share the gather, except backward
     yield run.reduce, "tensor", run.layers * reductions, run.X
     if run.splits_time:
         yield "all-gather", "tensor", run.layers * (blocks * run.forwards + out), run.X
     if run.splits_time and run.trains_all:
-        # A norm's scale is whole, and each device has its gradient of a part of the time.
+        # A norm's scale is not split, and each device has its gradient for a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
     if (run.splits_time or not is_whole) and run.trains_all:
-        # The gradients of wq and wo, and of wk and wv, where their heads do not divide.
+        # The gradients of wq and wo, and of wk and wv, if their heads do not divide.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
     if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
@@ -191,8 +193,8 @@ def _tensor(run, traffic):
 
 
 def _adapters(weights, run):
-    """Tensor splits at most one of two adapters that belong together: each device has the gradient
-    of the other from its columns, rows or time."""
+    """Tensor splits at most one adapter of a pair. Each device has a part of the other's gradient,
+    from its own columns, rows or time."""
     for leaf, decision in weights:
         if not run.trains_all and decision.is_trained and "tensor" not in spec_axes(decision.used):
             own = leaf.shape[0] // (run.sizes["pipe"] if "pipe" in decision.used else 1)
@@ -202,10 +204,10 @@ def _adapters(weights, run):
 
 
 def _vocabulary(run, rows):
-    """4 (n-1)/n X beside tensor, for the embedding and the head, and what the logits' parts need
-    of each other."""
+    """4 (n-1)/n X for the embedding and the head over tensor, and the reductions of the loss over
+    the parts of the logits."""
     D_bytes, S = run.config.d_model * run.itemsize, run.sizes["pipe"]
-    tokens = run.X_ends // D_bytes          # of which a stage's head has a part
+    tokens = run.X_ends // D_bytes          # (a stage's head has a part of these)
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
@@ -224,37 +226,38 @@ def _vocabulary(run, rows):
 
 
 def _experts(run):
-    """4 (n-1) X a layer: there is room for each token on each device, on the way to the experts
-    and back, and backward; with them go the experts that it chose, and its shares. Beside tensor
-    each device routes its own time, and gathers what the others chose."""
+    """4 (n-1) X for each layer: every device has room for every token, on the way to the experts
+    and back, forward and backward. The numbers of a token's experts and its routing weights are
+    sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
     c, n = run.config, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
     choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
-    for itemsize in (4, run.itemsize):      # the experts chosen, and their shares
+    for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
-    # The shares' gradients. (Few numbers a token fill no tile of a TPU: if they do not come from
-    # expert, its compiler adds them up everywhere and takes the part.)
+    # The gradients of the routing weights. (They are too few to fill a tile of a TPU. If they do
+    # not come from expert, its compiler sums them everywhere and slices.)
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
     if run.splits_time and run.trains_all:
-        # The router is whole. (A TPU's compiler rounds its gradient before the sum.)
+        # The router is not split. (A TPU's compiler rounds its gradient before the sum.)
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
     if run.splits_time:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
-    # Of all the time, how busy each expert is in a row, and the row's weight (in no layer).
+    # Sums over all of the time: the load of each expert in a row, and (outside of layers) the row's
+    # weight.
     axes = "seq+tensor" if run.splits_time else "seq"
     yield "all-reduce", axes, routings, run.rows * c.experts * 4
     yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
 def _pipe(run):
-    """2 X in each tick, to the next stage and back; 2 (n-1)/n X in the end, when each stage gets
-    its part of the time of the last stage's output for the head."""
+    """2 X in each tick, to the next stage and, backward, to the previous one; 2 (n-1)/n X at the
+    end, when each stage receives its part of the time of the last stage's output for the head."""
     n = run.sizes["tensor"]
     yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
     for kind in ("reduce-scatter", "all-gather"):
@@ -262,8 +265,8 @@ def _pipe(run):
 
 
 def _seq(run, segments):
-    """4 (n-1) K a layer: keys and values go once around the ring, and their gradients back. With
-    them goes what decides who sees them: their places and documents."""
+    """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
+    Their slots and documents, which decide what queries see, go with them."""
     c, n = run.config, run.sizes["tensor"]
     K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
     hops = run.layers * (run.sizes["seq"] - 1)

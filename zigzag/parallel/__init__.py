@@ -1,7 +1,7 @@
-"""What stands behind the sections of shard.py. Read it to learn how each parallelism is made fast.
+"""The code behind the sections of shard.py. Read it to learn how each parallelism is made fast.
 
-    collectives     collectives that a platform needs in another form than jax's
-    products        products of activations and weights, and the loss in chunks
+    collectives     collectives that a platform needs in another form than jax's own
+    products        products of activations and weights, and losses summed over chunks
     remat           what to recompute in the backward pass
     attention       attention in blocks, by a device's kernel, and around a ring
     experts         sorting tokens by expert, and grouped products

@@ -1,16 +1,17 @@
 """Attention on one device: in blocks of queries, by the device's own kernel, or around a ring.
 
-In blocks, causal: a block of queries meets only the keys up to its last query, so of the scores
-that no query sees most are never computed.
+In causal attention, a block of queries meets only the keys up to its last query, so most of the
+masked scores are never computed.
 
     queries 0..3 |x . . .|      4 blocks: 10 of 16 squares are computed
             4..7 |x x . .|
            8..11 |x x x .|
           12..15 |x x x x|
 
-`attend_to(queries, keys)` is attention of any kind. Queries are a pair: q [B, T, H, N], and what is
-known of each (a tree of [B, T]); keys are k and v [B, S, K, N], and what is known of each (a tree
-of [B, S]). It gives [B, T, H, N], and the logarithm of what the weights were divided by [B, H, T].
+`attend_to(queries, keys)` is attention of any kind. `queries` is a pair: q [B, T, H, N], and a tree
+of arrays [B, T] with facts about each query (a `Token`, say). `keys` is (k, v, a tree of arrays
+[B, S]) with k and v [B, S, K, N]. It returns the values [B, T, H, N], and the logsumexp of the
+scores [B, H, T], with which partial results are joined.
 
 B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
@@ -27,48 +28,50 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import ambient, is_single_cpu, mark_varying, untyped
 
-# As many scores may one device have in memory at once; a block of fewer queries saves too little.
-# (Each block is compiled: eight are worth that only where attention is much of the work.)
+# SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
+# with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
+# sequences, where attention is much of the work: `block_ends`.)
 SCORES, BLOCK = 2**25, 128
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys, normalised by itself."""
+    """Attention to some of the keys, with a softmax over only these."""
     values: Array   # [B, T, H, N] float32
-    logsum: Array   # [B, H, T], the logarithm of what the weights were divided by
+    logsum: Array   # [B, H, T], the logsumexp of the scores
 
 
 # -------------------------------------------------------------------------------------------
-# What is computed. causal_kernel, below, computes the same for causal attention, and nothing else
+# Softmax attention. (causal_kernel, below, computes the same, for plain causal attention only.)
 
 class Token(NamedTuple):
-    """What a mask or scores may ask of a query [B, T, 1] and of a key [B, 1, S]."""
-    slot: Array         # where it lies in its row
-    position: Array     # what the rotary embedding sees
-    document: Array     # several documents may share a row; -1 where there is no token
+    """Facts about queries [B, T, 1] or keys [B, 1, S] that a mask or a change of scores may use."""
+    slot: Array         # the index of the token in its row
+    position: Array     # the position that the rotary embedding sees
+    document: Array     # the number of its document in the row; -1 where there is no token
 
 
 def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callable | None = None
                       ) -> tuple[Array, Array]:
-    """q [B, T, H, N], k and v [B, S, K, N], seen [B, 1, T, S] -> [B, T, H, N], and the logarithm of
-    what the weights were divided by [B, H, T]. `change` maps scores [B, H, T, S] to other ones."""
+    """Softmax attention: q [B, T, H, N], k and v [B, S, K, N] -> values [B, T, H, N], and the
+    logsumexp of the scores [B, H, T]. seen [B, 1, T, S] is the mask; `change` maps the scores
+    [B, H, T, S] to other scores before the mask."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the heads of its group
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
                         preferred_element_type=jnp.float32)
     scores = change(scores) if change else scores
-    scores = jnp.where(seen, scores, -1e30)     # finite: a ring joins parts where nothing is seen
+    scores = jnp.where(seen, scores, -1e30)     # finite: in a ring, a part may see no key at all
     probs = jax.nn.softmax(scores, -1).astype(v.dtype)
-    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (written as bthn, v would be the left operand)
+    out = jnp.einsum("bhts,bshn->bhtn", probs, v)   # (asked for bthn, XLA would put v on the left)
     return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
 
 
 def self_attention(mask: Callable | None, scores: Callable | None, causal: bool, heads: int
                    ) -> Callable:
-    """Softmax attention as shard.attend and the cache take it. A query sees the keys of its own
-    document, no later ones if `causal`, and of these the ones that mask(query, key) allows.
-    scores(s, query, key, heads) computes other scores [B, H, T, S] from s; the last argument has
-    the numbers [H] of this device's query heads, out of `heads` in all."""
+    """A function attention(q, k, v, tokens) for shard.attend and the cache. A query sees the keys
+    of its own document that are not later (if `causal`) and that mask(query, key) allows.
+    scores(s, query, key, numbers) replaces the scores s [B, H, T, S]; `numbers` [H] are this
+    device's query heads, out of `heads` in all."""
     def attention(q, k, v, tokens):
         query, key = tokens
         seen = key.document == query.document
@@ -85,22 +88,23 @@ def self_attention(mask: Callable | None, scores: Callable | None, causal: bool,
 
 
 def both(query: Token, key: Token) -> tuple[Token, Token]:
-    """What self_attention takes for a mask: arrays [B, T] and [B, S] that meet as [B, T, S]."""
+    """The tokens [B, T] and [B, S] reshaped to [B, T, 1] and [B, 1, S], so that masks broadcast to
+    [B, T, S]."""
     return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
 
 
 def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, eps: float
                    ) -> list[Array]:
     """RMSNorm of queries [B, T, H, N] over all heads of a token together, and of keys [B, T, K, N];
-    the scales are [1, H, N] and [1, K, N]. Of `heads` query heads a device may have a part, and
-    then of the key heads too, or all: one reduction makes both means, and one their gradients. (A
-    mean over copies of the key heads, equally many of each, is that over the key heads.)"""
+    the scales are [1, H, N] and [1, K, N]. If the device has a part of the `heads` query heads (and
+    a part of the key heads, or all of them), one reduction computes both means, and one their
+    gradients. (Key heads may be repeated, each equally often: that does not change their mean.)"""
     means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
                        for x in (q, k)])                                    # [2, B, T, 1, 1]
     if q.shape[2] < heads:
         means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
 
-    def of_heads(scale, count):     # (an override may have split the one and not the other)
+    def of_heads(scale, count):     # (an override may split the scale and not the heads, or v.v.)
         if scale.shape[1] < count:
             return lax.all_gather(scale, "tensor", axis=1, tiled=True)
         if scale.shape[1] > count:
@@ -112,38 +116,39 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 
 
 # -------------------------------------------------------------------------------------------
-# What was asked for, and how that is computed, for the start of a run
+# The report at the start of a run: which attention a loss asks for, and how it is computed
 
 class Asked(NamedTuple):
-    """What shard.attend was asked for, outside a mesh. Its result is named so: whoever traces a
-    loss finds it among names_in."""
+    """The arguments of one call of shard.attend. Its result is given a name with them, so that
+    names_in finds them in a traced loss."""
     causal: bool
-    by_kernel: bool     # causal softmax attention and nothing else: a kernel may compute it
+    by_kernel: bool     # plain causal softmax attention: a kernel may compute it
     dtype: str
     rows: int
     heads: int
-    queries: int        # tokens
-    keys: int
-    width: int          # of a head
-    is_alike: bool      # queries, keys and values have as many tokens and heads as wide
+    queries: int        # the number of tokens, T
+    keys: int           # S
+    width: int          # of a head, N
+    same_shape: bool    # q, k and v have equal T and N
 
 
 def name_of(q: Array, k: Array, v: Array, causal: bool, by_kernel: bool) -> str:
-    """The name of what shard.attend returns for these arguments."""
+    """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     return "attend: " + json.dumps(Asked(causal, by_kernel, q.dtype.name, rows, heads, queries,
-                                         keys, width, _is_alike(q, k, v)))
+                                         keys, width, _same_shape(q, k, v)))
 
 
 def asked_in(names: Iterable[str]) -> list[Asked]:
-    """What was asked for, in order and once each, among the names of a loss's values."""
+    """The different `Asked` among the names of a loss's values, sorted."""
     found = (name.partition("attend: ")[2] for name in names if name.startswith("attend: "))
     return sorted(Asked(*json.loads(text)) for text in found)
 
 
 def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
-    """How attend computes this on a mesh, for a person. `asked` has the rows and heads that it sees
-    there: a device's, or all of them over axes that are not `manual`, which a compiler splits."""
+    """Text that says how shard.attend computes this on a mesh. The rows and heads of `asked` are
+    those that the traced code sees: a device's own over axes that are `manual`, and all of them
+    over axes that the compiler splits."""
     sizes, (rows, heads, T, S) = mesh.shape, asked[3:7]
     if sizes["seq"] > 1:
         return "around a ring: " + (
@@ -151,7 +156,7 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
             "are left out" if asked.causal else "each device's queries meet all keys in turn")
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
     kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh)
-    if asked.by_kernel and asked.is_alike and is_own and kernel:
+    if asked.by_kernel and asked.same_shape and is_own and kernel:
         return f"by the {kernel} kernel"
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
@@ -168,10 +173,11 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
 
 def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
                ) -> tuple[list[int], int]:
-    """Where the blocks of queries end for so many scores on a device, and into how many parts, for
-    memory, each block is cut. The last of four blocks is halved: it has most keys. Where layers
-    may be no loop (`loops` False) there are at least two parts: a compiler that finds a
-    computation twice removes the second, but not that of a loop."""
+    """Where the blocks of queries end, and the number of parts into which each block is cut so that
+    at most SCORES of the device's `scores` are in memory. The last of four blocks is halved,
+    because it has the most keys. If layers may be unrolled (`loops` False) and memory matters,
+    there are at least two parts: a compiler merges the recomputation in the backward pass with the
+    forward pass, but does not do so with a loop."""
     count = max(n for n in (1, 2, 4, 8) if n == 1 or causal and time % n == 0
                 and time // n >= BLOCK * (4 if n == 8 else 1))
     size = last = time // count
@@ -184,10 +190,12 @@ def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
 
 
 def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) -> Array:
-    """Attention [B, T, H, N] in blocks of queries."""
+    """Attention [B, T, H, N], one block of queries after another (`block_ends`). If the scores do
+    not fit, each part of a block is recomputed in the backward pass."""
     (B, T, H, _), S = queries[0].shape, keys[0].shape[1]
     sizes, manual = ambient()
-    compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)     # it divides the heads
+    # (Where tensor is auto, H counts all heads, and the compiler divides them.)
+    compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)
     causal, scores = causal and S == T, B * H * T * S // compilers
     ends, parts = block_ends(scores, T, causal, not is_single_cpu())
 
@@ -218,8 +226,8 @@ def _time(tree, begin, end):
 # By a kernel
 
 def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
-    """The device's kernel for causal attention in this precision, over so many tokens, with heads
-    so wide; '' if it has none."""
+    """The name of the device's kernel for causal attention with this dtype, number of tokens and
+    width of heads; '' if it has none."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     kind, dtype = getattr(device, "device_kind", ""), jnp.dtype(dtype)
     if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
@@ -233,19 +241,20 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None) -> str:
 
 
 def kernel_fits(q: Array, k: Array, v: Array) -> bool:
-    """Whether the device has a kernel for queries, keys and values like these, and no compiler has
-    to split it."""
+    """Whether the device has a kernel for these queries, keys and values, and every axis is manual
+    (a compiler cannot split a kernel)."""
     sizes, manual = ambient()
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    return is_own and _is_alike(q, k, v) and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
+    return is_own and _same_shape(q, k, v) and bool(kernel_name(q.dtype, q.shape[1], q.shape[3]))
 
 
-def _is_alike(q, k, v):
+def _same_shape(q, k, v):
     return k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
 
 
 def causal_kernel(q: Array, k: Array, v: Array) -> Array:
-    """q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
+    """Causal attention by cuDNN, or by splash on a TPU: q [B, T, H, N], k and v [B, T, K, N] ->
+    [B, T, H, N]."""
     B, T, H, N = q.shape
     if kernel_name(q.dtype, T, N) != "splash":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -255,7 +264,7 @@ def causal_kernel(q: Array, k: Array, v: Array) -> Array:
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
         "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * B * H)      # rows count as heads
-    # Selective remat keeps what it finds, and what it divided by.
+    # Named, so that --remat selective saves the kernel's output and logsumexp.
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes,
                                                   residual_checkpoint_name="product")
     rows = (x.swapaxes(1, 2).reshape(-1, T, N) for x in (q * N ** -0.5, k, v))
@@ -263,9 +272,15 @@ def causal_kernel(q: Array, k: Array, v: Array) -> Array:
 
 
 def by_kernel(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention by the device's kernel. The kernel's types are not tracked: forward and
-    backward are each traced without them, and the results marked as varying where q, k, v are."""
-    structure = None        # of what the forward pass leaves for the backward pass
+    """causal_kernel, inside a shard_map too.
+
+    The kernels know nothing of varying types. Inside a shard_map, `track` therefore runs a function
+    without types (`untyped`, in an inner shard_map over no axes with check_vma=False), and marks
+    its results as varying over every axis over which an argument varies: right, because a device's
+    result depends on nothing but its own arguments. A custom_vjp tracks the forward and the
+    backward pass separately, so that autodiff never goes through an untyped call; the residuals of
+    the kernel's own vjp pass from one to the other as a flat list of arrays."""
+    structure = None        # the tree structure of these residuals, known once forward is traced
 
     def track(fn):
         def call(*args):
@@ -295,7 +310,7 @@ def by_kernel(q: Array, k: Array, v: Array) -> Array:
 
 
 # -------------------------------------------------------------------------------------------
-# Around a ring: each device has its queries, and sees everybody's keys in turn
+# Around a ring: each device keeps its queries, and the keys of all devices pass by in turn
 
 def _look(attend_to, queries, keys):
     values, logsum = attend_to(queries, keys)
@@ -303,7 +318,7 @@ def _look(attend_to, queries, keys):
 
 
 def _join(a, b):
-    """Attention to the keys of both."""
+    """Attention to the keys of both parts: their values, weighted by the exponentials of logsum."""
     logsum = jnp.logaddexp(a.logsum, b.logsum)
 
     def share(part):
@@ -313,7 +328,8 @@ def _join(a, b):
 
 
 def full_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int) -> Array:
-    """Attention in which a query may see any key. pass_on gives the keys of the device before."""
+    """Attention [B, T, H, N] in which a query may see any key, over n devices. pass_on(keys)
+    receives the keys that the previous device has."""
     look = jax.checkpoint(functools.partial(_look, attend_to, queries))
 
     def turn(state, _):
@@ -327,12 +343,13 @@ def full_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callabl
 
 def causal_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int
                 ) -> Array:
-    """Causal attention over a sequence in zigzag order (shard.py's `shard_time`): device i has an
-    early part of the time and a late one, and all devices have equally much to do.
+    """Causal attention [B, T, H, N] over a sequence in zigzag order (shard.py's `shard_time`):
+    device i has part i of the time (early) and part 2 n - 1 - i (late), so that all devices have
+    equal work.
 
-    Keys of each device j come by in turn. The late queries see all early keys. If j is before i,
-    both halves of the queries see j's early keys; else the late queries see both halves of j's
-    keys. So of four quarters every device computes two in every turn."""
+    The keys of each other device j pass by in turn. The late queries see all early keys. If j < i,
+    the early queries see j's early keys too; if j > i, the late queries see j's late keys too. So
+    of the four pairs of halves, every device computes two in every turn."""
     me, (q, _) = lax.axis_index("seq"), queries
     half = q.shape[1] // 2
     look = functools.partial(_look, attend_to)
@@ -343,7 +360,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Calla
     def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    @jax.checkpoint         # of each turn only the keys and the results before it are kept
+    @jax.checkpoint         # saves only a turn's keys and the results before it
     def look_at(keys, before, first, second):
         early_keys, late_keys = halves(keys)
         second = _join(second, look(late, early_keys))

@@ -1,4 +1,4 @@
-"""Collectives that a platform needs in another form than jax gives them."""
+"""Collectives that a platform needs in another form than jax's own."""
 
 from typing import Any, Callable
 
@@ -11,8 +11,9 @@ from zigzag.core.mesh import ambient, platform
 
 
 def with_reduce_scatter(all_gather: Callable, axis: str, dim: int, dtype: str = "") -> Callable:
-    """An all-gather over an axis along a dimension, whose transpose is the reduce_scatter below, in
-    this dtype if one is given. Elsewhere than on a TPU autodiff's own is the same."""
+    """all_gather (over `axis`, along `dim`) with the reduce_scatter below as its transpose,
+    computed in `dtype` if one is given. Without a dtype this changes something on a TPU only:
+    elsewhere autodiff's transpose is the same reduce-scatter."""
     if platform() != "tpu" and not dtype:
         return all_gather
     gather = jax.custom_vjp(all_gather)     # (remat policies look into all_gather in the next line)
@@ -22,9 +23,10 @@ def with_reduce_scatter(all_gather: Callable, axis: str, dim: int, dtype: str = 
 
 
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """A reduce-scatter over an axis. A TPU's compiler makes it an all-reduce of twice the bytes.
-    There, parts are sent to the devices they belong to, in stages of a few devices, and added
-    there in float32: as many bytes in all as one reduce-scatter."""
+    """x summed over `axis`, of which each device keeps its part along `dim`. On a TPU this is not
+    lax.psum_scatter, which the compiler turns into an all-reduce of twice the bytes. There, each
+    stage of a few devices exchanges parts by an all-to-all and adds them in float32; all stages
+    together send as many bytes as one reduce-scatter."""
     if platform() != "tpu":
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     n = ambient()[0][axis]
@@ -39,13 +41,14 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def scattering(n: int, mesh: Any) -> tuple[str, int]:
-    """Which collective a reduce-scatter over n devices is on this mesh, and in how many stages."""
+    """The name of the collective that does a reduce-scatter over n devices on this mesh, and the
+    number of stages."""
     if platform(mesh) == "tpu":
         return "all-to-all", max(1, len(_stages(n)))
     return "reduce-scatter", 1
 
 
 def _stages(n):
-    """n as a product of small numbers."""
+    """Factors of n, 4 and 2 first: the number of devices in a group of each stage."""
     few = next((d for d in (4, 2, *range(3, n + 1)) if n % d == 0), 1)
     return [few, *_stages(n // few)] if n > 1 else []

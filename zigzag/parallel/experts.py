@@ -1,10 +1,10 @@
-"""Products of tokens with the weights of their experts, without dropping any token.
+"""Products of tokens with the weights of their experts. No token is dropped.
 
-    tokens       a b c d           sort by expert      [ a c | b | d ]      groups of rows
-    experts of   0 1 0 2      ->   and multiply each   w[0] w[1] w[2]
-    each                           group with its own
+    tokens           a b c d      sort by expert,       [ a c | b | d ]     groups of rows
+    their experts    0 1 0 2  ->  multiply each group    w[0] w[1] w[2]
+                                  by its expert's w
 
-R rows, D model, F feed-forward, E experts of this device.
+R rows (tokens), K experts for each row, D model, F feed-forward, E experts on this device.
 """
 
 import functools
@@ -22,13 +22,15 @@ from zigzag.parallel.products import Adapted
 
 def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
             between: Callable, back: Array, usual: int) -> Array:
-    """Rows x [R, D] through the experts that they have chosen [R, K] (E where it is none of these),
-    summed by shares [R, K]: columns `into`, each [E, D, F], then between(...), then rows `back`
-    [E, F, D]. About `usual` of the choices are of experts here."""
+    """The output [R, D] of this device's experts for the rows x [R, D]: the sum over a row's
+    experts, weighted by shares [R, K]. `chosen` [R, K] has the numbers of their experts, or E for
+    an expert of another device. An expert multiplies by its weights in each of `into` ([E, D, F]),
+    applies between(...), and multiplies by `back` [E, F, D]. `usual` is the expected number of
+    choices of this device's experts."""
     R, K = chosen.shape
     flat = chosen.reshape(-1)
-    # Sorted stably. Those of others' experts come last: they are in no group, and a product may
-    # leave anything in their place (zeros on CPU, what was there on TPU).
+    # A stable sort. Choices of other devices' experts come last. They are in no group, and a
+    # product may leave anything in their rows (zeros on CPU, what was in memory on TPU).
     order = jnp.argsort(flat)
     counts = (flat == jnp.arange(back.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
@@ -47,17 +49,21 @@ def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
 
 
 def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
-    """Rows x [R, D], sorted into groups of so many, times the weights [E, D, F] of their group."""
+    """Rows x [R, D], sorted by expert (counts [E] rows each), times their expert's weights [E, D,
+    F] -> [R, F]. By lax.ragged_dot on a TPU, and where a compiler splits the rows; else in
+    blocks."""
     x, w, counts = mark_varying((x, w, counts), x, w)
     sizes, manual = ambient()
     if platform() in ("", "tpu") or not (manual or math.prod(sizes.values()) == 1):
-        return lax.ragged_dot(x, w, counts)     # (or a compiler splits the rows)
+        return lax.ragged_dot(x, w, counts)
     return _by_blocks(x, w, counts, usual)
 
 
 def _blocks(counts, rows, usual):
-    """The size of blocks of rows, each of one group; and of each block [n] the group, its first
-    row, and how many rows are its own. (There may be more blocks than are needed: none is.)"""
+    """Cut the groups of rows into blocks of at most `size` rows, each within one group. Returns
+    size, a power of two near a quarter of a usual group, and arrays [n] with each block's group,
+    first row and number of rows. n is static, so it is an upper bound: the last blocks have 0 rows.
+    """
     E = len(counts)
     size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
@@ -69,7 +75,9 @@ def _blocks(counts, rows, usual):
 
 
 def _loop(size, blocks, make, put, start, *rows):
-    """What put(all, group, first, made) makes of made = make(group, *the block's rows)."""
+    """Loop over the blocks: made = make(group, *rows of the block), then the carry `out` (at first
+    `start`) becomes put(out, group, first row, made). The slices of `rows` always have `size` rows,
+    with zeros for those that are not the block's own. Empty blocks skip `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):
@@ -88,8 +96,12 @@ def _loop(size, blocks, make, put, start, *rows):
 
 
 def _by_blocks(x, w, counts, usual):
-    """grouped_product where XLA has none and multiplies every row with every group's weights: a
-    loop over blocks of rows of one group. A group of the usual length has about four blocks."""
+    """grouped_product on CPU and GPU, where XLA's ragged_dot multiplies every row with the weights
+    of every group. This is a loop over blocks (`_blocks`), each a dense product of up to `size`
+    rows with one group's weights; a group of the usual length has about four blocks.
+
+    Its gradient is written out: that of x is the same loop with transposed weights, and that of w
+    adds each block's x^T g [D, F], in float32, to its group's entry."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def product(x, w, counts, contract):
@@ -99,7 +111,8 @@ def _by_blocks(x, w, counts, usual):
             return jnp.tensordot(x, w[group], (1, contract))
 
         def put(out, group, first, made):
-            # In order: what a block writes beyond its own rows, the next ones write over.
+            # A block always writes `size` rows. Blocks run in the order of their rows, so what one
+            # writes beyond its own rows, the next ones overwrite.
             return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
         start = jnp.zeros((len(x) + size, w.shape[2 - contract]), x.dtype)
@@ -127,9 +140,10 @@ def _by_blocks(x, w, counts, usual):
 
 
 def own_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
-    """Choices among this device's experts, numbered from 0; `own` is another device's."""
+    """(chosen, shares) with only this device's experts, which are numbered 0 ... own - 1; any other
+    choice becomes `own`. [R, K] in; K is at most `own` in the results."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
-    if chosen.shape[1] > own:       # no row has more choices here than there are experts
+    if chosen.shape[1] > own:       # a row chooses each expert at most once
         first = jnp.argsort(chosen, -1)[:, :own]
         chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
     return chosen, shares

@@ -1,11 +1,21 @@
-"""Schedules of a pipeline: which microbatch each stage works on in each tick.
+"""Pipeline schedules: which microbatch each stage works on in each tick.
 
-    gpipe, interleaved   one scan of ticks; autodiff turns it around for the backward pass
-    1f1b                 a backward pass of its own, of each microbatch as soon as it can be
+    gpipe          all microbatches forward, then autodiff runs the same ticks in reverse
 
-With k layers a chunk, chunk c of stage s of S begins at layer (c S + s) k. x [b, T, D] is one
-microbatch's residual stream. What is sent between stages is passed in (`Loss`, from shard.py's pipe
-section); this file decides when.
+        stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
+        stage 1 |. 0 1 2
+
+    interleaved    the same with V chunks of layers in each stage: microbatches go V times around
+                   the ring of stages, and the idle share falls by about V
+    1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
+                   the last stage has finished it, so that the number of activations in memory
+                   depends on the number of stages S and not on the number of microbatches M
+
+All stages run one program (it is inside a shard_map); `lax.axis_index("pipe")` tells a device which
+stage it is. A tick is one turn of a loop: compute, then send the result to the neighbour. With k
+layers in a chunk, chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual
+stream of one microbatch of b rows. The functions that compute and send are passed in as a `Loss`
+(built in the pipe section of shard.py); this file decides when each of them runs.
 """
 
 import functools
@@ -22,24 +32,27 @@ from zigzag.parallel.remat import POLICIES
 
 
 class Loss(NamedTuple):
-    """A loss with layers in the middle: embed, then every layer, then head."""
-    embed: Callable         # params, batch -> x
-    layers: Callable        # weights, x, indices, batch -> x, aux (None or a pair with a sum)
-    head: Callable          # params, x, batch -> sum, count, of this stage's part of the time: x is
-                            # what the last stage has, and zeros on the others
-    send: Callable          # a tree, 1 -> that of the stage before (the first: of the last);
-                            # a tree, -1 -> that of the next stage
-    batch: Any              # a tree of [B, ...]
-    indices: Array          # of all layers [L]
-    stages: int
-    microbatches: int
+    """A loss with a stack of layers in the middle: embed, then every layer, then head."""
+    embed: Callable         # (params, batch) -> x
+    layers: Callable        # (weights, x, layer indices, batch) -> x, aux (None or a pair: a term
+                            # of the loss, and a dict of other sums)
+    head: Callable          # (params, x, batch) -> sum, count[, dict of sums]. A collective: every
+                            # stage must call it, with x on the last stage and zeros on the others;
+                            # each computes the loss of its own slice of the time
+    send: Callable          # (tree, 1) -> the tree of the previous stage (stage 0 receives the last
+                            # stage's); (tree, -1) -> the tree of the next stage
+    batch: Any              # a tree of arrays [B, ...]
+    indices: Array          # 0 ... L - 1, the numbers of all layers [L]
+    stages: int             # S
+    microbatches: int       # M
 
 
 # -------------------------------------------------------------------------------------------
 # The timetable
 
 def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """How many ticks a pipeline takes, and how many chunks of layers a stage really has."""
+    """The number of ticks of the forward loop, and V, the chunks of layers in a stage (1 unless
+    the schedule is interleaved)."""
     if schedule == "1f1b":
         return microbatches + 2 * stages - 1, 1
     V = chunks if schedule == "interleaved" else 1
@@ -48,37 +61,44 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
 
 def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
            ) -> int:
-    """The time that a pipeline takes, in forward passes of a stage's chunk over a microbatch, and
-    as many backward passes. 1F1B's first S ticks have forward passes only and its last S backward
-    passes only, so where idle passes are skipped there are S fewer of each than ticks."""
+    """The time that a pipeline takes, counted in forward passes of one chunk over one microbatch;
+    it takes as many backward passes. In 1F1B the first S ticks have only forward passes and the
+    last S only backward passes. If idle passes are skipped, both counts are therefore S smaller
+    than the number of ticks."""
     count, _ = ticks(stages, microbatches, schedule, chunks)
     return count - stages if schedule == "1f1b" and skips_idle else count
 
 
 def _last_tick(microbatch, S, V):
-    """When the last stage finishes a microbatch. They go in groups of S: each of a group's V laps
-    takes S ticks, and the last lap of number j of the group begins j ticks after the first's."""
+    """The tick in which the last stage finishes a microbatch. S microbatches go V times around the
+    ring, a lap of S ticks each time, then the next S follow. Microbatch j of a group runs j ticks
+    behind the group's first one."""
     group, j = divmod(microbatch, S)
     return (S - 1) + group * S * V + (V - 1) * S + j
 
 
 def work_at(t: Any, stage: Any, S: int, V: int) -> tuple[Any, Any]:
-    """The microbatch and the chunk that a stage works on in tick t (out of range: none)."""
+    """The microbatch and the chunk that a stage works on in tick t. The stage is idle if that
+    microbatch is not one of 0 ... M - 1."""
     turn = t - stage
     lap = S * V
     return turn // lap * S + turn % S, turn % lap // S
 
 
 def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
-    """In 1F1B the microbatch on its way forward, and the one on its way back."""
+    """In 1F1B, the microbatch that a stage takes forward in tick t and the one it takes backward.
+
+    Microbatch m reaches stage s in tick m + s, so the last stage finishes it in tick m + S - 1. The
+    last stage takes it backward one tick later, and each earlier stage one tick after its next
+    stage: stage s in tick m + 2 S - 1 - s."""
     return t - stage, t - (2 * S - 1 - stage)
 
 
 def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1,
              skips_idle: bool = True) -> str:
-    """Which microbatch each stage has in each tick, for a person, and how much of the time a stage
-    is idle. With several chunks 3b is microbatch 3 in the stage's second chunk. `skips_idle`: a
-    stage without work in a tick computes nothing."""
+    """The timetable as text: a row for each stage with its microbatch in each tick, then a line
+    with the idle share. With several chunks, 3b is microbatch 3 in the stage's second chunk.
+    `skips_idle` says that a stage without work in a tick computes nothing (see `_skip_idle`)."""
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
 
     def cell(stage, t):
@@ -107,7 +127,7 @@ def _letters(chunk):
 
 
 def _summary(S, M, V, schedule, skips_idle):
-    """How long a schedule takes, and how much of that is idle."""
+    """The last line of the timetable: how long the schedule takes and how much of that is idle."""
     count = passes(S, M, schedule, V, skips_idle)
     batches, idle = f"{M} microbatch{'es' if M > 1 else ''}", f"{1 - M * V / count:.0%}"
     if schedule == "1f1b":
@@ -120,10 +140,10 @@ def _summary(S, M, V, schedule, skips_idle):
 
 
 def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
-    """How many stages there are; they must have equally many layers."""
+    """`stages`, after checking that all stages and chunks get the same number of layers."""
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
-        raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs the specs of its "
-                          f"layers, and {stages} must divide their number")
+        raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs `specs`, the specs "
+                          f"of its layers, and {stages} must divide the number of layers")
     if layers % (stages * chunks):
         raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
                           f"divide into {stages * chunks}")
@@ -134,12 +154,12 @@ def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
 # Small tools
 
 def split_rows(tree: Any, count: int) -> Any:
-    """Each [B, ...] as [count, B / count, ...]."""
+    """Reshape each array [B, ...] to [count, B / count, ...]."""
     return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tree)
 
 
 def pick(tree: Any, index: Any) -> Any:
-    """The entry of each array with this index, or the nearest that it has."""
+    """Entry `index` of each array, clipped to those that exist (idle ticks ask for others)."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
@@ -149,8 +169,17 @@ def _astype(tree, like):
 
 
 def _skip_idle(busy, work, x, idle=None):
-    """work(x) in the ticks in which a stage has work, else idle(x), or zeros. Skipped, but for seq:
-    its ring is one collective-permute of all devices, idle ones too."""
+    """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
+
+    A branch (lax.cond) saves the time of idle work. It is safe although `work` may contain
+    collectives, because `busy` depends only on the tick and the stage: all devices of a stage take
+    the same branch, and the groups of a collective over data, fsdp, expert or tensor lie within one
+    stage. So either all members of a group reach the collective, or none does. A seq ring is
+    different: a collective-permute is one operation of all devices of the mesh, whichever pairs
+    it lists, and would wait for the idle stages for ever. With seq > 1 every stage therefore
+    computes both sides, and a `where` selects.
+
+    Both branches must have the same type, so both are marked as varying where either does."""
     idle = idle or functools.partial(zeros_of, work)
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
                          jax.eval_shape(idle, x))
@@ -164,8 +193,8 @@ def _skip_idle(busy, work, x, idle=None):
 
 
 def with_aux(sums: tuple, aux: Any) -> tuple:
-    """What head gives (a sum, a count, perhaps a dict of other sums) and what the layers add: to
-    the sum, and other sums of theirs."""
+    """`sums`, the head's (sum, count) or (sum, count, dict of other sums), with the layers' `aux`
+    added: aux[0] to the sum, and the entries of aux[1] to the dict."""
     if aux is None:
         return tuple(sums)
     total, count, *others = sums
@@ -176,26 +205,33 @@ def with_aux(sums: tuple, aux: Any) -> tuple:
 # GPipe and interleaved
 
 def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, remat: str) -> tuple:
-    """All microbatches forward; autodiff makes the backward pass, in the opposite order.
+    """The loss (sum, count, ...) with all microbatches forward; autodiff makes the backward pass,
+    in the opposite order.
 
         stage 0 | 0a 1a 0b 1b 2a 3a 2b 3b .  |     2 stages of 2 chunks, 4 microbatches: 0b is
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
-    One chunk is GPipe; more of them make the idle share smaller. Idle ticks are skipped. What
-    comes after the layers is shared by all stages, each with its part of the time."""
+    One chunk is GPipe; more chunks make the idle share smaller. The embedding runs before the ticks
+    and the head after them, each once over the whole batch. All stages share the head: each
+    computes the loss of its slice of the time."""
     out, aux = forward(loss, loss.embed(params, loss.batch), weights, chunks, remat)
     sums = mark_varying(tuple(loss.head(params, out, loss.batch)), also={"pipe"})
     return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
 
 
 def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tuple[Array, Any]:
-    """x [B, T, D] through all layers: what the last stage has of it then (the others have zeros),
-    and what the layers of this stage add to the loss, in each tick."""
+    """Run x [B, T, D] through all layers. Returns the output [B, T, D] (zeros except on the last
+    stage), and this stage's aux of every tick, stacked.
+
+    The scan carries one microbatch x [b, T, D]: the one that the previous stage sent in the last
+    tick. In a tick, stage 0 replaces it by a new microbatch if it is about to enter chunk 0; then
+    the stage applies the layers of its current chunk and sends the result on."""
     M, S, V = loss.microbatches, loss.stages, chunks
     me = lax.axis_index("pipe")
-    # (Marked here: the sum of its gradients over stages is no part of a tick, which some skip.)
+    # The batch is marked as varying here, so that the transpose of the mark (a sum of its gradients
+    # over the stages) is outside the ticks: inside, idle stages would skip that collective.
     xs, batch = split_rows(x, M), mark_varying(split_rows(loss.batch, M), me)
-    # In float32, in which autodiff then adds up their gradients in the loop.
+    # Autodiff sums the gradients over ticks in the dtype of the operand: so cast to float32 here.
     wide = split_rows(cast(weights, "float32"), V)
     indices = loss.indices.reshape(V, S, -1)
 
@@ -204,8 +240,9 @@ def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tupl
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
-        # Weights are picked again in the backward pass, or every tick would keep them. (The outer
-        # policy wins: it decides what is kept of the layers inside, too.)
+        # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
+        # would save a copy. (An outer policy overrides those inside: this one also decides what is
+        # saved of each layer.)
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[remat])
         def turn(x):
             def work(x):
@@ -227,28 +264,47 @@ def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tupl
 # One forward, one backward
 
 class _State(NamedTuple):
-    """What 1F1B carries from tick to tick."""
-    x: Array                # into this stage, from the stage before
-    dx: Array               # the cotangent of what this stage made, from the next stage
-    dlast: Array            # the same for the last stage: from the head, one tick ago
-    inputs: Array           # [2 S, b, T, D]: what came in, until its backward pass
-    grads: tuple            # of params and of weights, float32
-    sums: tuple             # what the loss's head gives, so far
-    aux: Any
+    """What 1F1B carries from tick to tick. x, dx and dlast are [b, T, D]."""
+    x: Array                # the next input of this stage: the previous stage's output of last tick
+    dx: Array               # the cotangent of this stage's output, for the microbatch that it takes
+                            # backward next: the next stage's input cotangent of last tick
+    dlast: Array            # what dx is on the other stages, for the last stage: the cotangent of
+                            # its output of last tick, from the head's backward pass
+    inputs: Array           # [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S),
+                            # saved until the stage takes m backward
+    grads: tuple            # gradients of (params, weights) so far, float32
+    sums: tuple             # the head's (sum, count, ...) so far
+    aux: Any                # the layers' aux so far
 
 
 def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
-    """Each microbatch's backward pass as soon as it can be:
+    """The loss (sum, count, ...), with each microbatch's backward pass as early as possible:
 
-        stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       x' is the backward pass of x, in the
-        stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       same tick as another's forward
+        stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
+        stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       tick has a forward and a backward pass
 
-    so a stage keeps the inputs of 2 S microbatches, however many there are: stage s needs those of
-    2 (S - s), and as all stages run one program all have room for stage 0's. In each tick a stage
-    takes one microbatch forward and one back, from its input again. The gradient is made along
-    with the loss, for a cotangent of 1; autodiff then only scales it."""
+    In tick t (`_Stage.tick`), stage s
+
+      1. takes microbatch t - s forward and saves its input (which stage 0 first makes, by embed);
+      2. computes its share of the head for the microbatch that the last stage has just finished,
+         t - (S - 1). The head is shared by all stages and contains collectives, so every stage
+         calls it in every tick, and results of ticks without such a microbatch are replaced by
+         zeros. Its backward pass gives the head's gradients, and on the last stage `dlast`, the
+         cotangent with which that stage takes the same microbatch backward in tick t + 1;
+      3. takes microbatch t - (2 S - 1 - s) backward: it recomputes the layers from the saved input
+         and applies their vjp to the cotangent (`dlast` on the last stage, else the `dx` that the
+         next stage sent); stage 0 then takes the result through embed's vjp;
+      4. sends its output to the next stage and its input's cotangent to the previous one.
+
+    Stage s holds an input from tick m + s to tick m + 2 S - 1 - s, which is 2 (S - s) inputs at a
+    time; as all stages run one program, all have room for stage 0's 2 S. This does not grow with
+    the number of microbatches.
+
+    The gradient is made along with the loss, for a cotangent of 1 of its sum (the layers' term of
+    aux included) and of 0 of the count and the other sums; autodiff then only scales it. That is
+    right because the loss is the sum over microbatches."""
     @jax.custom_vjp
-    def total(params, weights):      # when no gradient is asked for
+    def total(params, weights):      # runs when no gradient is asked for
         return forward_then_backward(loss, params, weights, 1, "none")
 
     def scaled(grads, cotangents):
@@ -259,7 +315,7 @@ def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
 
 
 def _with_gradients(loss, params, weights):
-    """The loss, and the gradients of params and weights."""
+    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
     S, M, stage = loss.stages, loss.microbatches, _Stage(loss, params, weights)
     x = stage.zeros
     grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
@@ -270,28 +326,30 @@ def _with_gradients(loss, params, weights):
 
 
 class _Stage:
-    """What one stage does in a tick of 1F1B."""
+    """One stage's work in a tick of 1F1B: see `one_forward_one_backward`."""
 
     def __init__(self, loss, params, weights):
         self.loss, self.params, self.weights = loss, params, weights
         self.me = lax.axis_index("pipe")
         self.batch = split_rows(loss.batch, loss.microbatches)
         self.indices = pick(loss.indices.reshape(loss.stages, -1), self.me)
-        self.zeros = self._alike(zeros_of(loss.embed, params, pick(self.batch, 0)))
+        self.zeros = self._marked(zeros_of(loss.embed, params, pick(self.batch, 0)))
 
-    def _alike(self, tree):
+    def _marked(self, tree):
+        """The tree with the varying type of the loop's carry, which must be the same every tick."""
         return vary_like(tree, self.params, self.batch, self.weights, self.me)
 
     def embed(self, params, m):
-        return self._alike(self.loss.embed(params, pick(self.batch, m)))
+        return self._marked(self.loss.embed(params, pick(self.batch, m)))
 
     def layers(self, weights, x, m):
-        return self._alike(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
+        return self._marked(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
 
     def head(self, params, y, m):
         return mark_varying(tuple(self.loss.head(params, y, pick(self.batch, m))), also={"pipe"})
 
     def tick(self, s, t):
+        """The _State after tick t, from the state `s` before it."""
         S, M, send = self.loss.stages, self.loss.microbatches, self.loss.send
         (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
         first, last = self.me == 0, self.me == S - 1
@@ -302,12 +360,13 @@ class _Stage:
             s.inputs, x, forward % (2 * S), 0), s.inputs)
         y, aux = _skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
 
-        # The loss of what the last stage has just finished, by all stages, each of its time.
+        # The head, for the microbatch that the last stage has just finished. Never skipped: all
+        # stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
         sums, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
-        # Backward, of a microbatch that the next stage has sent back.
+        # Backward.
         dx = jnp.where(last, s.dlast, s.dx)
         turn = (backward >= 0) & (backward < M)
         dweights, dx = _skip_idle(turn, lambda dx: self._layer_gradients(
@@ -320,11 +379,12 @@ class _Stage:
                       add_to(s.sums, sums), add_to(s.aux, aux))
 
     def _head_gradients(self, y, m):
-        """The loss's sums, the gradient of params, and the cotangent of y."""
+        """The head's sums, the gradient of params, and the cotangent of y."""
         sums, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
         return sums, *vjp(_one_and_zeros(sums))
 
     def _layer_gradients(self, x, dy, m):
+        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
         (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
         return vjp((dy, None if aux is None else _one_and_zeros(aux)))
 
@@ -333,6 +393,6 @@ class _Stage:
 
 
 def _one_and_zeros(sums):
-    """The cotangent of sums of which the first is the loss's."""
+    """Cotangents for (sum, ...): 1 for the sum, which is the loss, and 0 for all others."""
     total, *others = sums
     return jnp.ones_like(total), *jax.tree.map(jnp.zeros_like, others)

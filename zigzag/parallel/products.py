@@ -1,8 +1,8 @@
-"""The product of activations and weights, and sums over chunks of it.
+"""The product of activations and weights, and losses summed over chunks of the time.
 
-A CPU multiplies faster where the gradient of the weights has the activations on the left: autodiff
-would have them on the right, and a CPU would transpose the left operand in memory first, a gradient
-of the product's size, anew for each product.
+On a CPU, `matmul` computes the gradient of the weights itself, with the activations x on the left.
+Autodiff would put the result's gradient g on the left, and XLA on a CPU would first transpose the
+left operand in memory: one copy of g for each product.
 """
 
 import dataclasses
@@ -19,15 +19,16 @@ from zigzag.core.mesh import add_to, mark_varying, platform, vary_like, zeros_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight w [F, ..., D, ...] to which a [F, ..., r] times b [r, D, ...] is to be added, r few.
-    The sum is never made: x w + (x a) b costs less, and the gradients of a and b then need no
-    gradient of the weight. (Experts have a dimension of their own before these.)"""
+    """A weight with a low-rank adapter (LoRA): it stands for w + a b, with w [F, ..., D, ...],
+    a [F, ..., r] and b [r, D, ...]. The sum is not computed: x w + (x a) b costs less, and the
+    gradients of a and b then need no gradient of w. (Weights of experts have one more dimension, E,
+    before these.)"""
     w: Array
     a: Array
     b: Array
 
     @property
-    def shape(self) -> tuple[int, ...]:     # (an override may have split one of them alone)
+    def shape(self) -> tuple[int, ...]:     # (an override may have split the rows of w or a alone)
         return min(len(self.w), len(self.a)), *self.w.shape[1:]
 
     @property
@@ -36,29 +37,31 @@ class Adapted:
 
 
 def on_columns(fn: Callable, tree: Any) -> Any:
-    """A tree of weights with fn of each array in it that has their columns."""
+    """Apply fn to all arrays with columns in a tree of weights: to each plain weight, and to w and
+    b of an Adapted one."""
     return jax.tree.map(
         lambda w: Adapted(fn(w.w), w.a, fn(w.b)) if isinstance(w, Adapted) else fn(w), tree,
         is_leaf=lambda w: isinstance(w, Adapted))
 
 
 def on_rows(fn: Callable, w: Array | Adapted) -> Any:
-    """A weight with fn of each array in it that has its rows."""
+    """Apply fn to all arrays with rows in a weight: to the plain weight, or to w and a of an
+    Adapted one."""
     return Adapted(fn(w.w), fn(w.a), w.b) if isinstance(w, Adapted) else fn(w)
 
 
-def whole(w: Array | Adapted) -> Array:
-    """A weight as one array."""
+def merged(w: Array | Adapted) -> Array:
+    """The weight as one array: w, or w + a b with its adapter."""
     return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, Adapted) else w
 
 
 def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
-    """x [B, T, F, ...] times w [F, ..., D]: the last `contract` dimensions of x with the first of
-    w. `dtype` is the result's, if not x's."""
+    """x [B, T, F, ...] times w [F, ..., D] -> [B, T, D]: the last `contract` dimensions of x are
+    contracted with the first of w. The result has `dtype`, or x's if None."""
     if isinstance(w, Adapted):
-        beside = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
-        # (By its name --remat selective keeps the sum, and not both products.)
-        return checkpoint_name(matmul(x, w.w, contract, dtype) + beside, "product")
+        low_rank = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
+        # (Named, so that --remat selective saves the sum and not both products.)
+        return checkpoint_name(matmul(x, w.w, contract, dtype) + low_rank, "product")
 
     def plain(x, w):
         return jnp.tensordot(x, w, contract, preferred_element_type=dtype)
@@ -76,25 +79,27 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
 
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
-    # Marked outside: the sum over devices that a mark is in the backward pass stays autodiff's.
+    # Marked outside the custom_vjp: the transpose of a mark is a sum over devices, which autodiff
+    # then inserts.
     return product(*mark_varying((x, w), x, w))
 
 
-# As many logits are in memory at once; of a longer or wider batch, those of some of its time.
+# The number of logits in memory at once. A larger batch computes its loss in chunks of the time.
 LOGITS = 2**25
 
 
 def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
-    """In how many chunks of their time the loss of so many rows is computed."""
+    """The number of chunks of the time in which the loss is computed: the smallest divisor of
+    `time` with which a chunk has at most LOGITS logits."""
     size = rows * time * vocabulary
     return min(n for n in range(1, time + 1)
                if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
-    """The sum of the scalar fn(weights, *chunk) over chunks (arrays [count, ...]), with one chunk
-    in memory at a time. Where it is differentiated, a chunk's gradients are made with the chunk in
-    the forward pass: the backward pass only scales them, and computes nothing again."""
+    """The sum of the scalar fn(weights, *chunk) over the chunks (arrays [count, ...]), with one
+    chunk in memory at a time. Under differentiation the forward pass also computes each chunk's
+    gradients; the backward pass only scales them, and recomputes nothing."""
     weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
 
@@ -107,7 +112,7 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
             s, grads = carry
             value, vjp = jax.vjp(fn, weights, *chunk)
             grad, *dchunk = vjp(jnp.ones_like(value))
-            # Integers have no gradient, which is None here.
+            # The gradient of an array of integers is float0, which a scan cannot stack: None.
             dchunk = [None if d.dtype == jax.dtypes.float0 else d for d in dchunk]
             return (s + value, add_to(grads, grad)), dchunk
 
@@ -125,8 +130,8 @@ def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
 
 
 def time_chunks(a: Array, count: int, n: int) -> Array:
-    """a [B, T, ...] as [count, B, T / count, ...]: the chunks of a stream whose time n devices
-    split, so that a chunk has a part of each device's time."""
+    """a [B, T, ...] as [count, B, T / count, ...], for a stream whose time is split over n devices:
+    every chunk has an equal part of each device's time."""
     B, T = a.shape[:2]
     a = a.reshape(B, n, count, T // (n * count), *a.shape[2:])
     return jnp.moveaxis(a, 2, 0).reshape(count, B, T // count, *a.shape[4:])

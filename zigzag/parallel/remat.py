@@ -1,8 +1,14 @@
-"""What a layer keeps for its backward pass, by --remat; the rest is computed again."""
+"""The checkpoint policies of --remat: what a layer saves for its backward pass. Everything else is
+recomputed.
+
+    none        save everything except gathered weights
+    selective   save the products with weights, and the layer's input
+    full        save the layer's input
+"""
 
 import jax
 
-# As good as its operand: never worth keeping.
+# Cheap to recompute from the operand: never worth saving.
 VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name",
          "pvary", "sharding_constraint", "copy"}
 
@@ -14,13 +20,13 @@ def _gathers_weights(name, params):
 
 
 def _all_but_weights(operation, *_, **params):
-    """Everything but gathered weights: to keep those would undo fsdp. So nothing that gathers or
-    picks them is kept, nor a view of them."""
+    """A policy: whether to save an operation's result. Gathered weights are not saved, because that
+    would undo fsdp: so neither is a gather, a pick of a layer from a stack, nor a view of them."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)
 
 
-# Names: `stream` is what comes into a layer, and out of a block where its time is split (to make it
-# again would send it again); `product` is what is made with weights.
+# The checkpoint names: `stream` is the input of a layer, and the output of a block over a tensor
+# axis (recomputing it would send it again); `product` is the product of activations and weights.
 _policies = jax.checkpoint_policies
 POLICIES = {
     "none": _all_but_weights,

@@ -1,9 +1,8 @@
-"""Weights that are stored otherwise than the loss uses them, and the way from one to the other.
+"""Weights that are stored differently from how the loss uses them, and the conversion.
 
-    --override    stored split as the user says; before the loss sees it, a weight is gathered over
-                  the axes that the loss knows nothing of, and of layers and experts each device
-                  keeps its own
-    interleaved   on disk layers lie in their own order, in training in the order of the stages:
+    --override    stored as the override says. Before the loss, a weight is gathered over the axes
+                  that the loss does not expect, and each device keeps its own layers and experts
+    interleaved   on disk, layers are in the model's order; in training, in the order of the stages:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
@@ -21,10 +20,11 @@ from zigzag.parallel.collectives import with_reduce_scatter
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
-    """Inside a shard_map: weights that are split as each decision's `spec` says, split as its
-    `used` says. The transposes, a reduce-scatter and a padding with zeros, bring gradients back."""
+    """Inside a shard_map, weights split as each decision's `used` says, from weights split as its
+    `spec` says. The transposes (a reduce-scatter, and padding with zeros) return gradients split by
+    `spec`."""
     sizes, manual = ambient()
-    if not manual:          # --step jit: the compiler moves what it needs
+    if not manual:          # --step jit: the compiler inserts what is needed
         return weights
 
     def convert(w, decision):
@@ -45,14 +45,15 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
 
 
 def _all_gather(w, axis, dim, sum_dtype):
-    if axis == "tensor":        # autodiff makes its gradient equal everywhere: each keeps its part
+    if axis == "tensor":        # its gradient is equal on all devices: the transpose is a slice
         return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
     gather = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
     return with_reduce_scatter(gather, axis, dim, sum_dtype if axis != "expert" else "")(w)
 
 
 def _own(w, dim, axis, size, chunks):
-    """This device's experts, or the layers of this stage: a run of them in each chunk."""
+    """This device's entries of dimension `dim`: its experts, or its stage's layers in each
+    chunk."""
     w = jnp.moveaxis(w, dim, 0)
     parts = w.reshape(chunks, size, -1, *w.shape[1:])
     own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
@@ -63,8 +64,8 @@ def _own(w, dim, axis, size, chunks):
 # The order of layers
 
 def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray | None:
-    """The order in which `stages` with several chunks hold the layers, or (`back`) the order that
-    undoes it; None where it is their own."""
+    """The numbers [layers] of the layers in the order in which the stages hold them, for an
+    interleaved pipeline; or, with `back`, the permutation that undoes it. None if nothing moves."""
     if chunks == 1 or layers % (stages * chunks):
         return None
     order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
@@ -72,9 +73,10 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 
 
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
-    """Arrays, in their `places` (shardings), with what they split over pipe in the order of the
-    stages, or (`back`) in its own. It is one program: of one for each array, more would wait for
-    each other than a CPU client has room for, and devices would wait for ever."""
+    """The tree with the layers of every array that pipe splits in the order of the stages, or, with
+    `back`, in the model's order. `places` are the arrays' shardings. All arrays move in one
+    program: with one program for each, more of them would wait for each other than a CPU client
+    has room for, and the devices would wait for ever."""
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(places)
     moved = [i for i, (x, place) in enumerate(zip(leaves, places))
@@ -95,7 +97,7 @@ def _compiled(chunks, back, places):
     def permute(arrays):
         done = []
         for x, place in zip(arrays, places):
-            if done:    # one after the other: else all would be gathered, and whole, at once
+            if done:    # one after the other, or all would be gathered in memory at once
                 x, done[-1] = lax.optimization_barrier((x, done[-1]))
             done.append(x[_order(x, place, chunks, back)])
         return done

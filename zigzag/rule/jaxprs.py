@@ -1,10 +1,10 @@
 """Reading a jaxpr: the list of operations that jax makes of a function by tracing it.
 
-Small questions about somebody's function are answered here without running it: which of our
-functions it calls (`names_in`), in what precision it computes (`computes_in_16_bits`), and what
-in it no compiler may split (`why_not_split`). Each takes the function with its arguments, or what
-jax.make_jaxpr has made of them, so that a caller with several questions traces only once.
-The large question, how its weights should be split, is asked in trace.py and answered in rule.py.
+Questions about a user's function that are answered without running it: which of our functions it
+calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and what in it a
+compiler must not split (`why_not_split`). Each takes the function and its arguments, or the
+ClosedJaxpr from jax.make_jaxpr, so that a caller with several questions traces once. How the
+weights should be split is a larger question: see trace.py and rule.py.
 """
 
 import functools
@@ -18,13 +18,13 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from zigzag.core.mesh import ambient
 
 DIFFERENTIATED = "differentiated"
-OURS = "shard."         # (a checkpoint_name of somebody else's may be "row", too)
+OURS = "shard."         # the prefix of our names: a user's own checkpoint_name may be "row"
 REDUCTIONS = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or
 reduce_xor argmax argmin""".split())
 
 
 def _traced(fn, *args):
-    """The jaxpr of fn(*args), or `fn` itself where it is one already."""
+    """The jaxpr of fn(*args), or of `fn` if it is a ClosedJaxpr already."""
     return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
@@ -38,8 +38,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
               operation: Callable) -> list[Any]:
-    """The results of a jaxpr, in whatever stands for its values: constant(v) is a constant's or a
-    literal's, and operation(eqn, operands) gives the results of one operation."""
+    """The results of a jaxpr, evaluated on abstract values: constant(v) is the value of a constant
+    or a literal, operation(eqn, operands) the list of one equation's results."""
     values = {v: constant(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, operands))
 
     def read(variables):
@@ -51,9 +51,10 @@ def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
 
 
 def inner_call(eqn: Any, operands: list[Any]) -> tuple[Any, list[Any]] | None:
-    """The jaxpr that an operation calls, and those of its operands that it calls it with, the last
-    ones: jit, remat, custom_vjp, shard_map, and what future versions of jax add. (A reduction
-    carries the jaxpr of two scalars, which it does not call so.)"""
+    """The jaxpr that an operation calls, and the operands that it passes on (the last ones); None
+    if it calls none. Found by the shapes of its results, which works for jit, remat, custom_vjp,
+    shard_map and calls that future versions of jax add. (A reduction carries the jaxpr of its
+    scalar operation, which is no call.)"""
     if eqn.primitive.name in REDUCTIONS:
         return None
     for param in eqn.params.values():
@@ -70,9 +71,9 @@ def _ranks(variables):
 
 
 def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """A scan's operands: the constants, the carried and the scanned-over ones. Told by their ranks:
-    what is scanned over, and what is stacked up, has one dimension more outside. (Every version of
-    jax has other names for their numbers.)"""
+    """A scan's operands as (constants, carry, scanned over), told apart by rank: arrays that are
+    scanned over or stacked have one more dimension outside the body. (The parameters with these
+    counts have another name in every version of jax.)"""
     body = eqn.params["jaxpr"].jaxpr
     scanned = sum(_ranks(eqn.invars)) - sum(_ranks(body.invars))
     stacked = sum(_ranks(eqn.outvars)) - sum(_ranks(body.outvars))
@@ -82,12 +83,12 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 
 
 # -------------------------------------------------------------------------------------------
-# Names: by these a training step sees which of our functions a loss calls.
+# Names, by which a training step sees which of our functions a loss calls
 
 def named(x: jax.Array, name: str, always: bool = False) -> jax.Array:
-    """x with a name that `names_in` sees, and with the name DIFFERENTIATED where a gradient is
-    taken through it. Inside a shard_map nothing, as a loss is looked at before it is put into one;
-    but for what is `always` looked at."""
+    """x with a name that `names_in` finds, and with the name DIFFERENTIATED if a gradient is taken
+    through it. Inside a shard_map x itself, unless `always`: a loss is inspected before it is put
+    into a shard_map."""
     if ambient()[1]:
         return checkpoint_name(x, OURS + name) if always else x
     return _name(x, name)
@@ -104,27 +105,28 @@ def _name_jvp(name, primals, tangents):
 
 
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
-    """The names that `named` has given to values of a function. DIFFERENTIATED is among them if it
-    takes a gradient, within itself, through a named value."""
+    """The names that `named` has given to values of a function, with DIFFERENTIATED among them if
+    the function itself takes a gradient through a named value."""
     names = {eqn.params["name"] for eqn in equations(_traced(fn, *args))
              if eqn.primitive.name == "name"}
     return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
-    """Whether a function makes floats of fewer than 32 bits anywhere, whatever it is given."""
+    """Whether any operation of a function returns floats of fewer than 32 bits."""
     dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
 # -------------------------------------------------------------------------------------------
-# What no compiler may split
+# Functions that no compiler may split
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
-    """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or ''. Devices
-    with other rows take other branches, and other numbers of turns of a loop: a collective in them
-    waits for ever for the devices that do not come. Calls into Python are the other reason."""
+    """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or '' if one
+    may. If a branch or the length of a loop depends on the batch, devices with different rows do
+    not meet in the collectives that the compiler puts inside, and wait for ever. Calls into Python
+    are the other reason."""
     jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
     given = len(jax.tree.leaves(params))
     flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
@@ -132,8 +134,7 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
 
 
 class _BatchFlow:
-    """Follows through a jaxpr which values depend on the batch: lists of bools, one for each
-    value."""
+    """A walk through a jaxpr that tells which values depend on the batch: a bool for each value."""
 
     def __init__(self):
         self.why = ""
@@ -163,7 +164,8 @@ class _BatchFlow:
         return [any(ins)] * len(eqn.outvars)
 
     def loop(self, body, fixed, carry, scanned=()):
-        """The body again and again, until no turn makes more of what is carried depend on it."""
+        """The bools of a loop's results. Runs the body until no further carry depends on the batch.
+        """
         while True:
             outs = self.run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]

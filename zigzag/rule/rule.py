@@ -1,27 +1,47 @@
-"""The rule: how the weights of any function should be split, derived from how it uses them.
+"""The rule: how to split the weights of any function, derived from how the function uses them.
 
-                 x [B, T, D]  whole on every device of the tensor axis
+                 x [B, T, D]          unsplit: every device of the tensor axis has all of it
                    |
        w_up   [D, F | F | F | F]      column: each device makes its own part of F, sends nothing
                    |
           h [B, T, F | F | F | F]     split
                    |
-       w_down [F | F | F | F, D]      row: each device has a partial sum of the whole y
+       w_down [F | F | F | F, D]      row: each device has a partial sum of all of y
                    |
-                 y [B, T, D]          whole again, after one all-reduce
+                 y [B, T, D]          unsplit again, after one all-reduce
 
-trace.py finds the groups of dimensions that must be split together: here D and F. To split F costs
-the reduction of y, where it is summed over (and of x's gradient, backward). To split D costs one of
-h, which is larger, and D holds no more weights: so F is split, which makes w_up a column and w_down
-a row. The two matrices alternate by themselves, since no two dimensions of one weight are split.
-No names are read.
+The choice for the tensor axis takes four steps (`_Choice.splits`). For the two matrices above, with
+a residual connection, x + y:
 
-In general each group has a price, the bytes of its reductions for each of its weights' elements,
-and the cheapest groups are split. Some are refused whatever their price (`_Choice.refuse`): what
-does not divide; attention heads where they do not, and the inside of a head; what is read before a
-weight has made it; experts, which have an axis of their own; and what is not worth a reduction:
-low ranks, few labels, a stem. This is the tensor axis. `pipe` takes what counts layers, `expert`
-what counts experts, and `fsdp` the largest dimension that is left.
+  1. Groups. trace.py finds which dimensions must be split together: D of x, w_up, w_down and y is
+     one group, F of w_up, h and w_down is another.
+  2. Refusals (`refuse`), before any price. D is refused because its first use is that w_up reads it
+     (contracts it): no weight has made D, so nothing inside the function could have split x along
+     it. That is so for every residual stream that begins as data or as rows of a table. Also
+     refused: lengths that do not divide by the axis; the inside of an attention head; experts,
+     which have an axis of their own; and what is not worth a reduction (`not_worth_it`): low
+     ranks, a few labels, a stem.
+  3. Prices (`price`) of the groups that are left, the candidates:
+
+         (bytes + 256 KiB x reductions) / weight elements
+
+     Bytes and reductions are what devices would send in one step because the group is split, and
+     the elements are those of all weights with a dimension in the group. 256 KiB is what an
+     interconnect carries while one more reduction starts. F costs a reduction of y, over which
+     w_down sums, and one of x's gradient (if x has one: here it is data). With B T = 64, D = 64,
+     F = 256 in float32 that is (16 KiB + 256 KiB) / 32,768 = 8.5. D, if it were a candidate, would
+     cost a reduction of h, which is larger: (64 KiB + 256 KiB) / 32,768 = 10.
+  4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each one that shares no
+     weight with a group already taken. Ties go to the group with more weight elements, then to the
+     one used first. Afterwards a group of about the same price may replace those that exclude it,
+     if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
+     comes from, or leads to, nothing that is split.
+
+Taking F makes w_up a column and w_down a row. The two alternate by themselves, because tensor
+splits only one dimension of a weight. No names are read.
+
+The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
+counts experts, and `fsdp` the largest dimension that is left.
 """
 
 import dataclasses
@@ -48,36 +68,36 @@ from zigzag.core.mesh import (
 )
 from zigzag.rule.trace import Cost, trace
 
-# Not worth a reduction: a group this many times narrower than what its columns read (low rank,
-# few labels), a table with this many times fewer rows than each is long (token types), and what
-# only reads raw features or only makes last outputs, below this share of all weights.
+# Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
+# labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
+# that only read raw features or only make last outputs, if they are less than ENDS of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
-# The bytes that an interconnect carries while one more reduction begins.
+# The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
-# The roles of a dimension of a matrix; other leaves are scales and biases.
+# The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
 MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
-# The size of the tensor axis while the rule traces a function, which it does without a mesh.
-# (jax's own kind of variable: what it has traced is cached by it, too.)
+# The size of the tensor axis while the rule traces a function, which happens without a mesh.
+# (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
 TENSOR_SIZE = jax.make_user_context(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Where one leaf lives, and why."""
+    """How one leaf is split, and why."""
     spec: P
     reason: str
-    is_matrix: bool = False     # in a product with another value, or indexed; or a scale or bias
-    stacked: bool = False       # its dimension `pipe` counts layers
-    # Its dimensions that are contracted with an activation, and the others of that product.
+    is_matrix: bool = False     # in a product with another value, or looked up; else scale or bias
+    stacked: bool = False       # its dimension 0 counts layers: `pipe` may split it
+    # The dimensions contracted with an activation, and those left in the result of that product.
     matmul_dims: tuple = ((), ())
-    reductions: tuple[Cost, ...] = ()   # that its group costs, told by one leaf of the group
-    used_as: P | None = None    # the spec that the loss uses, where it is another than `spec`
+    reductions: tuple[Cost, ...] = ()   # the reductions of its group, on one leaf of each group
+    used_as: P | None = None    # the spec that the loss uses, if it is another than `spec`
     is_trained: bool = True
 
     @property
     def used(self) -> P:
-        """The spec of the leaf as the loss gets it; `spec` says how it is stored."""
+        """The spec of the leaf as the loss receives it; `spec` says how it is stored."""
         return self.spec if self.used_as is None else self.used_as
 
 
@@ -86,9 +106,9 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
 
     `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
-    that are not arrays (an Equinox module's functions) are left as they are, with the spec P().
-    `overrides`, a list of (path regex, PartitionSpec), win over the rule. Leaves of fewer than
-    `fsdp_min` elements stay whole over fsdp: to gather them costs more time than memory is won."""
+    that are not arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
+    (path regex, PartitionSpec), win over the rule. Leaves of fewer than `fsdp_min` elements are not
+    split over fsdp: gathering them would cost more time than the memory saved is worth."""
     return jax.tree.map(lambda d: d.spec, plan_sharding(
         fn, params, *args, mesh=mesh, overrides=overrides, fsdp_min=fsdp_min))
 
@@ -96,10 +116,10 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
                   overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
                   tensor_dims: Any = None) -> Any:
-    """As infer_specs, with a Decision for each leaf.
+    """A Decision for each leaf of `params`; the arguments are those of infer_specs.
 
-    `tensor_dims` is for a model that splits over `tensor` in its own code: a tree like `params`
-    of the one dimension of each leaf that this code can be given split, or -1."""
+    `tensor_dims` is for a model whose own code handles `tensor`: a tree like `params` with the one
+    dimension of each leaf that this code accepts split, or -1 for none."""
     sizes = _axis_sizes(mesh)
     paths, leaves, tree = flatten(params)
     places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
@@ -135,13 +155,14 @@ def _axis_sizes(mesh):
 # Overrides
 
 def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
-    """--override's 'REGEX=axis,-,axis' as plan_sharding takes them."""
+    """The values of --override, 'REGEX=axis,-,axis', as (regex, spec) pairs for plan_sharding."""
     found = []
     for text in texts:
         pattern, _, spec = text.rpartition("=")
         if not pattern:
-            raise ConfigError(f"--override {text}: expected REGEX=axis,-,axis: of the weights "
-                              f"whose path it finds, the axis that splits each dimension, or -")
+            raise ConfigError(f"--override {text}: expected REGEX=axis,-,axis: a regular "
+                              f"expression for paths of weights, and for each dimension the axis "
+                              f"that splits it, or -")
         names = [name.strip() for name in spec.split(",")] if spec else []
         for name in names:
             if name not in (*AXES, "-"):
@@ -153,7 +174,8 @@ def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
 
 def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tuple[str, P]],
                     sizes: dict[str, int]) -> list[tuple[str, str, P]]:
-    """(path, pattern, spec) of each weight that an override matches; the last of a path wins."""
+    """(path, pattern, spec) for each weight that an override matches. If several match a path, the
+    last wins."""
     found = []
     for pattern, spec in overrides:
         try:
@@ -188,11 +210,11 @@ def _check_spec(path, shape, spec, sizes):
 
 
 def _spec_the_loss_gets(stored, decision, code_dim):
-    """How a loss is given a weight that an override stores otherwise. Layers go to their stages
-    and experts to their devices as the rule has it. `tensor` is as the override says, unless the
-    model's code splits another dimension; and so is `fsdp`, but on the dimension that counts
-    layers or experts, of which each device uses all that are its own. What else the override
-    splits is gathered before the loss sees it."""
+    """The spec that the loss receives for a weight that an override stores as `stored`. `pipe` and
+    `expert` are where the rule puts them, whatever the override says. `tensor` stays where the
+    override has it, if the model's code accepts that dimension split (`code_dim`; None: any).
+    `fsdp` stays too, except on the dimension that counts layers or experts: a device uses all of
+    its own layers. Every other axis of the override is gathered before the loss."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert"):
@@ -208,48 +230,51 @@ def _spec_the_loss_gets(stored, decision, code_dim):
 # The choice for the tensor axis
 
 class _Split(NamedTuple):
-    """Which dimension of a leaf `tensor` splits, and why."""
+    """The dimension of a leaf that `tensor` splits (None: no dimension), and why."""
     dim: int | None
     reason: str
     reductions: tuple[Cost, ...] = ()
 
 
 class _Choice:
-    """Which groups are split over `tensor`."""
+    """The choice of the groups to split over `tensor`: `splits`, and the facts that it needs."""
 
     def __init__(self, facts, shards):
         self.facts, self.shards = facts, shards
         self.sizes = [math.prod(shape) for shape in facts.shapes]
-        self.members = defaultdict(list)    # of each group, its (leaf, dimension)s
+        self.members = defaultdict(list)    # {group: its (leaf, dimension) pairs}
         for leaf, groups in enumerate(facts.groups):
             for d, group in enumerate(groups):
                 if "stacked" not in facts.roles[leaf][d]:
                     self.members[group].append((leaf, d))
         self.read = facts.groups_with("contracted")
         self.raw = self.read - facts.groups_with("free", "batch", "grouped", "entry", "inner")
-        # Experts: matched one to one with a dimension of what they meet, never contracted (heads
-        # that meet a weight of their own are, by the output's).
+        # Groups that count experts: a batch dimension of products, and never contracted. (Heads
+        # with a weight of their own are a batch dimension too, but the output weight contracts
+        # them.)
         self.experts = facts.groups_with("batch") - self.read
-        self.onward = defaultdict(set)      # where alone the split of a group can go on
+        self.onward = defaultdict(set)      # {group: the only groups that can carry its split on}
         for a, b, only_way in facts.reshards:
             if only_way:
                 self.onward[a].add(b)
         self.forbidden = self.forbid_tables() | facts.forbidden
-        # What is sent on only to where it cannot stay split is not split either.
+        # A group whose split could only go on as one of forbidden groups is forbidden itself.
         while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
                       if a not in self.forbidden and bs <= self.forbidden.keys()}:
             self.forbidden |= new
-        # Groups of the same form (one a layer, say) count together.
+        # Weights in groups of one form (the same shapes and dimensions: one for each layer, say)
+        # count together.
         self.size_by_form = Counter()
         for group in self.members:
             self.size_by_form[self.form(group)] += self.size(group)
 
     def size(self, group):
-        """How many elements its weights have."""
+        """The number of elements of all weights with a dimension in the group."""
         return sum(self.sizes[leaf] for leaf, _ in self.members[group])
 
     def price(self, group):
-        """What its reductions cost, for each of those elements."""
+        """(bytes + 256 KiB x reductions) / weight elements. (Here as in `not_worth_it` the costs
+        include reshards: sending a value that must be split along another dimension.)"""
         paid = sum(c.bytes + LATENCY * c.count for c in self.facts.costs[group])
         return paid / self.size(group)
 
@@ -257,9 +282,11 @@ class _Choice:
         return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in self.members[group]))
 
     def forbid_tables(self):
-        """Of tables whose rows are added up one is split: the one that is an output too, or else
-        the largest. A second would be a second reduction, for positions."""
-        facts, forbidden, added = self.facts, {}, {}    # added: of each table, all of its sum
+        """{group: reason} of the tables that may not be split because another one is. If the rows
+        of several tables are added (tokens, positions), only one table is split: the one that is
+        also the output head, else the one with the most rows. Splitting the second would cost a
+        second reduction."""
+        facts, forbidden, added = self.facts, {}, {}    # added: {table: all tables of its sum}
         for tables in facts.added_tables:
             tables = tables.union(*[added[t] for t in tables if t in added])
             added.update(dict.fromkeys(tables, tables))
@@ -275,12 +302,13 @@ class _Choice:
         return forbidden
 
     def splits(self, code_dims):
-        """What is split of each leaf, at most one dimension; only the given one, where a model's
-        code gives it."""
+        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why. `code_dims`
+        has for each leaf the one dimension that the model's code accepts split, -1 if it accepts
+        none, or None if any will do."""
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
-        # (What the code can be given nothing of must not take the place of what it can.)
+        # (A group that the model's code accepts nowhere must not exclude one that it accepts.)
         ranked = [group for group in self.ranked(refused)
                   if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
         chosen = {}
@@ -298,8 +326,8 @@ class _Choice:
                 for leaf in range(len(self.sizes))]
 
     def ranked(self, refused):
-        """The other groups, the cheapest first; of equal ones the larger, then the one used
-        first."""
+        """All groups that are not refused, cheapest first. Ties go to the group with more weight
+        elements, then to the one that is used first."""
         def rank(group):
             first_use = min((self.facts.first_use.get(leaf, math.inf), d)
                             for leaf, d in self.members[group])
@@ -308,9 +336,11 @@ class _Choice:
         return sorted(self.members.keys() - refused.keys(), key=rank)
 
     def independent(self, ranked):
-        """Groups of which no two share a weight: the cheapest first; then one of about the same
-        price takes the place of those that it excludes where it splits a quarter more."""
-        owner = {}     # of each leaf
+        """The chosen groups, no two of which share a weight. The first round takes them greedily,
+        cheapest first. Two more rounds let a group replace those that share a weight with it
+        (`out`) if it has over 1.25 times their weight elements, at no more than 1.25 times their
+        average price."""
+        owner = {}     # {leaf: the chosen group that splits it}
         for again in (False, True, True):
             for group in ranked:
                 leaves = [leaf for leaf, _ in self.members[group]]
@@ -324,8 +354,9 @@ class _Choice:
         return set(owner.values())
 
     def begun(self, groups, refused):
-        """Without those that weights only read, of slices or joined parts of what is not split:
-        four neighbours of a residual stream side by side."""
+        """The groups, without those that no weight makes and that are not reached by a reshard of
+        one that is: a matrix that reads four neighbouring positions of a residual stream side by
+        side would be split along its input, which nothing before it has split."""
         reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
         while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
             reach |= new
@@ -333,8 +364,9 @@ class _Choice:
         return groups & reach
 
     def arriving(self, groups, refused):
-        """Without those that are only sliced into what weights read whole: the slices of a fused
-        query, key and value stay split, by heads, those of a modulation would be gathered."""
+        """The groups, without those whose slices would all have to be gathered because no group
+        that they go on to is split. The slices of a fused query, key and value stay split, by
+        heads; the slices of a modulation (scale and shift of an unsplit stream) would not."""
         while True:
             reach = set(groups)
             while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
@@ -348,7 +380,7 @@ class _Choice:
 
     # -- refusals
     def refuse(self, group):
-        """Why a group is not split, whatever its price; or ''."""
+        """Why a group is not split, whatever its price, or '' if it is a candidate."""
         facts, members = self.facts, self.members[group]
         if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
             return "it reads what comes in whole"
@@ -364,7 +396,10 @@ class _Choice:
         return self.not_worth_it(group)
 
     def not_worth_it(self, group):
-        dim = dict(self.members[group])     # of each of its weights
+        """Why the group is too small to be worth a reduction, or ''. Weights of the group are its
+        columns (which make it), its rows (which sum over it) and its tables (looked up along it).
+        """
+        dim = dict(self.members[group])     # {weight: its dimension in the group}
         columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
                                  for role in ("free", "contracted", "indexed"))
         makes, reads = ({w: math.prod(self.facts.shapes[w][d] for d in self.dims(w, role))
@@ -422,7 +457,8 @@ class _Choice:
         return set().union(*self.facts.roles[leaf].values()) & MATRIX
 
     def expert_dims(self, leaf):
-        """The dimensions that count experts, of a leaf that has others: a router has not."""
+        """The leaf's dimensions that count experts. None in a router, whose only dimensions are its
+        experts and the one that it contracts."""
         groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
         mine = [d for d, group in enumerate(groups) if group in self.experts]
         others = [d for d, group in enumerate(groups)
@@ -434,6 +470,8 @@ class _Choice:
 # The other axes
 
 def _decide(choice, leaf, split, mesh, fsdp_min):
+    """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
+    are left."""
     sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
@@ -466,8 +504,8 @@ def _decide(choice, leaf, split, mesh, fsdp_min):
 
 
 def _put_on_largest(entries, shape, axis, size, fsdp_min):
-    """Put the axis where the largest dimension left is that it divides, if there is one and the
-    weight is worth it."""
+    """Write `axis` into `entries` at the largest unsplit dimension that it divides, if there is one
+    and the weight has at least `fsdp_min` elements."""
     free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
         entries[max(free, key=lambda d: shape[d])] = axis
@@ -477,8 +515,8 @@ def _put_on_largest(entries, shape, axis, size, fsdp_min):
 # The optimizer's state
 
 def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any:
-    """The specs of an optimizer's state that is split over data too (ZeRO 1), each leaf along its
-    largest dimension left."""
+    """Specs for the optimizer's state under ZeRO 1: each leaf's spec, with its largest unsplit
+    dimension split over data."""
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
@@ -489,14 +527,15 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
 
 
 def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
-    """Specs for an optax optimizer's state, by tracing its update: a dimension of the state in one
-    group with one of a weight's gradient is split with it (a moment's, and the rows of a factored
-    one); what is in a group with none, or with several that differ, is whole."""
+    """Specs for an optax optimizer's state, found by tracing its update. A dimension of the state
+    that is in one group with a dimension of a weight's gradient is split with it: those of a
+    moment, and the rows of a factored moment. A dimension that is in a group with none, or with
+    gradients that are split differently, is not split."""
     state = jax.eval_shape(optimizer.init, params)
     closed = jax.make_jaxpr(lambda s, g: optimizer.update(g, s, g))(state, params)
     leaves, tree = jax.tree.flatten(state)
     groups = trace(closed, len(closed.jaxpr.invars), 1).groups
-    home = defaultdict(set)     # of each group, the entries of specs
+    home = defaultdict(set)     # {group: the entries of specs in it}
     for mine, spec in zip(groups[len(leaves):], jax.tree.leaves(specs)):
         for group, entry in zip(mine, full_spec(spec, len(mine))):
             home[group].add(entry)
@@ -512,8 +551,8 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
 
 
 def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
-    """Shapes of an optimizer's state, with their places on the mesh: that of weights `params` whose
-    moments have these specs."""
+    """The shapes of the optimizer's state for weights `params`, each with its sharding on the mesh,
+    if moments are split by `specs`."""
     state = jax.eval_shape(optimizer.init, params)
     return jax.tree.map(lambda x, place: x.update(sharding=place), state,
                         shardings(state_specs(optimizer, params, specs), mesh))
@@ -524,14 +563,15 @@ def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
 
 def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
             fsdp_min: int = 4096, state: Any = None, is_short: bool = False) -> str:
-    """The table of what is split where, and why, for a person: of what plan_sharding gives, or
-    (then without reasons) infer_specs. Ends with what a device holds and what of it is copies. The
-    optimizer's state is `state` (shapes with shardings); without it AdamW's, with `zero` split over
-    data. `is_short` puts all small weights that nothing splits into one line."""
+    """The table of how each weight is split, and why, as text. `decisions` comes from
+    plan_sharding, or from infer_specs (a table without reasons). Ends with the bytes that a device
+    holds and how much of them other devices hold too. `state` is the optimizer's (shapes with
+    shardings); without it the count is AdamW's two moments, split over data if `zero`. `is_short`
+    puts all small unsplit weights into one line."""
     paths, leaves, _ = flatten(params)
     sizes = _axis_sizes(mesh)
     table, total = [], 0
-    gradients = moments = 0     # of what is trained
+    gradients = moments = 0     # bytes, for trained weights only
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
@@ -568,7 +608,7 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
 
 
 def _why_copied(reason, axis):
-    """What the reason of a decision says of this axis, over which the leaf is whole."""
+    """The part of a decision's reason that says why the leaf is not split over this axis."""
     parts = reason.split("; ")
     other = {"pipe": "no layer's own", "tensor": parts[0]}.get(axis, reason)
     why = next((part for part in parts if part.startswith(f"whole over {axis}")), other)
@@ -576,8 +616,8 @@ def _why_copied(reason, axis):
 
 
 def _aligned(rows, most):
-    """Rows of (path, shape, split, bytes, why, whether it is a small whole weight) as lines. If
-    there are several small ones of at most `most` bytes, they share the last line."""
+    """Lines of text, from rows of (path, shape, split, bytes, why, whether it is a small unsplit
+    weight). Several small ones of at most `most` bytes share the last line."""
     small = [row for row in rows if row[5] and row[3] <= most]
     small = small if len(small) > 1 else []
     table = [("weight", "shape", "split", "per device", "why"),

@@ -4,26 +4,29 @@
 operation joins (added, multiplied, copied, contracted with each other) must be split together or
 not at all: they are one *group*. For
 
-    y = gelu(x @ w_up) @ w_down         x [B, T, D]    w_up [D, F]    w_down [F, D]
+    y = x + gelu(x @ w_up) @ w_down     x [B, T, D]    w_up [D, F]    w_down [F, D]
 
-the groups are B, T, D and F. D is the long one: with a residual stream it goes through the whole
-network. F is short: out of w_up, into w_down. On the way the walk notes
+the groups are B, T, D and F. D is the long one: in a residual stream it goes through the whole
+network. F is short: it begins in w_up and ends in w_down. On the way the walk notes
 
-    roles       w_up: D contracted, F free       w_down: F contracted, D free
-    costs       of F, which w_down sums over: a reduction of its partial sums y (and backward one
-                of the gradient of x). Of D, which w_up sums over: one of x @ w_up, which is larger
-    forbidden   groups that cannot be split: the inside of an attention head, what a convolution
-                slides along
-    reshards    splits that go on as the split of another group, for the price of sending: slices
-                of a fused weight's output
+    roles       how each dimension of a weight is used (listed below): here
+                w_up: D contracted, F free       w_down: F contracted, D free
+    costs       what splitting a group would send: for F, which w_down sums over, a reduction of
+                the partial sums y (and one of x's gradient, if it has one); for D, which w_up sums
+                over, a reduction of x @ w_up, which is larger
+    made        groups that a weight makes before a weight reads them: F, but not D
+    forbidden   groups that cannot be split: the inside of an attention head, the dimension that a
+                convolution slides along
+    reshards    pairs of groups (a, b): a split of a can go on as a split of b if the value is sent
+                (slices of a fused weight's output)
 
-A weight's dimension can be, in its uses:
+The roles of a weight's dimension:
     contracted  summed over in a product with an activation;
     free        left in the result of such a product;
-    batch       matched one to one with a dimension of what it meets: experts;
+    batch       a batch dimension of such a product: experts;
     grouped     the channels of a convolution in groups;
-    inner       in a product that has no weight: of two activations, or of a gradient;
-    indexed     looked up by the data;    placed   looked up at the same places each time;
+    inner       in a product without a weight: of two activations, or of a gradient;
+    indexed     looked up by the data;    placed   looked up at the same indices each time;
     entry       copied whole in a lookup; stacked  scanned over: it counts layers.
 Which groups are worth splitting is decided in rule.py.
 """
@@ -48,7 +51,7 @@ stop_gradient copy real imag complex conj shift_left shift_right_logical shift_r
 population_count mulhi sharding_constraint layout_constraint reshard relayout pvary psum pmax pmin
 psum_invariant reduced_vary_cast vary_unreduced_cast optimization_barrier name device_put
 with_memory_space_constraint zeros_like random_wrap random_unwrap""".split())
-# The dimensions that these slice, join, reverse, sort or sum along come out as new ones.
+# These slice, join, reverse, sort or sum along a dimension, which begins a new group in the result.
 ALONG_DIMENSIONS = set("""slice dynamic_slice dynamic_update_slice pad rev concatenate split tile
 sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft reduce_window_sum
 reduce_window_max reduce_window_min reduce_window""".split())
@@ -58,24 +61,24 @@ INSIDE_A_HEAD = "a split would fall inside a head"
 
 class Cost(NamedTuple):
     """What splitting a group costs at one place of the computation."""
-    count: int
-    bytes: float
-    is_reduction: bool      # or else it is sent to be split otherwise
+    count: int              # of collectives in a step
+    bytes: float            # in all of them
+    is_reduction: bool      # else a reshard: the value is sent to be split along another dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What the computation does with the dimensions of its parameters (leaves 0, 1, ...). A group
-    is named by a number."""
-    shapes: list[tuple[int, ...]]           # of each leaf
-    groups: list[list[int]]                 # of each leaf, the group of each dimension
-    roles: list[defaultdict[int, set[str]]]     # of each leaf, {dimension: its roles}
-    first_use: dict[int, int]               # leaf: when it is first used
-    made: set[int]                          # groups that a weight makes before another reads them
-    costs: defaultdict[int, list[Cost]]
-    forbidden: dict[int, str]               # group: why it cannot be split
-    reshards: list[tuple[int, int, bool]]   # from group, to group, whether there is no other way
-    added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added up
+    is a number."""
+    shapes: list[tuple[int, ...]]           # the shape of each leaf
+    groups: list[list[int]]                 # for each leaf, the group of each dimension
+    roles: list[defaultdict[int, set[str]]]     # for each leaf, {dimension: its roles}
+    first_use: dict[int, int]               # {leaf: the number of its first use}
+    made: set[int]                          # groups that a weight makes before a weight reads them
+    costs: defaultdict[int, list[Cost]]     # {group: its costs}
+    forbidden: dict[int, str]               # {group: why it cannot be split}
+    reshards: list[tuple[int, int, bool]]   # (from group, to group, whether it is the only way on)
+    added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added
 
     def groups_with(self, *roles: str) -> set[int]:
         """The groups of all dimensions that have one of these roles."""
@@ -85,8 +88,9 @@ class Facts:
 
 def trace(closed: Any, count: int, shards: int) -> Facts:
     """The facts about the first `count` arguments of a closed jaxpr, the parameters, for a split
-    in so many shards. The other arguments are data, as is all that follows from them. If there are
-    none, what the function closes over and what random numbers it draws are its data."""
+    into `shards`. The other arguments are data, as is everything computed from them. If there are
+    no others, the constants that the function closes over and the random numbers that it draws
+    count as its data."""
     params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
     walk = _Walk([v.aval.shape for v in params], shards, draws_data=not others)
     leaves = [walk.value(v.aval, from_params=True) for v in params]
@@ -102,12 +106,12 @@ class _Value:
     """One value of the computation."""
     shape: tuple[int, ...]
     dtype: Any
-    groups: list[int]                   # of each dimension
-    origins: list[frozenset]            # of each dimension: the (leaf, dimension)s it is a view of
+    groups: list[int]                   # for each dimension, its group
+    origins: list[frozenset]            # for each dimension, the (leaf, dimension)s it is a view of
     from_data: bool = False
-    from_params: bool = False           # then it has a gradient
-    is_view: bool = False               # made from one operand alone
-    is_mask: bool = False               # of zeros and ones: a product with it is a lookup
+    from_params: bool = False           # computed from parameters: it has a gradient
+    is_view: bool = False               # made from a single array
+    is_mask: bool = False               # zeros and ones: a product with it is a lookup
     after_matmul: bool = False
     tables: frozenset = frozenset()     # (leaf, dimension)s whose rows were looked up and added
 
@@ -121,12 +125,12 @@ class _Value:
         return self.from_params and not self.from_data
 
     def dims_without(self, *gone):
-        """Its dimensions but these."""
+        """All dimensions except those in `gone`, a few lists of dimensions."""
         return [d for d in range(self.rank) if not any(d in dims for dims in gone)]
 
 
 class _Side(NamedTuple):
-    """One of the two operands of a product, with its dimensions."""
+    """One operand of a product: its contracted, batch and free dimensions."""
     value: _Value
     contracted: Sequence[int]
     batch: Sequence[int]
@@ -134,21 +138,21 @@ class _Side(NamedTuple):
 
 
 class _Walk:
-    """A walk through a jaxpr. Each dimension of each value begins as a group of its own; a method
-    for each kind of operation, given the equation and the values that go in and come out, unites
-    them, and notes costs and uses."""
+    """A walk through a jaxpr. Each dimension of each value begins as a group of its own. There is a
+    method for each kind of operation: given the equation, its operands and its results, it unites
+    groups and notes costs and uses."""
 
     def __init__(self, shapes, shards, draws_data):
         self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
-        self.parent = []                # of each group: the union-find
-        self.repeat = 1                 # how often the scans around run
+        self.parent = []                # the union-find: for each group, its parent
+        self.repeat = 1                 # the number of turns of the scans around this equation
         self.uses = []                  # (leaf, dimension, role), in the order of the computation
-        self.costs = []                 # (group, counted once as, Cost)
+        self.costs = []                 # (group, key, Cost): costs with one key count once
         self.forbidden = []             # (group, why)
-        self.reshards = []              # (from group, to group, whether there is no other way)
+        self.reshards = []              # (from group, to group, whether it is the only way on)
         self.heads = []                 # groups that count attention heads
-        self.lengths = []               # (group, length) in products
-        self.outer = []                 # (group, how many dimensions outside are split with it)
+        self.lengths = []               # (group, length) of dimensions in products
+        self.outer = []                 # (group, size of the merged dimensions outside of it)
         self.added_tables = []
 
     # -- groups
@@ -173,14 +177,14 @@ class _Walk:
 
     # -- notes
     def cost(self, group, value, key=None, is_reduction=True):
-        """Splitting the group costs a reduction of this value (or sends it), in each turn of the
-        loops around. Costs with the same key are one."""
+        """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
+        turn of the loops around. Costs of a group with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
         self.costs.append((group, key or len(self.costs),
                            Cost(self.repeat, float(size * self.repeat), is_reduction)))
 
     def reshard(self, a, b, value, only_way=True):
-        """A split of group `a` goes on as one of `b`, by sending this value."""
+        """Note that a split of group `a` can go on as a split of `b` by sending `value`."""
         self.reshards.append((a, b, only_way))
         for group in (a, b):
             self.cost(group, value, is_reduction=False)
@@ -189,16 +193,16 @@ class _Walk:
         self.forbidden.append((group, why))
 
     def role(self, value, dims, role):
-        """What becomes of dimensions of a weight, seen through its views."""
+        """Note a role for dimensions of the weights that `value` is a view of."""
         self.uses += [(leaf, d, role) for dim in dims for leaf, d in sorted(value.origins[dim])]
 
     def same(self, x, dim, out, out_dim):
-        """This dimension of x is that one of the result."""
+        """Dimension `dim` of x is dimension `out_dim` of the result."""
         self.union(x.groups[dim], out.groups[out_dim])
         self.inherit(x, dim, out, out_dim)
 
     def keep(self, x, dims, out, first=0):
-        """The result has these dimensions of x, in this order, from its `first` on."""
+        """The result has the dimensions `dims` of x, in this order, beginning at `first`."""
         for o, d in enumerate(dims, first):
             self.same(x, d, out, o)
 
@@ -208,14 +212,14 @@ class _Walk:
 
     # -- the walk
     def run(self, jaxpr, args, **known):
-        """The results of a jaxpr. `known` is what is known of its constants."""
+        """The _Values that a jaxpr returns. `known` holds for its constants (from_data ...)."""
         def constant(v):
             return self.value(v.aval) if isinstance(v, Literal) else self.value(v.aval, **known)
 
         return interpret(jaxpr, args, constant, self.equation)
 
     def equation(self, eqn, ins):
-        """The results of one operation."""
+        """The _Values that one equation returns."""
         name = eqn.primitive.name
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, ins)
@@ -228,13 +232,13 @@ class _Walk:
         outs = [self.value(v.aval, **known) for v in eqn.outvars]
         learned = [x for x in ins if x.from_params]
         if len(learned) == 1 and outs:
-            outs[0].tables = learned[0].tables      # cast, transposed, scaled: still that lookup
+            outs[0].tables = learned[0].tables      # a lookup that was cast, transposed or scaled
         method = _METHODS.get("scatter" if name.startswith("scatter") else name)
         (method if method and outs else _Walk.unknown)(self, eqn, ins, outs)
         return outs
 
     def unknown(self, eqn, ins, outs):
-        """An honest stop: nothing is known, so whatever has weights in it comes in whole."""
+        """Forbid splits of operands made from parameters: the rule does not know the operation."""
         why = f"it meets {eqn.primitive.name}, of which the rule knows nothing"
         for x in ins:
             for group in x.groups if x.from_params else ():
@@ -250,7 +254,9 @@ class _Walk:
         if name in ("add", "add_any", "sub"):
             out.tables = frozenset().union(*[x.tables for x in ins])
             self.added_tables.append(out.tables)
-        for x in ins:       # a weight with its gradient (in an inner loop of learning), or a mask
+        # A weight that is updated by its gradient (in an inner training loop) or masked is still
+        # that weight.
+        for x in ins:
             if x.is_weight and not out.is_weight and x.rank == out.rank > 1:
                 sizes = [math.prod(self.shapes[leaf]) for origin in x.origins for leaf, _ in origin]
                 if math.prod(out.shape) == max(sizes, default=0):
@@ -259,7 +265,7 @@ class _Walk:
             out.is_mask = ins[0].is_mask or ins[0].dtype == bool
 
     def drop(self, eqn, ins, outs):
-        """Reductions, squeeze and unstack, which take dimensions away."""
+        """Reductions, squeeze and unstack, which remove dimensions."""
         x, params = ins[0], eqn.params
         gone = params.get("axes", params.get("dimensions", [params.get("axis")]))
         for out in outs:
@@ -282,9 +288,10 @@ class _Walk:
                 self.same(x, d, outs[0], o)
 
     def reshape(self, eqn, ins, outs):
-        """A split survives where it falls on whole units of the outermost dimension (whole
-        heads), or on those of the next one, where the outermost has fewer than there are shards
-        but divides them (2 groups of 4 query heads over 4 shards)."""
+        """Unite the dimensions that bear a split before and after. A split survives a reshape if
+        each shard has whole entries of the outermost dimension (whole heads), or, where the
+        outermost is shorter than the number of shards and divides it, of the next one (2 groups of
+        4 query heads over 4 shards)."""
         x, out = ins[0], outs[0]
         old, new = x.shape, out.shape
         for olds, news in _merged_or_divided(old, new):
@@ -304,7 +311,8 @@ class _Walk:
                     self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
-        """Which of the dimensions that are merged or divided bears a split of them all."""
+        """The one of the dimensions `dims`, which are merged or divided, that bears a split of them
+        all into shards."""
         left = self.shards
         for d in dims:
             if shape[d] % left == 0:
@@ -318,7 +326,7 @@ class _Walk:
     def dot(self, eqn, ins, outs):
         (left, right), out, groups = ins[:2], outs[0], []
         numbers = eqn.params.get("dimension_numbers")
-        if numbers is None:             # ragged: rows sorted by expert, and how many each has
+        if numbers is None:             # ragged: rows sorted by expert, and each expert's count
             ragged = eqn.params["ragged_dot_dimension_numbers"]
             numbers = ragged.dot_dimension_numbers
             groups = list(ragged.rhs_group_dimensions)
@@ -346,7 +354,7 @@ class _Walk:
         if groups == 1 and eqn.params["batch_group_count"] == 1:
             self.product(out, _Side(image, [feature], [], [batch]),
                          _Side(kernel, [read], [], [made]))
-        elif groups % self.shards == 0 and groups > 1:     # whole groups stay together
+        elif groups % self.shards == 0 and groups > 1:     # each shard has whole groups
             self.union(image.groups[feature], kernel.groups[made])
             self.role(kernel, [made], "grouped")
         else:
@@ -357,10 +365,10 @@ class _Walk:
         left, right = sides
         for a, b in zip((*left.contracted, *left.batch), (*right.contracted, *right.batch)):
             self.union(left.value.groups[a], right.value.groups[b])
-        for d in left.contracted:       # summed over: each device has a partial sum of the product
+        for d in left.contracted:       # if split, each device has a partial sum of the product
             self.cost(left.value.groups[d], out)
         if self.is_attention(left, right):
-            # Scores are not left as partial sums: whole heads pass, nothing else.
+            # Scores must not be partial sums (softmax is next): only a split by heads passes.
             weight = None
             self.heads += [left.value.groups[d] for d in left.batch]
             for d in left.contracted:
@@ -376,24 +384,25 @@ class _Walk:
                 self.role(x, side.free, "free")
                 continue
             self.role(x, x.dims_without(), "inner")
-            # Its gradient sums over the other side's own dimensions. The products that share
-            # an input (q, k and v; gate and up) share its reduction: counted once.
+            # The gradient of x sums over the free dimensions of the other side. Products that
+            # share an input (q, k and v; gate and up) share one reduction of it: one key.
             for d in other.free if x.from_params else ():
                 self.cost(other.value.groups[d], x, ("gradient", *x.groups))
         out.after_matmul = True
 
     def is_attention(self, left, right):
-        """Whether two activations meet, both of them made by weights."""
+        """Whether this is a product of two activations that weights have made, as in attention."""
         a, b = left.value, right.value
         is_changed_weight = not (a.is_weight or b.is_weight) and any(a.origins + b.origins)
         return (all(x.from_params and x.after_matmul for x in (a, b)) and not is_changed_weight
                 and (left.free or right.free) and (left.batch or a.from_data and b.from_data))
 
     def weight_of(self, sides):
-        """Which of the two sides of a product is the weight: what follows from parameters alone,
-        or else is a parameter that was changed (by its gradient, in an inner loop of learning).
-        Of two weights the one that was in a product, or has more dimensions, or is on the left, is
-        the activation (learned queries; a low rank's first factor)."""
+        """The side of a product that is the weight, or None: the one that is computed from
+        parameters alone, else the one that is an updated parameter (by its gradient, in an inner
+        training loop). If both are weights, the one that has been in a product before counts as the
+        activation, else the one with more dimensions, else the left one (learned queries; the
+        first factor of a low-rank product)."""
         if weights := [side for side in sides if side.value.is_weight]:
             return min(reversed(weights),
                        key=lambda side: (side.value.after_matmul, side.value.rank))
@@ -423,8 +432,9 @@ class _Walk:
                     self.inherit(x, d, out, d)
 
     def gather(self, eqn, ins, outs):
-        """A lookup. Rows that are split: each device finds what it has, and one reduction adds
-        the findings. What is copied whole passes through; batching dimensions stay."""
+        """A lookup. If the rows of the table are split, each device looks up those that it has (and
+        zeros for the others), and one reduction adds them. Dimensions that are copied whole, and
+        batching dimensions, keep their groups."""
         (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)
@@ -434,7 +444,7 @@ class _Walk:
                 self.same(table, d, out, o)
                 self.role(table, [d], "entry")
                 if table.is_weight and sum(sizes[w] > 1 for w in window) > 1:
-                    out.origins[o] = table.origins[d]       # whole matrices are taken: weights
+                    out.origins[o] = table.origins[d]       # a matrix is looked up: still a weight
             elif d not in rows:
                 self.reshard(table.groups[d], out.groups[o], out)
         for o, group in zip(out.dims_without(numbers.offset_dims), index.groups):
@@ -445,15 +455,15 @@ class _Walk:
             self.row(table, d, index, out)
 
     def row(self, table, dim, index, out):
-        """Of this dimension one entry is taken: one that the data ask for, or the same each time
-        (positions, the layers of a stack)."""
+        """Note that one entry of a dimension is taken: an index that depends on the data, or one
+        that is always the same (positions, the layers of a stack)."""
         self.role(table, [dim], "indexed" if index.from_data else "placed")
         self.cost(table.groups[dim], out)
         if index.from_data:
             out.tables |= table.origins[dim]
 
     def scatter(self, eqn, ins, outs):
-        """Rows written into a value: the others pass."""
+        """Rows written into x: the dimensions that are not indexed keep their groups."""
         numbers, (x, _, update), out = eqn.params["dimension_numbers"], ins, outs[0]
         for d, (a, b) in enumerate(zip(x.groups, out.groups)):
             if d in numbers.scatter_dims_to_operand_dims:
@@ -487,8 +497,8 @@ class _Walk:
         return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
 
     def loop(self, body, fixed, carry, scanned=()):
-        """The body once, and what it carries united with what it was given. What is carried
-        follows from all that the body sees."""
+        """The _Values that a loop returns: walk its body once, and unite what it carries out with
+        what it carried in. A carried value may depend on everything that the body sees."""
         seen = [*fixed, *carry, *scanned]
         learned = any(x.from_params for x in seen)
         carried = [dataclasses.replace(x, tables=frozenset(), from_params=learned,
@@ -513,8 +523,9 @@ class _Walk:
             outs.append(out)
         return outs
 
-    # -- what is known only at the end
+    # -- facts that are known only at the end
     def facts(self, leaves):
+        """The Facts, with every group named by the root of its union-find tree."""
         roles = [defaultdict(set) for _ in leaves]
         costs = defaultdict(list)
         first_use, is_made = {}, {}
@@ -538,7 +549,8 @@ class _Walk:
                      self.added_tables)
 
     def forbid_inside_heads(self, groups, roles):
-        """Of the dimensions that a weight has beside its heads, the last is inside of them."""
+        """Forbid the inside of heads: if a weight makes or reads heads, the last other dimension
+        that it makes or reads with them (N in [D, H, N])."""
         heads = {self.find(group) for group in self.heads}
         for shape, mine, dims in zip(self.shapes, groups, roles):
             for role in ("free", "contracted"):
@@ -548,8 +560,8 @@ class _Walk:
                     self.forbid(mine[max(beside)], INSIDE_A_HEAD)
 
     def forbid_indivisible(self):
-        """Groups whose length in a product does not divide, nor with the dimensions outside of it
-        that are split with it."""
+        """Forbid groups whose length in a product does not divide by the shards, not even
+        multiplied by the size of the merged dimensions outside of it."""
         outer = defaultdict(lambda: {1})
         for group, count in self.outer:
             outer[self.find(group)].add(count)
@@ -559,9 +571,10 @@ class _Walk:
 
 
 def _merged_or_divided(old, new):
-    """What a reshape makes of what: the dimensions before and after, of each run of dimensions
-    that becomes another of the same size; without dimensions of size 1."""
-    # Of each dimension the product of it and all before it: where both shapes have one, runs end.
+    """The parts of a reshape: pairs of runs of dimensions, (before, after), of equal size, as short
+    as possible and without dimensions of size 1. [B, T, H N] -> [B T, H, N] has two parts:
+    ([0, 1], [0]) and ([2], [1, 2])."""
+    # Cumulative products of the lengths: a run ends at each product that both shapes have.
     ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (old, new)]
     start = 1
     for end in sorted(set(ends[0]).intersection(ends[1]) - {0, 1}):

@@ -7,7 +7,7 @@
     evaluation      held-out loss, predictions, metrics, sampled texts
     metrics         exact match, ROUGE and other metrics
     commands        what train.py does besides training: --topology, --mesh auto, --bench
-    continuing      a run that goes on, and what --change changes
+    continuing      continuing a run, and --change
     help            the groups of train.py --help
     init_from       starting from the weights of a published model or of another run
 

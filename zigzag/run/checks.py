@@ -1,9 +1,9 @@
-"""What is refused before anything is compiled, with the numbers, and the nearest that would do.
+"""Refusals before anything is compiled. The messages give the numbers, and the nearest that work.
 
-    check_config      values of the configuration, each by itself and beside others
+    check_config      values of the configuration, alone and in combination
     check_batch       a batch that does not divide over the mesh
-    check_overrides   --override, of any weights
-    check_corpus      data that is too short, or has other ids
+    check_overrides   --override
+    check_corpus      data that is too short, or has ids outside the vocabulary
 """
 
 import re
@@ -29,7 +29,7 @@ ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("
 
 
 def check_config(c: Any) -> None:
-    """Refuse what a train.Config cannot be, beyond what the network's configuration refuses."""
+    """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
     check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, beams=0, lr=0,
                    eval_every=0, eval_tokens=0, keep=1, max_skipped=1, processes=0, process_id=-1,
                    patience=1, profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0,
@@ -65,8 +65,8 @@ def check_config(c: Any) -> None:
         raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
                           f"for weights and gradients too, --mesh fsdp=N")
     if c.best and not re.fullmatch(r"(smallest|largest):\S+", c.best):
-        raise ConfigError(f"--best {c.best}: expected smallest:NAME or largest:NAME, of a number "
-                          f"that an evaluation gives, smallest:eval_loss for example")
+        raise ConfigError(f"--best {c.best}: expected smallest:NAME or largest:NAME, with the name "
+                          f"of a number in an evaluation, smallest:eval_loss for example")
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)
@@ -77,22 +77,22 @@ def _check_hosts(c):
     given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
     if any(given) and not all(given):
         raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
-                          "and --process_id I (from 0), or --distributed alone where SLURM, Open "
-                          "MPI or a TPU pod knows them")
+                          "and --process_id I (from 0), or only --distributed under SLURM, Open "
+                          "MPI or on a TPU pod")
     if all(given) and c.distributed:
-        raise ConfigError("--distributed finds out by itself what --coordinator says: give one of "
-                          "them")
+        raise ConfigError("--distributed finds the coordinator by itself: give --distributed or "
+                          "--coordinator, not both")
     if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
                               and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
         raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
                           f"listens")
     if all(given) and c.process_id >= c.processes:
-        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes} they are 0 "
-                          f"to {c.processes - 1}")
+        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes}, expected "
+                          f"0 to {c.processes - 1}")
 
 
 def check_batch(c: Any, mesh: Any) -> None:
-    """Refuse a batch that does not divide over the mesh, of any loss."""
+    """Refuse a batch that does not divide over the mesh, whatever the loss."""
     sizes, groups = mesh.shape, row_groups(mesh)
     parts = groups * c.accumulate
     if c.batch % parts:
@@ -102,7 +102,7 @@ def check_batch(c: Any, mesh: Any) -> None:
                           f"that does is --batch {nearest_multiple(parts, c.batch)}")
     idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
     if c.step == "jit" and idle:
-        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit a compiler splits no "
+        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit the compiler splits no "
                           f"work over it, and every device would do all of it; give its devices "
                           f"to data, fsdp, expert or tensor")
     rows = c.batch // parts
@@ -114,7 +114,7 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
                     others: Sequence[tuple[str, P]] = ()) -> list[tuple[str, P]]:
-    """--override, and `others` that code gave, as the rule takes them."""
+    """The overrides of --override (`texts`) and of code (`others`), for the rule."""
     overrides = [*parse_overrides(texts), *others]
     for pattern, spec in overrides:
         for entry in spec:
@@ -127,18 +127,17 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
 
 
 def check_vocabulary(config: Any, ids: int) -> Any:
-    """The configuration with a vocabulary of the data's, which must not have more ids."""
+    """The configuration with a vocab_size: its own, which must be at least `ids`, or `ids`."""
     if config.vocab_size and config.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
     return change(config, vocab_size=config.vocab_size or ids)
 
 
 def check_corpus(config: Any, corpus: Any) -> Any:
-    """Refuse a corpus that this configuration cannot learn from. Gives the configuration with the
-    corpus' vocabulary."""
+    """The configuration with the corpus' vocabulary, after refusing a corpus that is too short."""
     config = check_vocabulary(config, corpus.tokenizer.vocab_size)
     if len(corpus.train) <= config.seq_len:
         raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
-                          f"tokens to learn from; give more data or a --seq_len below "
+                          f"tokens to train on; give more data or a --seq_len below "
                           f"{len(corpus.train)}")
     return config

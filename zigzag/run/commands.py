@@ -1,8 +1,8 @@
-"""What train.py's command line does besides training, for whatever it trains.
+"""The commands of train.py besides training, for any loss.
 
-    machine        the mesh of a configuration, on what is here or (--topology) on what is not
+    machine        the mesh of a configuration, on the devices here or (--topology) on others
     choose_mesh    --mesh auto
-    ready_to_run   the program and its compiled step, without data: compile_step
+    ready_to_run   the program and its compiled step, without data: train.compile_step
     dry_run        --topology
     show_sharding  python shard.py: the table of weights
     bench          --bench
@@ -33,21 +33,21 @@ from zigzag.weights import lora
 
 
 class Trained(NamedTuple):
-    """What these commands must know of what is trained."""
+    """The functions and facts that these commands need about the model that is trained."""
     check: Callable         # (config, mesh): refuses what the mesh cannot split
     build: Callable         # (config, mesh) -> Program
-    network: Callable       # config -> the kind of network
-    flops: Callable         # config -> of an update
-    count: Callable         # Program -> all parameters, and those that a token visits
-    vocab_size: int         # where no data says it
-    optimizer: Callable     # (config, decisions) -> of optax
+    network: Callable       # config -> the Network
+    flops: Callable         # config -> FLOPs of an update
+    count: Callable         # Program -> (all parameters, those that a token visits)
+    vocab_size: int         # the vocabulary if there are no data
+    optimizer: Callable     # (config, decisions) -> an optax optimizer
     hidden: tuple[str, ...]     # fields of the configuration that are not shown
-    describe: Callable      # config -> which network it is, and why, as a text
+    describe: Callable      # config -> text: which network it is, and why
 
 
 def machine(config: Any) -> Any:
-    """The mesh on the accelerators of this machine, or of all that the configuration names; with
-    none, on as many CPU devices as it needs."""
+    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
+    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
     sizes = mesh_sizes(config.mesh, config.shards)
     count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
     if not config.distributed and rest == 0:
@@ -56,19 +56,19 @@ def machine(config: Any) -> Any:
 
 
 def _devices(config):
-    """Those of --topology, or all that are here, once the processes have found each other."""
+    """The devices of --topology, or all devices of this run, after its processes have met."""
     hosts.init_distributed(config)
     return chips.topology_devices(config.topology) if config.topology else jax.devices()
 
 
 def choose_mesh(config: Any, trained: Trained
                 ) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
-    """--mesh auto: the fastest that fits, with the program and the step compiled for it."""
+    """The fastest mesh that fits (--mesh auto), with the program and its compiled step."""
     if config.mesh != "auto":
         return config, None
     devices = _devices(config)
     one = _resolved(config, make_mesh(devices[:1]), trained)
-    # What no mesh could have is refused here; other refusals only leave a mesh out.
+    # Refuse here what is wrong on every mesh; later, a refusal only excludes one mesh.
     trained.check(change(one, batch=1, accumulate=1, microbatches=1, chunks=1, schedule="gpipe"),
                   abstract_mesh({}))
     mesh, ready = forecast.auto_mesh(
@@ -80,7 +80,7 @@ def choose_mesh(config: Any, trained: Trained
 
 
 def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Compiled]:
-    """The program of the command line, without its data, and its step, compiled."""
+    """(the program of a configuration, without its data, and its compiled step)."""
     config, ready = choose_mesh(config, trained)
     if ready:
         return ready
@@ -92,13 +92,14 @@ def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Com
 
 
 def _resolved(config, mesh, trained):
-    """The configuration with the precision of this mesh and a vocabulary."""
+    """The configuration with the dtype for this mesh and a vocabulary."""
     config = resolve_dtype(config, mesh)
     return change(config, vocab_size=config.vocab_size or trained.vocab_size)
 
 
 def dry_run(config: Any, trained: Trained, is_short: bool = True) -> None:
-    """The real step, for hardware that is not here."""
+    """Compile the real step for the hardware of --topology, and print its memory, arithmetic and
+    collectives."""
     begin = time.perf_counter()
     program, step = ready_to_run(config, trained)
     config, say = program.config, Reporter(config.steps)
@@ -110,7 +111,7 @@ def dry_run(config: Any, trained: Trained, is_short: bool = True) -> None:
 
 
 def show_sharding(config: Any, trained: Trained) -> None:
-    """Where each weight would lie, and why, without making the model."""
+    """Print how each weight would be split, and why, without making the weights."""
     if config.topology:
         return dry_run(config, trained, is_short=False)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
@@ -133,14 +134,14 @@ def show_sharding(config: Any, trained: Trained) -> None:
 
 
 def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:
-    """The loop and the loader of a training run, and how long they take: fit(config, reporter)
+    """Time the loop and the loader of a training run, and print the results. fit(config, reporter)
     trains, make_batch(config, update) makes a batch."""
     config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0,
                                  metric="", best="", eval_first=False, sample_prompts="")
     say = BenchReporter(config.steps)
     fit(config, say)
     if len(say.took) < config.steps:
-        return              # it was stopped, and said so
+        return              # stopped by a signal, which has been reported
     begin = time.perf_counter()
     for at in range(10):
         make_batch(config, at)

@@ -1,10 +1,10 @@
-"""A run that goes on: what its folder says where the command line says nothing.
+"""Continuing a run: its folder has the values that the command line does not give.
 
-    left_out       the values that a command takes from the run it continues
+    left_out       the values that a command takes from the run that it continues
     check_change   refuse a --change that changes nothing
-    check_steps    refuse fewer steps than were made
-    first_lines    which run continues from which step, and what its schedule will do
-    changes_text   what --change has changed
+    check_steps    refuse fewer steps than the run has made
+    first_lines    the first lines to print: which run continues from which step, and its schedule
+    changes_text   the changes made by --change, as text
 """
 
 from typing import Any, Callable, Iterator
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import CHANGEABLE, newest_step
 
-# Flags that say one thing together: one that is given drops what the run has of the other.
+# Flags that belong together: if one is given, the run's value of the other is dropped.
 TOGETHER = (("mesh", "shards"), ("schedule", "chunks"))
-# What the learning rate of a step follows from, beside the step.
+# The fields on which the learning rate of a step depends.
 SCHEDULE = ("steps", "warmup", "lr")
 
 
 def left_out(given: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a run (`old`) that flags leave as they are."""
+    """The fields of the run (`old`) that the flags (`given`) do not change."""
     dropped = {name for names in TOGETHER if given.keys() & set(names) for name in names}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
 
@@ -33,13 +33,13 @@ def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
         raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
                           f"it out to begin one")
     for name in change:
-        # (The same --data may have other text by now.)
+        # (--data may be the same path with other text.)
         if name in CHANGEABLE and name not in given and name != "data":
             raise ConfigError(f"--change {name}: give --{name} too, with its new value")
 
 
 def check_steps(given: dict[str, Any], out: str) -> None:
-    """Refuse --steps that the run has passed: it would be noted, and nothing trained."""
+    """Refuse --steps that the run has already passed: nothing would be trained."""
     at = newest_step(out)
     if given.get("steps", at) < at:
         raise ConfigError(f"--steps {given['steps']}: --out {out} is at step {at:,} already; give "
@@ -47,7 +47,7 @@ def check_steps(given: dict[str, Any], out: str) -> None:
 
 
 def first_lines(config: Any, old: Any, learning_rate: Callable) -> Iterator[str]:
-    """What a person is told of the run that `config` continues, and that was `old`.
+    """Yield the lines to print when `config` continues a run whose configuration was `old`.
     learning_rate(config, step) is train.py's."""
     at = newest_step(config.out)
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
@@ -63,7 +63,8 @@ def first_lines(config: Any, old: Any, learning_rate: Callable) -> Iterator[str]
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
-    """The values before and after, of each flag that was changed. (Others are fingerprints.)"""
+    """Text with the values before and after of each changed flag. (Facts that are not flags are
+    fingerprints, and left out.)"""
     def text(value):
         return " ".join(value) or "(none)" if isinstance(value, list) else str(value)
 

@@ -1,16 +1,18 @@
-"""A custom loss, compared by value on the mesh and on one device, before a run begins.
+"""The check of a custom loss: its values on the mesh are compared with those on one device, before
+a run begins.
 
-    the mesh's sums and gradient   beside one device's, of the same rows
+    on the mesh                    sums and gradient, compared with one device's for the same rows
 
-and where those differ, for the reason, one device's beside its own
+If they differ, more computations on one device look for the cause:
 
-    the rows in parts              a loss that is not a sum over rows
-    the rows in another order      one in which a row's number in the batch matters
-    some rows exchanged            ... and only that, not the rows beside it
+    the rows in parts              differs if the loss is not a sum over rows
+    the rows in another order      differs if the index of a row in the batch matters
+    some rows exchanged            tells whether only the index matters, or also the other rows
 
-All at new weights that are moved at random, for behind a head of zeros nothing shows. How far
-apart they may be is measured: by moving one device's weights by their rounding. A network's own
-loss is compared only with --check: the tests hold it to one device on every mesh, as it is here.
+All of this is computed at new weights that are moved at random, because with a head of zeros no
+difference would show. How much the values may differ is measured too, by moving one device's
+weights by rounding errors. A network's own loss is compared only with --check: the tests compare
+it with one device on every mesh, in the same way.
 """
 
 import dataclasses
@@ -32,26 +34,26 @@ from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import computes_in_16_bits
 from zigzag.run.plan import ANY_LOSS, BY_HAND, JIT, Plan, Program, sums_and_gradient
 
-# To see what rounding does to a loss, weights are moved by so much of their own size: where it is
-# computed in float32, and where there are 16 bits in it.
+# To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
+# is computed in float32, or if some of it is in 16 bits.
 ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
-# What may differ of sums and of gradients, as a share of them, in these two cases.
+# The relative differences that are allowed in (sums, gradients), in these two cases.
 SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
-# All rows of a batch are compared if they hold no more numbers than these.
+# All rows of a batch are compared if it has at most this many numbers.
 SMALL = 2**14
 
 
 class Comparison(NamedTuple):
-    """Two results for the same rows. Norms are one for each weight."""
-    sums: Any               # (sum, count, other sums) as the mesh, or a batch in parts, has them
-    wanted: Any             # the same as one device has them
-    sums_noise: Any         # how far those move where weights are rounded otherwise
-    gaps: Any               # norms of the difference of the gradients
+    """Two results for the same rows. There is a norm for each weight."""
+    sums: Any               # (sum, count, other sums) on the mesh, or of a batch in parts
+    wanted: Any             # (sum, count, other sums) on one device
+    sums_noise: Any         # the change of `wanted` when weights are moved by rounding errors
+    gaps: Any               # norms of the differences of the gradients
     norms: Any              # norms of one device's gradient
-    gaps_noise: Any         # norms of how far that moves where weights are rounded otherwise
+    gaps_noise: Any         # norms of the change of that gradient by rounding errors
     held: Any = ()          # the sums of a held-out batch, on the mesh
     held_wanted: Any = ()   # and on one device
-    differ: Any = ()        # in words, what differs by more than rounding explains
+    differ: Any = ()        # text: the values that differ by more than rounding explains
 
 
 # -------------------------------------------------------------------------------------------
@@ -59,10 +61,11 @@ class Comparison(NamedTuple):
 
 def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
                make_batch: Callable, evaluates: bool, say: Callable) -> bool:
-    """Refuse a loss that is another function on this mesh, or in --accumulate parts, than it is on
-    one device. False where it is enough to compute it on each device as on one.
+    """Refuse a loss that has other values on this mesh, or in --accumulate parts, than on one
+    device. Returns False if that can be avoided by gathering all weights, so that each device
+    computes the loss as a single device does; else True.
 
-    make_gradients(plan), make_evaluate(plan)   what is compared, as functions to be compiled
+    make_gradients(plan), make_evaluate(plan)   return the functions to compare, not compiled yet
     make_batch(update, rows)                    the first rows of an update's batch
     evaluates                                   whether there are held-out examples"""
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate))
@@ -72,7 +75,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     if evaluates:
         _check_held_out(plan, batch)
     if plan.parts == 1 and not plan.typed:
-        return True             # nothing is split but by the compiler
+        return True             # only the compiler splits anything
     dtype, is_narrow = _widest_dtype(plan, batch)
     small = dataclasses.replace(small, dtype=dtype)
     find = functools.partial(_find_difference, small, given, is_narrow, say)
@@ -83,7 +86,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
         raise
     except Exception as e:
         if "RESOURCE_EXHAUSTED" in str(e):
-            say("this loss is not checked on this mesh: there is no room for it")
+            say("this loss is not checked on this mesh: the check does not fit into memory")
             return True
         what, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
     else:
@@ -100,7 +103,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
 
 
 def _check_held_out(plan, batch):
-    """Find out whether the loss can do without what only batches to learn from have."""
+    """Refuse a loss that needs batch["seeds"], which only training batches have."""
     try:
         jax.eval_shape(plan.loss, plan.params, _held_out(batch))
     except KeyError as e:
@@ -111,7 +114,8 @@ def _check_held_out(plan, batch):
 
 
 def _is_another_when_traced_again(plan, evaluates, batch):
-    """Whether the loss takes a number from outside, which is a constant of what is traced."""
+    """Whether two traces of the loss differ: it takes a number from outside jax, which becomes a
+    constant of the trace."""
     def trace(batch):
         closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(plan.params, batch)
         return re.sub(" at 0x[0-9a-f]+", "", str(closed.jaxpr)), closed.consts
@@ -124,10 +128,10 @@ def _is_another_when_traced_again(plan, evaluates, batch):
 
 
 def _cause_on_one_device(plan, find, evaluates, batch, rows):
-    """The refusal of a loss that differs on the mesh for a reason that one device shows, too; None
-    if none is found."""
-    def alone(*places):
-        return find(functools.partial(_alone, plan, evaluates, places))
+    """The refusal (a ConfigError) of a loss that differs on the mesh for a reason that shows on one
+    device too; None if no such reason is found."""
+    def alone(*terms):
+        return find(functools.partial(_alone, plan, evaluates, terms))
 
     usual = np.arange(rows)
     if _is_another_when_traced_again(plan, evaluates, batch):
@@ -141,8 +145,8 @@ def _cause_on_one_device(plan, find, evaluates, batch, rows):
     spread = usual * 0.618 % 1
     other = np.argsort(-spread)
     if in_order := alone((1, other)):
-        # A sum over (row, number) of anything: to exchange some rows, and then the others, changes
-        # it by as much as to exchange all.
+        # If the loss is a sum over (row, index), exchanging some rows, and then the other rows,
+        # changes it in total by as much as exchanging all.
         some = spread < 0.5
         if not alone((1, np.where(some, other, usual)), (1, np.where(some, usual, other)),
                      (-1, other)):
@@ -151,13 +155,13 @@ def _cause_on_one_device(plan, find, evaluates, batch, rows):
 
 
 def _held_out(batch):
-    """A batch without what only batches to learn from have."""
+    """A batch as a held-out one: without seeds."""
     return {k: v for k, v in batch.items() if k != "seeds"}
 
 
 def _rows_to_compare(plan):
-    """All rows of a batch, where they are small: then they are coupled as in an update. Else a few
-    for each device."""
+    """The number of rows to compare: all rows of a batch if they are small, so that any coupling of
+    rows is as in an update; else a few for each device."""
     config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
     numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(plan.batch))
     each = config.batch // cut
@@ -166,8 +170,8 @@ def _rows_to_compare(plan):
 
 
 def _widest_dtype(plan, batch):
-    """float32, if the loss can be traced in it (a loop of its own may be bound to another), and
-    whether anything is computed in 16 bits."""
+    """(dtype, whether anything is computed in 16 bits). The dtype is float32 if the loss can be
+    traced in it; a loop inside may need the plan's own dtype."""
     params = jax.eval_shape(lambda p: cast(p, "float32"), plan.params)
     try:
         return "float32", computes_in_16_bits(plan.loss, params, batch)
@@ -178,14 +182,14 @@ def _widest_dtype(plan, batch):
 
 
 def _find_difference(plan, given, is_narrow, say, compute):
-    """What is computed beside what one device finds, where that differs: once by three times what
-    rounding may do, or in two of three batches. At weights that are moved at random; where nothing
-    is finite there, at the weights as they are."""
+    """A Comparison of compute(params, batch) with one device, if they differ: in one batch by more
+    than three times what rounding explains, or by more than that in two of three batches. Else
+    None. Computed at weights moved at random, or, if nothing is finite there, at new weights."""
     compiled = jax.jit(
         functools.partial(_beside_one_device, plan, compute, is_narrow),
         out_shardings=jax.NamedSharding(plan.mesh, P()),
         compiler_options=plan.compiler_options).lower(*given[0], jnp.float32(0)).compile()
-    process_allgather("compiled")               # before devices first wait for each other
+    process_allgather("compiled")               # all compile before any device waits for another
     is_checked, apart = False, 0
     for size in (0.1, 0.0):
         for args in given:
@@ -209,8 +213,8 @@ def _find_difference(plan, given, is_narrow, say, compute):
 
 @np.errstate(all="ignore")
 def _times_allowed(found, is_narrow):
-    """How many times what rounding may do each thing differs by: a share of it, and four times what
-    moving the weights by their rounding does."""
+    """{name: difference / allowed difference} of each value and gradient. Allowed is a share of the
+    value plus four times its change when weights are moved by rounding errors."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2])),
              "the held-out sum", "the held-out count"]
@@ -227,8 +231,8 @@ def _times_allowed(found, is_narrow):
         gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
         times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
     gaps, norms, noise = map(by_path, (found.gaps, found.norms, found.gaps_noise))
-    # (The smallest of gradients are rounding whatever is done: that of a bias that shifts all
-    # scores alike.)
+    # (The smallest gradients are nothing but rounding errors: say of a bias that shifts all scores
+    # equally.)
     least = 1e-9 * float(np.linalg.norm(list(norms.values())))
     for path, gap in gaps.items():
         times[f"the gradient of {path}"] = _ratio(
@@ -237,13 +241,14 @@ def _times_allowed(found, is_narrow):
 
 
 def _ratio(gap, allowed):
-    """The largest gap / allowed; infinite where that is no number."""
+    """The largest gap / allowed; infinite if that is NaN."""
     ratio = np.where(gap == 0, 0, gap / allowed)
     return float(np.nan_to_num(np.max(ratio, initial=0), nan=np.inf, posinf=np.inf))
 
 
 # -------------------------------------------------------------------------------------------
-# What is compared: sums, gradient, and the sums of the batch as of held-out examples
+# The functions that are compared: each returns sums, gradient, and the sums of the batch as a
+# held-out one
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
     places = shardings(plan.stored, plan.mesh)
@@ -255,7 +260,8 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
 
 
 def _in_parts(plan, parts, held_parts, params, batch):
-    """On one device, with the rows in parts, and those of a held-out batch (0: there is none)."""
+    """On one device, with the rows in `parts` parts, and in `held_parts` for the held-out sums (0:
+    there are none)."""
     def split(batch, parts):
         return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
@@ -271,12 +277,12 @@ def _in_parts(plan, parts, held_parts, params, batch):
     return untyped(compute)(_whole(params), _whole(batch))
 
 
-def _alone(plan, evaluates, places, params, batch):
-    """On one device, of `places`, pairs (factor, numbers of rows): the sum of what the loss gives
-    for these rows, times the factors."""
+def _alone(plan, evaluates, terms, params, batch):
+    """On one device, the sum over `terms` (factor, indices of rows) of factor times the results for
+    these rows."""
     def compute(params, batch):
         results = []
-        for factor, numbers in places:
+        for factor, numbers in terms:
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
             found = (*sums_and_gradient(plan.loss, *plan.split(params), rows),
                      plan.loss(params, _held_out(rows)) if evaluates else ())
@@ -287,8 +293,9 @@ def _alone(plan, evaluates, places, params, batch):
 
 
 def _beside_one_device(plan, compute, is_narrow, batch, key, size):
-    """What is computed beside what one device finds, at new weights moved by `size` of their own
-    size; and how far off that is where weights are moved by their rounding, twice."""
+    """A Comparison of compute(params, batch) with one device, at new weights moved at random by the
+    share `size` of their size; its noise is measured by moving the weights twice by rounding
+    errors."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
     params = cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
@@ -327,17 +334,17 @@ def _moved(params, key, size):
 
 
 def _whole(tree):
-    """Whole on each device where that is little: no compiler splits what is compared with."""
+    """The tree, unsplit on each device if it is small, so that no compiler splits the reference."""
     is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
     return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
 
 
 # -------------------------------------------------------------------------------------------
-# What is said
+# Messages
 
 def check_traceable(program: Program) -> None:
-    """Trace the step (jax keeps that for when it is compiled), and refuse a loss that one device
-    can compute, and that ends inside jax on the mesh."""
+    """Trace the step (jax caches the trace for the compilation), and refuse a loss that one device
+    can compute and that fails inside jax on the mesh."""
     try:
         jax.eval_shape(program.step, program.state, program.batch)
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -356,8 +363,8 @@ def _not_traceable(plan, e):
 
 
 def _both(found):
-    """What was compared, and what it should be, as texts; of a held-out batch, if the sums of the
-    other are right."""
+    """(the mean that was found, the mean it should be, "rows" or "held-out rows"), as texts. Those
+    of the held-out batch if only these differ."""
     def mean(sums):
         total, count, _ = sums
         return f"{float(total):.6g} / {float(count):.6g}"
@@ -368,18 +375,18 @@ def _both(found):
 
 
 SEEDS = ("make noise by jax.random from batch['seeds'], which belong to the examples; a held-out "
-         "batch has no seeds: there make no noise, or noise that follows from what is in the row")
+         "batch has no seeds: there make no noise, or noise that depends only on the row's content")
 
 
 def _not_a_function():
     return ConfigError(
-        f"this loss is not a function of its weights and its batch: traced twice, it is another "
-        f"computation; what is drawn or counted outside jax (np.random, a counter, the time) is "
-        f"another constant in each compiled program: {SEEDS}")
+        f"this loss is not a function of its weights and its batch: two traces of it differ; a "
+        f"number drawn or counted outside jax (np.random, a counter, the time) is another constant "
+        f"in each compiled program: {SEEDS}")
 
 
 def _splits(plan):
-    """What splits the rows of a batch, with its verb, and what to use in its place."""
+    """("FLAG and FLAG split the batch", the flags to use instead)."""
     sizes, config = plan.sizes, plan.config
     splits, instead = [], "--accumulate 1"
     if plan.parts > plan.accumulate:
@@ -399,18 +406,18 @@ def _numbers_matter(plan, found, rows):
     (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
     return ConfigError(
         f"in this loss the number of a row in the batch matters: {rows} {what} give {wanted} (sum "
-        f"/ count), the same ones in another order {got}; these differ: {found.differ}; {splits}, "
+        f"/ count), the same rows in another order {got}; these differ: {found.differ}; {splits}, "
         f"and each part numbers its rows from 0. If it makes noise from arange(rows), or of the "
-        f"shape of the batch: {SEEDS}. If it takes rows of a table by their number, put them into "
-        f"the batch, in collate. Or use {instead}")
+        f"shape of the batch: {SEEDS}. If it looks up rows of a table by their number, put them "
+        f"into the batch, in collate. Or use {instead}")
 
 
 def _not_a_sum(plan, found, rows, rows_of_part):
     (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
     return ConfigError(
         f"this loss is not a sum over the rows of a batch: {rows} {what} together give {wanted} "
-        f"(sum / count), in parts (of {rows_of_part} rows to learn from) {got} in total; these "
-        f"differ: {found.differ}; {splits}: return sums over rows, or use {instead}")
+        f"(sum / count), in parts (of {rows_of_part} training rows) {got} in total; these differ: "
+        f"{found.differ}; {splits}: return sums over rows, or use {instead}")
 
 
 def _not_this_mesh(plan, found, rows):
@@ -423,7 +430,8 @@ def _not_this_mesh(plan, found, rows):
 
 
 def _partly_seen(plan):
-    """What code sees only a part of, over the axes over which the loss splits itself."""
+    """The likely causes, for the axes over which the loss splits itself: code that sees only a part
+    of the time, the layers or the experts."""
     needs = {need.split("=")[0] for need in plan.needs}
     causes = [text for axes, text in (
         ({"pipe", "seq", "tensor"}, "code that picks, pools or numbers positions of the time "
@@ -431,8 +439,8 @@ def _partly_seen(plan):
         ({"pipe"}, "code that adds up layers' weights outside shard.pipelined_loss"),
         ({"expert"}, "code that adds up experts' weights outside shard.experts")) if needs & axes]
     if not causes:
-        return ("the split of its rows does not explain that: what a loss depends on must be in "
-                "its weights and its batch, and it must not make much of rounding")
+        return ("the split of its rows does not explain that: a loss must depend only on its "
+                "weights and its batch, and must not amplify rounding errors")
     sees = "sees only a part of them there" + (
         ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else "")
     return f"{', or '.join(causes)}, {sees}{_by_hand(plan)}"

@@ -1,13 +1,13 @@
-"""Which flags `python train.py --help` shows, and in which groups.
+"""The flags that `python train.py --help` shows, and their groups.
 
-A flag that no table here names is shown with the model, if it is a field of model.Config, or with
-training: the flag of a fork needs no line here.
+A flag that no table here names is shown with the model, if it is a field of model.Config, else with
+training. So a fork's new flag needs no line here.
 """
 
 import dataclasses
 from typing import Any, Sequence
 
-# What most runs need.
+# The flags that most runs need.
 EVERYDAY = {
     "data": ("data", "seq_len", "batch", "vocab_size"),
     "training": ("steps", "lr", "warmup", "weight_decay", "clip", "optimizer", "accumulate",
@@ -17,7 +17,7 @@ EVERYDAY = {
     "mesh": ("shards", "mesh", "remat", "zero", "microbatches", "schedule", "topology", "bench"),
     "saving": ("out", "change", "save_every", "eval_every", "keep", "best", "sample_prompts"),
 }
-# What --help all shows beside them.
+# The flags that only --help all shows.
 RARE = {
     "data": ("fields", "metric", "beams"),
     "training": ("max_skipped", "kernel", "sum_dtype"),
@@ -33,8 +33,8 @@ LAST = ("python train.py --help all shows every flag; --model NAME --help adds t
 
 def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: bool = False
               ) -> dict[str, Sequence[str]]:
-    """The flags of each group: those of the plain decoder's configuration and of a run's, and what
-    these networks have beside."""
+    """{group: names of flags}: the fields of the plain decoder's configuration (`plain`), of a
+    run's (`run`), and the further fields of these networks."""
     def names(cls):
         return [f.name for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.default)]
 

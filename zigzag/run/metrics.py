@@ -1,7 +1,7 @@
 """Metrics: numbers that compare predictions with references.
 
-Each function takes a list of predictions and one of references, of the same length. They are texts
-or lists of ids. It returns a dict of numbers, each a mean over examples (accuracy: over places).
+Each function takes a list of predictions and a list of references of the same length, which are
+texts or lists of ids. It returns a dict of numbers, means over examples (accuracy: over tokens).
 `fit(metric=...)` takes any function of outputs and examples, for example
 
     lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
@@ -20,8 +20,8 @@ def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The share of the references' places where the prediction has the same id. A reference may be
-    a single id, such as a class."""
+    """The share of the references' tokens that the prediction has at the same index. A reference
+    may be a single id, such as a class."""
     return {"accuracy": _mean(
         at < len(p) and p[at] == r[at] for p, r in map(_as_lists, _pairs(predictions, references))
         for at in range(len(r)))}
@@ -78,7 +78,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _items(x: Any) -> Any:
-    """An array as a list, which == compares as a whole; anything else as it is."""
+    """An array as a list, so that == returns one bool; anything else unchanged."""
     return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
 
 

@@ -1,6 +1,6 @@
-"""The law of imports, and the sizes of functions and lines, read from the source. They keep each
-file readable from top to bottom: whoever opens one needs only the files below it.
-"""
+"""The law of imports, the sizes of functions and lines, and a few habits of the prose, read from
+the source. They keep each file readable from top to bottom: whoever opens one needs only the files
+below it."""
 
 import ast
 import functools
@@ -11,7 +11,7 @@ import pytest
 
 from zigzag.tests.common import ROOT
 
-# Which wings each wing of zigzag/ may import. (Each may also import its own files.)
+# {wing of zigzag/: the wings that it may import}. (Each may also import its own files.)
 BELOW_HUB = {"core", "parallel", "rule", "disk", "weights"}
 WINGS = {
     "core": set(),
@@ -24,7 +24,7 @@ WINGS = {
     "measure": BELOW_HUB | {"hub"},
     "run": BELOW_HUB | {"hub", "generate", "measure"},
 }
-# What stands beside zigzag/, and which of the others and which wings each may import. `networks` is
+# {file or folder beside zigzag/: the files and wings that it may import}. `networks` is
 # networks/__init__.py, which chooses a network; `networks/` is any other file of that folder.
 EVERY, FILES_OF_NETWORKS = set(WINGS), {"networks", "networks/"}
 TOP = {
@@ -39,14 +39,14 @@ TOP = {
 RECIPES = {*TOP, "recipes/"}
 TOP |= {"recipes/": RECIPES,
         "learn/": {*RECIPES, "learn/", "measure", "rule", "parallel"} - {"recipes/"}}
-# Packages that not everybody has installed, or that are private to jax and for hardware that is not
-# here: imported where they are used.
+# Packages that are imported where they are used: optional ones, and private ones of jax for other
+# hardware.
 OPTIONAL = ("sentencepiece", "libtpu", "orbax", "jax.experimental.pallas", "jax_cuda12_plugin",
             "jax._src.cudnn")
 
 
 def module_of(path):
-    """The dotted name of a file: that of its folder, if it is an __init__.py."""
+    """The dotted name of a file; for an __init__.py, its folder's."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -60,8 +60,8 @@ CODE = [name for name in FILES if name not in TESTS]
 
 
 def place_of(module):
-    """The wing, the top-level file or the folder that a module is in: a key of WINGS or TOP, or a
-    name that nobody may import (tests, `zigzag` without a wing). "" for other people's packages."""
+    """The wing, the top-level file or the folder of a module: a key of WINGS or TOP, or a name that
+    nothing may import (tests, `zigzag` without a wing). "" for third-party packages."""
     first, _, rest = module.partition(".")
     if first == "zigzag":
         return rest.split(".")[0] or "zigzag"
@@ -112,8 +112,8 @@ def imports(name):
 
 
 def test_imports_follow_the_law():
-    """Two files that need each other: neither can be read, or changed, alone. A lower file is given
-    what it needs of a higher one, as an argument."""
+    """Two files that need each other: neither can be read, or changed, alone. A lower file gets
+    what it needs from a higher one as an argument."""
     wrong = [f"{FILES[name]}:{line}: {name} imports {module}"
              for name in CODE for module, line, _ in imports(name)
              if (place := place_of(module)) and place not in allowed(name)]
@@ -121,8 +121,8 @@ def test_imports_follow_the_law():
 
 
 def test_nothing_imports_in_a_circle():
-    """a imports b, and b imports a: it runs in one order of imports, and cannot be taken apart. The
-    table above does not see it inside one wing, or among the files of networks/."""
+    """Files that import each other: they run in only one order of imports, and cannot be taken
+    apart. The table above does not see this inside a wing, or among the files of networks/."""
     graphlib.TopologicalSorter({
         name: {module for module, *_ in imports(name) if module in CODE}
         for name in CODE}).prepare()        # raises CycleError, with the circle
@@ -137,8 +137,8 @@ def test_the_imports_of_a_file_stand_at_its_top():
 
 
 def test_every_file_of_zigzag_lies_in_a_wing():
-    """A file beside the wings, or a new wing: the table above says nothing of them, so nobody would
-    notice what they import, and a reader would not know whether to open them."""
+    """A file beside the wings, or a new wing. The table above does not have it, so nothing would
+    check its imports, and a reader would not know whether to open it."""
     known = {ROOT / "zigzag/__init__.py",
              *(path for wing in WINGS for path in (ROOT / "zigzag" / wing).glob("*.py"))}
     wrong = [str(FILES[name]) for name in CODE
@@ -148,15 +148,15 @@ def test_every_file_of_zigzag_lies_in_a_wing():
 
 @pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_says_what_it_is_and_runs_nothing(wing):
-    """A wing without its three lines, or one whose __init__.py imports its files: importing one of
-    them would then import them all, and the circle test would not see it."""
+    """A wing without a docstring, or one whose __init__.py imports its files: importing one of them
+    would then import all, and the test for circles would not see it."""
     body = ast.parse((ROOT / "zigzag" / wing / "__init__.py").read_text()).body
     assert len(body) == 1 and isinstance(body[0], ast.Expr)
     assert isinstance(body[0].value, ast.Constant) and len(body[0].value.value.split()) > 10
 
 
 def test_functions_are_short_enough_to_be_read():
-    """A function of 260 lines with eleven others inside. (Those inside count as its lines.)"""
+    """A function of 260 lines with eleven others inside. (Inner functions count as its lines.)"""
     long = {f"{name}.{node.name}": length for name in FILES for node in ast.walk(tree_of(name))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             and (length := node.end_lineno - node.lineno + 1) > 80}
@@ -164,7 +164,7 @@ def test_functions_are_short_enough_to_be_read():
 
 
 def test_lines_fit_on_a_page():
-    """Lines of 160 columns, of which a diff or a second window shows half. (Rows of a table may be
+    """Lines of 160 columns, which a diff or a second window cuts in half. (Rows of a table may be
     that long.)"""
     paths = [*FILES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.txt"),
              *ROOT.glob("*.ini"), *ROOT.glob("*.toml"), *ROOT.glob(".ci/*")]
@@ -172,6 +172,23 @@ def test_lines_fit_on_a_page():
             for number, line in enumerate(path.read_text().splitlines(), 1)
             if len(line) > 100 and not (path.suffix == ".md" and line.startswith("|"))]
     assert not long, "\n".join(long)
+
+
+# Words of translated prose: a sentence that begins with "Of", home-made words for "custom loss" and
+# for "equal".
+TRANSLATED = re.compile(r"\bOf (a|an|the|each|all|those|these|its|what|which|some|any|course)\b"
+                        r"|\b[Ss]omebody else's\b|\b[Aa]like\b")
+
+
+def test_the_prose_reads_as_english():
+    """Sentences that begin with "Of each ...", from which a reader learns the subject last; a
+    custom loss called by a home-made name, which nobody can search for."""
+    paths = [*FILES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    wrong = [f"{path}:{number}: {line.strip()}" for path in paths
+             if path.name != "test_layout.py"
+             for number, line in enumerate(path.read_text().splitlines(), 1)
+             if TRANSLATED.search(line)]
+    assert not wrong, "\n".join(wrong)
 
 
 # The collectives that the head of each section of shard.py is about.
@@ -197,7 +214,7 @@ def sections():
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_each_parallelism_is_one_section(title):
-    """A parallelism that can only be understood from four files, or whose comment says another
+    """A parallelism that can be understood only from four files, or whose comment names another
     collective than its code calls."""
     head, lines = sections()[title]
     given = [m[1] for line in head if (m := re.match(r"#   (\w+)  +\S", line))]

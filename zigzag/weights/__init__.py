@@ -1,8 +1,9 @@
-"""What follows from a table of weights. Seldom read: a network's own table is in its own file.
+"""Tables of weights: first values, counts, adapters. Seldom read: a network's own table is in the
+network's file.
 
-    table       one row of such a table; first values, parameter and FLOP counts
+    table       a row of a table of weights; first values, parameter and FLOP counts
     positions   the rates of rotary positions, and their published scalings
-    network     what the machinery may ask of a network
+    network     `Network`: the functions that the machinery calls
     presets     named sizes (--model NAME)
     lora        low-rank adapters
 

@@ -1,17 +1,18 @@
-"""Low-rank adapters: --lora_rank r trains, beside each matrix of a layer, two small ones.
+"""Low-rank adapters (LoRA): --lora_rank r trains two small matrices beside each matrix of a layer.
 
     x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   as it was, never trained
           |                                 |                     a   [D, r], random
           +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
 
-The model is that of the weights w + a b, and begins as that of w. Adapters are leaves of the
-weights, beside those that they belong to (wq, wq_a, wq_b), so the rule splits them as any other.
-The rest is frozen: it is kept in the precision of the computation, has no gradient, no optimizer
-state and no place in checkpoints, which hold adapters alone. Whoever reads those gets the frozen
-weights from where they came from, and compares a fingerprint.
+The model computes with w + a b, which is w at first. Adapters are leaves beside the weights that
+they belong to (wq, wq_a, wq_b), so the rule splits them like any other weight. All other weights
+are frozen: they are stored in the dtype of the computation, have no gradient and no optimizer
+state, and are not in checkpoints, which hold only the adapters. To read such a checkpoint, the
+frozen weights are loaded from where the run got them, and a fingerprint is compared.
 
-There is no alpha, which elsewhere multiplies a b: the first values of a, of deviation 1 / sqrt(D),
-are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and 1 / sqrt(D)).
+There is no alpha, the usual factor on a b: the first values of a, with standard deviation
+1 / sqrt(D), are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and
+1 / sqrt(D)).
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ from zigzag.weights.table import Weight
 
 
 def with_adapters(table: Any, rank: int) -> Any:
-    """The table of a network's weights, with adapters of this rank (0: none) beside each matrix of
-    its layers that leads into a block or out of it: whatever tensor may split in a product.
+    """The table of weights with adapters of this rank (0: none) beside each matrix of a layer that
+    leads into a block or out of it: those that tensor may split and that are not only looked up.
 
-    The dimension after the layers (and experts) of a matrix is contracted, or, where that is the
-    one which tensor may split, all dimensions but the last."""
+    A column matrix contracts its first dimension after those of layers and experts. A row matrix,
+    of which tensor may split that dimension, contracts all but its last."""
     if not rank:
         return table
     made = {}
@@ -59,16 +60,16 @@ def _adapters(name, w, rank):
 
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:
-    """A layer's weights, those that have adapters as one Adapted with them."""
+    """A layer's weights, with each weight that has adapters, and its adapters, as one Adapted."""
     pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
              for name in w if f"{name}_a" in w and f"{name}_b" in w}
     return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
-    """Weights w + a b in place of all weights and their adapters, in float32."""
+    """The float32 weights of the model without adapters: w + a b for each weight that has some."""
     def merge(w, a, b):
-        if a.ndim + b.ndim - w.ndim > 2:        # layers, and experts, each by itself
+        if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
             return jax.vmap(merge)(w, a, b)
         return w.astype(jnp.float32) + jnp.tensordot(a, b, 1, precision="highest")
 
@@ -84,14 +85,14 @@ def merged(params: dict[str, Any]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------
-# What is trained, and what is frozen
+# Trained and frozen weights
 
 def _is_adapter(name, beside):
     return name[-2:] in ("_a", "_b") and name[:-2] in beside
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """A tree like the weights, in two: the adapters', and the others'."""
+    """A tree like the weights as two trees: the entries of adapters, and all others."""
     adapters, others = {}, {}
     for name, x in tree.items() if isinstance(tree, dict) else ():
         if isinstance(x, dict):
@@ -105,14 +106,14 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(adapters: Any, others: Any) -> Any:
-    """The tree that `split` has split."""
+    """The tree that `split` has split into these two."""
     if not isinstance(others, dict) or not others:
         return adapters
     return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
 
 
 def as_stored(params: Any, dtype: str) -> Any:
-    """Weights with those that are frozen in this precision."""
+    """The weights with the frozen ones in this dtype."""
     adapters, frozen = split(params)
     if not adapters:
         raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
@@ -121,26 +122,26 @@ def as_stored(params: Any, dtype: str) -> Any:
 
 
 def mark_frozen(decisions: Any) -> Any:
-    """The rule's decisions, with what is not trained."""
+    """The rule's decisions, with is_trained=False for frozen weights."""
     adapters, frozen = split(decisions)
     return join(adapters, jax.tree.map(
         lambda d: dataclasses.replace(d, is_trained=False), frozen))
 
 
 def fingerprint(frozen: Any) -> str:
-    """By which adapters know the weights that they were trained beside."""
+    """16 hex digits that identify the frozen weights with which adapters were trained."""
     sums = sorted(checkpoint.checksums(frozen).items())
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
 
 
 # -------------------------------------------------------------------------------------------
-# What leaves a run
+# Reading the weights of a run
 
 def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag: str,
                      places_of: Callable, init: Callable, read_hf: Callable) -> Any:
-    """The weights of a run in the places `wanted` (shapes with shardings). Adapters are merged into
-    the weights that their run began with. The functions are the network's, and `cls` its
-    configuration; read_hf reads a published folder."""
+    """The weights of a run, sharded as `wanted` (shapes with shardings). Adapters are merged into
+    the weights with which their run began. The three functions are the network's (read_hf reads a
+    published folder), and `cls` is its configuration's class."""
     record, config = (read(folder, cls, flag)
                       for read in (checkpoint.read_run, checkpoint.run_config))
     if not config.lora_rank:
@@ -158,7 +159,7 @@ def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag
     else:
         where, read = f"the run {source}", lambda: read_run_weights(
             source, cls, wanted, record.get("base_step"), flag, places_of, init, read_hf)
-    about = (f"{flag} {folder} has adapters alone (--lora_rank {config.lora_rank}), of weights "
+    about = (f"{flag} {folder} has only adapters (--lora_rank {config.lora_rank}), for weights "
              f"that came from {where}")
     try:
         frozen = read()
@@ -166,7 +167,7 @@ def read_run_weights(folder: Any, cls: type, wanted: Any, step: int | None, flag
         raise ConfigError(f"{about}, which are not there: {e}") from None
     found = fingerprint(cast(frozen, record["dtype"]))
     if found != record["base_weights"]:
-        raise ConfigError(f"{about}, and there are others now (their fingerprint is {found}, and "
+        raise ConfigError(f"{about}, and these have changed (their fingerprint is {found}, and "
                           f"was {record['base_weights']})")
     return compiled(lambda adapters, frozen: merged(join(adapters, frozen)),
                     donate_argnums=1)(adapters, frozen)

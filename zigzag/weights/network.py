@@ -1,7 +1,8 @@
-"""A network, as the machinery sees it: its configuration, its table of weights, its functions, and
-what may be asked of it. model.py has the plain decoder, networks/ has the others.
+"""`Network`: a kind of model as the machinery sees it. It has a class of configurations, a table of
+weights, a loss, and functions that answer questions about a configuration. model.py has the plain
+decoder, networks/ has the others.
 
-From the table and the loss follow first values, counts, and where the weights lie on a mesh.
+First values, counts and the sharding of the weights follow from the table and the loss.
 """
 
 import dataclasses
@@ -38,8 +39,8 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """How a network is computed: no number follows from it, but for rounding and for what is
-    trained. The base of every network's configuration."""
+    """How a network is computed: options that change no result, except for rounding and for which
+    weights are trained. The base class of every network's configuration."""
     dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU alone
     remat: str = "none"           # what to recompute in the backward pass: none, selective or full
     kernel: bool = True           # use the device's own kernel for attention, where it has one
@@ -56,7 +57,7 @@ ONE_OF = {"dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "
 
 
 def check_computed(c: Any) -> None:
-    """Refuse what no network can be computed as."""
+    """Refuse values of Computed that no network accepts."""
     check_at_least(c, microbatches=1, chunks=1, lora_rank=0)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
@@ -65,7 +66,7 @@ def check_computed(c: Any) -> None:
 
 
 def check_published(c: Any) -> None:
-    """Refuse a config.json that is none, in a run that somebody else wrote."""
+    """Refuse a `published` that is not a config.json, in a run written by another program."""
     try:
         known = json.loads(c.published or '{"model_type": ""}')
     except (ValueError, RecursionError):
@@ -75,12 +76,12 @@ def check_published(c: Any) -> None:
                           f"model, with its model_type")
 
 
-# What may change when a run continues: the rest of a network's configuration may not.
+# The fields of a network's configuration that may change when a run continues.
 COMPUTED = ("remat", "kernel", "microbatches", "schedule", "chunks", "sum_dtype")
 
 
 def check_heads(c: Any) -> None:
-    """Refuse a width that does not divide among the heads, whose width then follows from it."""
+    """Refuse a d_model that does not divide by the heads, if head_dim has to follow from it."""
     if not c.head_dim and c.d_model % c.heads:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
@@ -88,7 +89,7 @@ def check_heads(c: Any) -> None:
 
 
 def check_decoder(c: Any) -> None:
-    """Refuse what no plain decoder can be."""
+    """Refuse options that the plain decoder does not support."""
     check_computed(c)
     check_published(c)
     check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
@@ -115,9 +116,9 @@ def check_decoder(c: Any) -> None:
 
 def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
                 ) -> None:
-    """Refuse a stack of layers that the mesh cannot split. (What tensor does not divide is whole.)
-    `time_of_stages`: the head shares out the time over the stages; `time_is_padded`: any length
-    divides."""
+    """Refuse a stack of layers that the mesh cannot split. (Tensor never stops a run: a weight that
+    it does not divide is not split.) `time_of_stages` says that the stages share the time of the
+    head; `time_is_padded`, that the network pads sequences, so any length will do."""
     sizes = mesh.shape
     if c.experts % sizes["expert"]:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
@@ -137,18 +138,18 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
 
 
 class Layer(NamedTuple):
-    """What the cache of a layer holds."""
-    widths: dict[str, int]  # the arrays, and how wide one head is in each
-    heads: int              # how many heads they have
-    window: int = 0         # how many keys a query sees at most; 0: all before it
-    source: bool = False    # beside them the keys and values of an encoder's output
-    weights: tuple[str, ...] = ("wq", "wk", "wv")   # that make the heads
+    """The shape of one layer's cache."""
+    widths: dict[str, int]  # {array: the width of a head in it}
+    heads: int              # the number of heads in each array
+    window: int = 0         # the most keys that a query sees; 0: all before it
+    source: bool = False    # whether it also holds keys and values of an encoder's output
+    weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
 
 
 class Traffic(NamedTuple):
     """What a decoder's blocks send over tensor, for zigzag/measure/traffic.py."""
-    pairs: int = 2          # of a gather into a block and a reduction out of it, in a layer
-    beside: bool = False    # whether something stands beside the experts in the same block
+    pairs: int = 2          # pairs of a gather into a block and a reduction out of it, in a layer
+    beside: bool = False    # whether a block of experts has another branch beside them
     head_norms: bool = False    # whether queries and keys have norms over all heads
 
 
@@ -158,45 +159,46 @@ def _none(config):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A kind of model. Functions that end in (config) answer what the machinery asks."""
-    name: str                           # which a run's config.json records
-    config: type                        # of its configurations: a dataclass, based on Computed
+    """A kind of model: its name, configurations, weights and functions. A comment a, b -> c says
+    that a function of (a, b) returns c."""
+    name: str                           # the name in a run's config.json
+    config: type                        # the class of its configurations, based on Computed
     weights: Callable                   # config -> a tree of table.Weight
     loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
     batch_shapes: Callable              # config, rows -> shapes of a batch
     apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
     families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    #                                     by model_type, how published ones are written
-    check: Callable = check_stack       # (config, mesh) refuses what a mesh cannot split
+    #                                     {model_type: how published models are read and written}
+    check: Callable = check_stack       # config, mesh: refuses what a mesh cannot split
 
-    # Generation: None where it writes no text.
-    extend: Callable | None = None      # model.extend explains it
+    # Generation: None if the network writes no text.
+    extend: Callable | None = None      # a step of decoding with a cache; model.extend explains it
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
-    cache_layer: Callable | None = None     # config, i -> Layer
+    cache_layer: Callable | None = None     # config, i -> Layer, of layer i
     encode_source: Callable | None = None   # params, source, config, specs -> for the caches
-    gives: Callable = lambda config: "text"     # what it gives; anything but "text" cannot generate
-    max_positions: Callable = lambda config: sys.maxsize    # how many there are
-    decoding_length: Callable = lambda config, tokens, slots: 0     # which positions may depend on
-    source_shape: Callable = _none      # of one row that its encoder reads; (T,) is a text
+    gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
+    max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
+    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length on which the
+    #                                     scaling of rotary positions may depend
+    source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
 
     # Training
     limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
-    #                                     of ids in a batch of arrays
+    #                                     config -> {array of a batch: the bound of its ids}
     trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
     #                                     options that may change when its weights are fine-tuned
-    block_traffic: Callable = _none     # config -> Traffic, where there are formulas for it
-    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: those
-    #                                     of a decoder
-    as_published: Callable | None = None    # params, config -> the same as a published model
+    block_traffic: Callable = _none     # config -> Traffic, or None if there are no formulas for it
+    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: the
+    #                                     formula of a decoder
+    as_published: Callable | None = None    # params, config -> both as a published model has them
     couples_rows: bool = False          # whether its loss compares the rows of a batch
 
     def table(self, config: Any) -> Params:
-        """Every weight, with the adapters of config.lora_rank."""
+        """The table of all weights, with adapters if config.lora_rank."""
         return lora.with_adapters(self.weights(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
-        """New float32 weights, which follow from the key and each weight's path, not from the
-        mesh."""
+        """New float32 weights. They depend on the key and each weight's path, not on the mesh."""
         table = self.table(config)
         if any(0 in w.shape for w in jax.tree.leaves(table)):
             raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
@@ -206,8 +208,8 @@ class Network:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
     def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
-        """Logits of tokens [B, T], or of one row [T]. What else the network reads (source, mask,
-        positions ...) may be None."""
+        """The logits [B, T, V] of tokens [B, T], or [T, V] of one row [T]. `more` are other arrays
+        that the network reads (source, mask, positions ...) or None."""
         more = {name: x for name, x in more.items() if x is not None}
         if tokens is not None and (tokens := jnp.asarray(tokens)).ndim == 1:
             more = {name: jnp.asarray(x)[None] for name, x in more.items()}
@@ -221,7 +223,7 @@ class Network:
         return jax.tree.map(lambda w: w.tensor, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
-        """How many parameters a model has, and how many of them one token visits."""
+        """(the number of parameters, how many of them one token visits)."""
         return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size)
 
     def training_flops(self, config: Any, tokens: int) -> float:
@@ -235,10 +237,10 @@ class Network:
     def cache_layers(self, config: Any) -> list[Layer]:
         return [self.cache_layer(config, i) for i in range(config.layers)]
 
-    # Where weights lie
+    # Weights on a mesh
 
     def plan_weights(self, config: Any, mesh: Any, **options: Any) -> Params:
-        """Where each weight lies on a mesh, and why."""
+        """A rule.Decision for each weight: how it is split over the mesh, and why."""
         return plan_sharding(
             lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
             self.batch_shapes(config, 1), mesh=mesh, tensor_dims=self.tensor_dims(config),
@@ -248,7 +250,7 @@ class Network:
         return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))
 
     def places(self, config: Any, mesh: Any = None) -> Params:
-        """Shapes of the weights, with their places on the mesh; without a mesh, on one device."""
+        """The shapes of the weights, with their shardings on the mesh (None: on one device)."""
         mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
         specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
                  jax.tree.map(lambda _: PartitionSpec(), shapes))

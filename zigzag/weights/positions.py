@@ -1,5 +1,5 @@
-"""Rotary positions: the rate of each pair, and the published scalings of these rates. All of it is
-numpy's, in float64: constants of a program."""
+"""Rotary positions: the rate of each pair, and the published scalings of these rates. Computed by
+numpy in float64, as constants of a program."""
 
 import functools
 import json
@@ -13,8 +13,9 @@ from zigzag.core.errors import ConfigError, one_line
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
                  ) -> tuple[np.ndarray, float]:
-    """By how much a step turns each of dim / 2 pairs, and a factor of sine and cosine. `scaling` is
-    JSON, as in a published config.json; some follow from the sequence's length."""
+    """(rates [dim / 2], factor): the angle by which one position rotates each pair, and a factor on
+    sine and cosine. `scaling` is JSON, as in a published config.json; `length` is the length of the
+    sequence, on which some scalings depend."""
     known = parse_scaling(scaling)
     rates = _SCALINGS[known["rope_type"]](dim, theta, known, length)
     return rates.astype(np.float32), _attention_factor(known)
@@ -31,15 +32,15 @@ def parse_scaling(scaling: str) -> dict[str, Any]:
 
 
 def scaling_type(scaling: str) -> Any:
-    """The rope_type of a scaling; what is no scaling has none."""
+    """The rope_type of a scaling; "default" if the text is not a scaling."""
     try:
         return parse_scaling(scaling)["rope_type"]
     except (ValueError, TypeError, KeyError):
-        return "default"        # (check_rotary says what is wrong with it)
+        return "default"        # (check_rotary refuses it, and says why)
 
 
 def check_rotary(c: Any, dim: int = 0) -> None:
-    """Refuse a scaling that is none, of heads of which `dim` numbers are rotated (0: all)."""
+    """Refuse an invalid scaling, for heads of which `dim` numbers are rotated (0: all)."""
     try:
         _check_values(parse_scaling(c.rope_scaling))
         with np.errstate(all="ignore"):
@@ -57,7 +58,7 @@ def check_rotary(c: Any, dim: int = 0) -> None:
 
 
 def _check_values(known):
-    """Refuse what is no number, or no list of numbers where there is one for each pair."""
+    """Refuse values that are not numbers, or not lists of numbers where there is one per pair."""
     for name, value in known.items():
         is_list = name in ("short_factor", "long_factor")
         if name in ("rope_type", "type") or name == "truncate" and isinstance(value, bool):
@@ -76,19 +77,19 @@ def _plain(dim, theta, known=None, length=0):
 
 
 def _linear(dim, theta, known, length):
-    """All positions closer together."""
+    """Every position divided by the factor."""
     return _plain(dim, theta) / known["factor"]
 
 
 def _dynamic(dim, theta, known, length):
-    """A longer base, beyond the length that it was trained at."""
+    """A larger base for sequences longer than the trained length."""
     factor, trained = known["factor"], known["original_max_position_embeddings"]
     grown = factor * max(length, trained) / trained - (factor - 1)
     return _plain(dim, theta * grown ** (dim / max(dim - 2, 1)))
 
 
 def _llama3(dim, theta, known, length):
-    """Long waves closer together, short ones as they are, and in between a mean of both."""
+    """Long wavelengths stretched by the factor, short ones unchanged, and in between a mix."""
     rates = _plain(dim, theta)
     turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
     low, high = known["low_freq_factor"], known["high_freq_factor"]
@@ -97,10 +98,10 @@ def _llama3(dim, theta, known, length):
 
 
 def _yarn(dim, theta, known, length):
-    """The same, with a ramp over the pairs' numbers."""
+    """As llama3, but the mix is a linear ramp over the indices of the pairs."""
     trained = known["original_max_position_embeddings"]
 
-    def pair(turns):        # whose rate makes so many turns over the trained length
+    def pair(turns):        # the index of the pair that makes so many turns in the trained length
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(known.get("beta_fast") or 32), pair(known.get("beta_slow") or 1)
@@ -112,7 +113,7 @@ def _yarn(dim, theta, known, length):
 
 
 def _longrope(dim, theta, known, length):
-    """A factor for each pair: of two lists, by the length."""
+    """A factor for each pair, from one of two lists (short_factor, long_factor) by the length."""
     is_long = length > known["original_max_position_embeddings"]
     factors = known[name := "long_factor" if is_long else "short_factor"]
     if len(factors) != dim // 2:
@@ -125,7 +126,7 @@ _SCALINGS = {"default": _plain, "linear": _linear, "dynamic": _dynamic, "llama3"
 
 
 def mscale(factor: float, by: float) -> float:
-    """By how much yarn, and DeepSeek's attention with it, sharpens scores."""
+    """The factor by which yarn (and DeepSeek's attention) sharpens scores."""
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

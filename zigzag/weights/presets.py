@@ -4,7 +4,7 @@ from typing import Any
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
-# What the models of a family share. (Their embedding is not multiplied, but for Gemma's.)
+# The options that the models of a family share. (Only Gemma's embedding has a factor.)
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layer", norm_eps=1e-5, positions="learned",
             activation="gelu_tanh", gated=False, biases="qkv,out,mlp", tied=True, embed_scale=1.0)
 OPT = {**GPT2, "vocab_size": 50272, "seq_len": 2048, "activation": "relu", "position_offset": 2,
@@ -15,8 +15,8 @@ LLAMA3 = {**LLAMA, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0
 QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, qk_norm=True,
              kv_heads=8, head_dim=128)
 
-# Encoders, with the head for which the number of parameters is published or counted: BERT and its
-# relatives that of masked language models, pictures 1,000 classes.
+# Encoders, with the head that their published number of parameters includes: for BERT and its
+# relatives the masked language model's, for pictures 1,000 classes.
 BERT = dict(vocab_size=30522, seq_len=512, causal=False, norm="layer", norm_eps=1e-12,
             norm_place="post", embed_norm=True, positions="learned", token_types=2,
             activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True, embed_scale=1.0,
@@ -29,7 +29,8 @@ VIT = dict(stem="patches", causal=False, norm="layer", norm_eps=1e-12, positions
            activation="gelu", gated=False, biases="embed,qkv,out,mlp", head="classes", labels=1000)
 BEIT = {**VIT, "positions": "none", "relative": "grid", "relative_shared": False,
         "biases": "embed,qv,out,mlp", "layer_scale": True, "pool": "mean"}
-# Encoder-decoders. (T5 1.0's head is its embedding, multiplied; 1.1 has another, and gated MLPs.)
+# Encoder-decoders. (The head of T5 1.0 is its embedding, scaled; 1.1 has an untied head, and gated
+# MLPs.)
 T5 = dict(vocab_size=32128, seq_len=512, embed_scale=1.0, positions="none", relative="buckets",
           attn_scale=1.0, head_dim=64)
 T5_1 = {**T5, "activation": "relu", "gated": False, "tied": True}
@@ -50,7 +51,7 @@ def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: 
 
 def _pair(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
           **others: Any) -> dict[str, Any]:
-    """With as many layers in the encoder."""
+    """An encoder-decoder with `layers` layers in each of the two."""
     scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
     return _shape(family, layers, d_model, heads, d_ff, encoder_layers=layers, **scale, **others)
 
@@ -62,8 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
                  tied=True),
     "1.2b": dict(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048),
-    # The model of the UvA notebook on 3D parallelism, which learns random tokens. (It has 1,152
-    # parameters more: scales of queries' and keys' norms, once for each device and shard.)
+    # The model of the UvA notebook on 3D parallelism, which learns random tokens. (The notebook's
+    # has 1,152 parameters more: the scales of query and key norms, once for each device and shard.)
     "uva3d": dict(layers=6, d_model=256, heads=8, d_ff=1024, vocab_size=100, seq_len=8,
                   parallel_block=True, qk_norm=True, positions="learned", activation="gelu_tanh",
                   gated=False, biases="out,mlp,head", embed_scale=1.0, dropout=0.1,
@@ -122,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a preset, but for what follows from a width that is given."""
+    """The fields of a preset, without those that depend on a width that is given."""
     if name not in PRESETS:
         raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
                           f"{', '.join(PRESETS)}" + did_you_mean(name, PRESETS))

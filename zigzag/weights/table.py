@@ -1,5 +1,5 @@
-"""What follows from a network's table of weights: first values, parameter and FLOP counts. The
-table itself, a tree of Weight, is the network's."""
+"""A row of a table of weights, and what follows from a table (a tree of `Weight`, in the network's
+file): first values, parameter and FLOP counts."""
 
 import dataclasses
 import math
@@ -13,17 +13,18 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    axes: tuple[str, ...]   # a letter for each dimension; L numbers layers, E experts
+    """One row of a table of weights."""
+    axes: tuple[str, ...]   # a letter for each dimension; L counts layers, E experts
     shape: tuple[int, ...]
     scale: float | None     # initial standard deviation; None: all ones
     tensor: int             # the dimension that the tensor axis may split; -1: none
-    visits: float = 1.0     # the share of tokens that meet it: of an expert, few
-    lookup: bool = False    # rows are looked up in it: no product, unless it is tied to the head
-    values: Any = None      # a function of the shape that makes its first values, in place of scale
+    visits: float = 1.0     # the share of tokens that use it: below 1 for experts
+    lookup: bool = False    # its rows are looked up: no product, unless it is tied to the head
+    values: Any = None      # a function of the shape that makes the first values, instead of scale
 
 
 class Table:
-    """Makes Weights out of letters: Table(D=128, F=384)("D F", 0.1, "F")."""
+    """Makes Weights from letters: Table(D=128, F=384)("D F", 0.1, "F")."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
@@ -36,22 +37,23 @@ class Table:
 
 
 def padded(vocab_size: int) -> int:
-    """The rows of a table for this vocabulary: a multiple of 128, a TPU's lane width, whatever the
-    mesh, so that a checkpoint fits every mesh. No token has the rows above vocab_size."""
+    """The number of rows of an embedding for this vocabulary: rounded up to a multiple of 128, a
+    TPU's lane width. It does not depend on the mesh, so that a checkpoint fits every mesh. No token
+    uses the rows from vocab_size on."""
     return -(-vocab_size // 128) * 128
 
 
 def layer_counts(tree: Any) -> dict[str, int]:
-    """The stacks of layers in a table, or in weights like it, in the order in which they run, and
-    how many layers each has."""
+    """{name: number of layers} of the stacks of layers in a table or in weights, in the order in
+    which they run."""
     return {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
             if name in tree}
 
 
 def first_values(table: Any, key: Array) -> Any:
-    """New float32 weights. Under jit with out_shardings each device makes only its own part: the
-    values of a weight follow from the key, its path and the place in it, not from the mesh or from
-    the other weights."""
+    """New float32 weights. A value depends on the key, the weight's path and the index in it, and
+    not on the mesh or on other weights: under jit with out_shardings each device makes only its own
+    part."""
     def one(path, w):
         if w.values:
             return jnp.asarray(w.values(*w.shape))
@@ -69,8 +71,8 @@ def count(weights: Any) -> int:
 
 
 def parameters(table: Any, padding: int) -> tuple[int, int]:
-    """How many parameters a model has, without the `padding` of its vocabulary, and how many of
-    them one token visits."""
+    """(the number of parameters, how many of them one token visits), without the `padding` rows of
+    the vocabulary."""
     def sizes(w):
         size = math.prod(w.shape)
         if "V" in w.axes:
@@ -96,6 +98,6 @@ def product_flops(table: Any) -> float:
 
 
 def attention_flops(keys: float, heads: int, width: int, value_width: int) -> float:
-    """Training FLOPs of attention for each token: the products of queries with so many keys (of all
-    layers together, causal or not), and of the weights with their values."""
+    """Training FLOPs of attention for each token: the products of queries with keys, and of
+    probabilities with values. `keys` is the number of keys of a query, summed over layers."""
     return 6.0 * keys * heads * (width + value_width)

@@ -1,4 +1,4 @@
-"""The command line: a refusal is one line that names what would be accepted; help; statuses."""
+"""The command line: refusals of one line that name what would be accepted, help, exit statuses."""
 
 import dataclasses
 import os
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypa
 
 
 def test_dashes_equals_and_presets():
-    """A preset's width kept where another is given; a value after = taken for a flag."""
+    """A preset's width that is kept although another is given; a value after = read as a flag."""
     a = train.parse(["--d-model=64", "--heads", "4", "--data", "a", "b", "--tied",
                      "--mesh=tensor=2"])
     assert (a.d_model, a.head_dim, a.data, a.tied, a.mesh) == (64, 16, ("a", "b"), True, "tensor=2")
@@ -102,8 +102,8 @@ def test_dashes_equals_and_presets():
 
 
 def test_flags_of_any_dataclass():
-    """A tuple that is given twice keeps both; = begins a tuple; other words go only where they are
-    expected; the end of the list is no value."""
+    """A tuple given twice that loses its first values; = that does not begin a tuple; words without
+    a flag where none are expected; a missing value that is not noticed."""
     argv = ["a", "--path=x", "y", "--tied", "no", "--path", "z", "-"]
     given, words = flags.parse_flags(More, argv, "PATH")
     assert given == {"path": ("x", "y", "z", "-"), "tied": False} and words == ["a"]
@@ -124,8 +124,8 @@ def help_of(capsys, *words, main=train.main):
 
 
 def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
-    """A flag without help, or one whose comment the source no longer has beside it; --data in line
-    86, after flags that few need; a flag in a table of groups that is no flag any more."""
+    """A flag without help, or whose comment is no longer beside it in the source; --data in line
+    86, after flags that few people need; a flag in a table of groups that no longer exists."""
     text, whole = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     shown = re.findall(r"^  --(\w+) +\S", text, re.M)
     assert shown == [name for names in help.EVERYDAY.values() for name in names]
@@ -152,7 +152,7 @@ def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
 
 
 def test_a_flag_of_a_fork_is_in_the_help():
-    """A field that no table of groups knows, and that nobody sees."""
+    """A fork's field that is missing from --help, because no table of groups has it."""
     @dataclasses.dataclass(frozen=True)
     class Own(model.Config):
         mine: int = 0
@@ -166,7 +166,7 @@ def test_a_flag_of_a_fork_is_in_the_help():
 
 
 def test_a_reader_may_close_the_pipe(tmp_path):
-    """`--help | head -3` ends in a BrokenPipeError, when it is printed or when Python ends."""
+    """A BrokenPipeError after `--help | head -3`, in print or when Python exits."""
     file = tmp_path / "prints.py"
     file.write_text("import sys\nfrom zigzag.core import flags\ndef main():\n    print('done')\n"
                     "    sys.stdout.write('x' * int(sys.argv[1]))\nflags.run_main(main)\n")
@@ -208,9 +208,8 @@ def test_words_of_other_codebases_lead_to_our_flags(capsys, tmp_path, monkeypatc
     assert says in refused(capsys, *words, main=main)
 
 
-def test_familiar_words_lead_to_flags_that_there_are():
-    """A table that is right when it is written, and not when a flag is renamed; a word that hides a
-    flag of ours."""
+def test_familiar_words_lead_to_flags_that_exist():
+    """A table that a renamed flag makes wrong; a word that hides a flag of ours."""
     commands = [{f.name for c in classes for f in dataclasses.fields(c)} for classes in (
         (model.Config, train.Config), (prompts.Config,), (data.Config,))]
     targets = {*familiar.WORDS, *(flag for flag, *_ in familiar.SENTENCES)} - {"PATH"}
@@ -223,8 +222,8 @@ def test_familiar_words_lead_to_flags_that_there_are():
 
 
 def test_help_is_the_comment_with_all_its_lines():
-    """Half a sentence where a comment wraps; a heading taken for help; a parent's help kept where
-    a field is given anew."""
+    """Half a sentence, from a comment of several lines; a heading read as help; the help of a
+    parent class for a field that is defined again."""
     rows = flags.flag_rows(More)
     assert sorted(rows) == [
         ("last", "0", "the last one"), ("name", "", "what it is called"), ("path", "", "where"),
@@ -237,7 +236,7 @@ def test_help_is_the_comment_with_all_its_lines():
 
 
 def test_the_users_flags_are_kept(tmp_path, text):
-    """Overwriting XLA_FLAGS would lose the 8 devices that were asked for."""
+    """XLA_FLAGS overwritten, and with it the 8 devices that the user asked for."""
     done = command(*SMALL, "--shards", 4, "--steps", 2, "--data", text, "--out", tmp_path / "o",
                    "--heads=4", env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     assert done.returncode == 0, done.stderr
@@ -245,7 +244,7 @@ def test_the_users_flags_are_kept(tmp_path, text):
 
 
 def test_a_bug_stays_a_traceback():
-    """A bug that is told in one line cannot be found."""
+    """A bug reported in one line, which cannot be found without its traceback."""
     def main():
         raise ValueError("a bug")
 
@@ -259,7 +258,8 @@ def test_a_bug_stays_a_traceback():
     (type("JaxRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: 9 GB\nmore"), 1,
      "error: out of memory: RESOURCE_EXHAUSTED: 9 GB; a larger --mesh")])
 def test_each_end_has_its_status_and_one_line(capsys, error, status, line):
-    """Schedulers restart by the status: a refusal with status 1 would be tried for ever."""
+    """A wrong exit status: schedulers restart by it, and would retry a refusal with status 1 for
+    ever."""
     def main():
         raise error
 
@@ -270,7 +270,7 @@ def test_each_end_has_its_status_and_one_line(capsys, error, status, line):
 
 
 def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
-    """os._exit loses what is still in Python's buffers."""
+    """Output lost in Python's buffers by os._exit."""
     file = tmp_path / "fault.py"
     file.write_text("from zigzag.core import errors, flags\n"
                     "def main():\n    print('before')\n    raise errors.RunError('full disk')\n"
@@ -280,7 +280,7 @@ def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
 
 
 def test_former_names_of_flags_work_with_a_warning(capsys, tmp_path):
-    """Scripts of an earlier version that end at a name."""
+    """A script for an earlier version that fails because a flag was renamed."""
     for word in ("--parallel", "--parallel-block"):
         assert train.parse(["--model", "transformer", word, "true"]).parallel_block
     assert capsys.readouterr().err == "warning: --parallel is now --parallel_block\n"

@@ -1,6 +1,6 @@
-"""Several processes, with gloo between them: real processes, real signals.
+"""Several processes, connected by gloo: real processes, real signals.
 
-What is not marked slow needs one process.
+Tests that are not marked slow need one process.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
 # In this process
 
 def test_a_port_in_use_is_refused_before_jax_crashes():
-    """jax ends with a segmentation fault and no line."""
+    """A segmentation fault in jax, without a message."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for host in ("127.0.0.1", "localhost", "192.0.2.1"):    # (the last is never this machine's)
@@ -43,8 +43,8 @@ def test_a_port_in_use_is_refused_before_jax_crashes():
 
 
 def test_process_0_listens_where_others_reach_it(monkeypatch):
-    """On a host whose own name means 127.0.1.1 the others wait for ever; an address that another
-    machine forwards here is none of this one's."""
+    """Others that wait for ever, because this host's own name means 127.0.1.1, or because the
+    address is forwarded from another machine and is not one of this machine's."""
     assert hosts_lib._bind_address("192.0.2.1:0") is None
     assert hosts_lib._bind_address("no.such.host.invalid:0") is None
     real = socket.create_server
@@ -54,13 +54,13 @@ def test_process_0_listens_where_others_reach_it(monkeypatch):
 
 
 def test_one_process_agrees_with_itself():
-    """A wait for processes that there are not."""
+    """A wait for processes that do not exist."""
     assert hosts_lib.process_allgather({"a": 1}) == [{"a": 1}]
     hosts_lib.assert_same_everywhere({"a": 1})
 
 
 def test_facts_that_differ_are_named(monkeypatch):
-    """Shards of different runs, trained together without a word."""
+    """Processes of different runs that silently train together."""
     monkeypatch.setattr(hosts_lib, "process_allgather",
                         lambda facts: [facts, facts, {"lr": 0.5, "seed": 1}])
     with pytest.raises(ConfigError, match="process 2 has seed 1 and process 0 has None"):
@@ -86,7 +86,7 @@ def test_the_watchdogs_limit_follows_from_what_was_measured(monkeypatch):
 
 
 def test_a_second_signal_acts_as_usual():
-    """A run that cannot be ended while its step hangs."""
+    """A run that cannot be interrupted while its step hangs."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)    # (ignored in background)
     before, stop = signal.getsignal(signal.SIGTERM), []
     with hosts_lib.stop_on_signals(stop):
@@ -107,8 +107,8 @@ def test_alone_a_failing_command_ends_as_any_does():
 # -------------------------------------------------------------------------------------------
 # In several processes
 
-# train.py, in which process 1 does something when it is to make a batch: its 12th if not another.
-# (The first is not of a step: its shape is looked at, before a checkpoint is.)
+# train.py, in which process 1 does something when it makes a batch: the 12th, unless another is
+# given. (The first batch is only for its shape, before the checkpoint is read.)
 AWRY = """
 import os, signal, sys, time
 sys.path.insert(0, os.getcwd())
@@ -131,7 +131,7 @@ def awry(folder, what, batch=12):
     return file
 
 
-# After its restore: every array as it is on the devices of all processes, to a file.
+# After the restore: writes every array, as the devices of all processes have it, to a file.
 STATE = """
 import os, sys
 sys.path.insert(0, os.getcwd())
@@ -175,9 +175,9 @@ def metrics(folder):
 
 @pytest.mark.full
 def test_one_run_on_any_number_of_processes(tmp_path, text):
-    """Two processes with two devices each; SIGTERM to one ends both after the same step. Four
-    processes go on with one device each, and one with four: from the same bits, with the same
-    losses."""
+    """A run that changes with the number of processes. Two processes with two devices each are
+    ended by a SIGTERM to one, after the same step; four processes with one device each, and one
+    with four, continue from the same bits with the same losses."""
     words = (*TWO, "--steps", 40, "--save_every", 15, "--dropout", 0.1, "--data", text)
     results = ends(hosts(2, *words, "--out", tmp_path / "whole"))
     assert all(status == 0 for status, *_ in results)
@@ -226,7 +226,7 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
 
 @pytest.mark.full
 def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
-    """One process goes on from one step, the other from another; or waits for it for ever."""
+    """Two processes that continue from different steps; one that waits for the other for ever."""
     words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3,
              "--data", text, "--out", tmp_path / "run")
     assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--steps", 6)))
@@ -241,7 +241,7 @@ def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
 
 @pytest.mark.full
 def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
-    """A moment at which one process is killed that leaves what two cannot continue."""
+    """A folder that two processes cannot continue, after a kill of one at some moment."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
              "--eval_every", 15, "--dropout", 0.1, "--data", text)
     survives_kills(1, int(os.environ.get("KILLS", 2)), tmp_path,
@@ -256,8 +256,8 @@ def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
     ("raise errors.ConfigError('a bad row')", "another process has ended"),
     ("time.sleep(600)", "a step took more than")])
 def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
-    """A process that waits for ever for one that is gone. They end in 15 seconds, and where one is
-    stalled 15 after the limit, which follows from the steps before."""
+    """A process that waits for ever for one that is gone. All must end in 15 seconds, or, if one is
+    stalled, 15 seconds after the limit, which depends on the previous steps."""
     file = awry(tmp_path, what)
     words = (*TWO, "--save_every", 5, "--data", text, "--out", tmp_path / "run")
     runs = hosts(2, *words, "--steps", 500, "--patience", 10, file=file)
@@ -284,7 +284,7 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
 
 @pytest.mark.slow
 def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
-    """On a slow disk, where the save is still under way and would be lost."""
+    """A save that is lost because it is still in progress, on a slow disk."""
     file = awry(tmp_path, "batch = collate(examples, length); "
                           "batch['weights'] *= float('nan'); return batch")
     slow = ("rename = os.rename\n"
@@ -305,7 +305,7 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
     ("lr", "process 1 has lr 0.25 and process 0 has 0.5"), ("data", "process 1 has fingerprint"),
     ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
 def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
-    """Different runs trained as one, or a wait without a word of what is missing."""
+    """Different runs that train as one; a wait without a message."""
     made, more = tmp_path / "made", {}
     words = [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
     with socket.socket() as taken:
@@ -341,7 +341,8 @@ def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
 
 @pytest.mark.slow
 def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkeypatch):
-    """By jax, from SLURM's variables, if --distributed asks for it: a laptop's run never looks."""
+    """Processes of SLURM that are not found with --distributed; a run on a laptop that looks for
+    them. (jax reads SLURM's variables.)"""
     def one(i):
         for name, value in {
                 "SLURM_JOB_ID": str(20000 + os.getpid() % 20000), "SLURM_PROCID": str(i),

@@ -28,7 +28,7 @@ from zigzag.tests.common import mesh_of
     ({}, (8, 1, 1, 1, 1, 1)), ({"tensor": 4}, (2, 1, 1, 1, 1, 4)),
     ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 1, 1, 2))])
 def test_data_takes_the_devices_that_are_left(sizes, shape):
-    """Tensor must be innermost: its neighbours are the closest devices."""
+    """A mesh in which tensor is not innermost, where neighbours are the closest devices."""
     mesh = make_mesh(**sizes)
     assert mesh.devices.shape == shape and mesh.axis_names == AXES
     assert [d.id for d in mesh.devices.flat] == list(range(8))
@@ -38,14 +38,15 @@ def test_data_takes_the_devices_that_are_left(sizes, shape):
     ({"tensor": 3}, ("tensor=3", "8", "1, 2, 4, 8")), ({"tensor": 16}, ("16", "8")),
     ({"tensr": 2}, ("tensr", "'tensor'"))])
 def test_an_impossible_mesh_names_the_numbers(sizes, words):
-    """An error from deep inside of jax, or one that does not say what would be accepted."""
+    """An error from inside jax, or one that does not say what would be accepted."""
     with pytest.raises(ConfigError) as e:
         make_mesh(**sizes)
     assert all(w in str(e.value) for w in words), e.value
 
 
 def test_axes_of_one_device_are_in_no_spec():
-    """The compiler fails on them, or sends whole gradients to nobody."""
+    """Axes of size 1 in specs: the compiler fails on them, or emits collectives of whole gradients
+    within groups of one device."""
     mesh = mesh_of("fsdp=2,tensor=2")
     assert drop_trivial_axes(P(("data", "fsdp", "expert"), "seq", "tensor"), mesh) == P(
         "fsdp", None, "tensor")
@@ -56,7 +57,7 @@ def test_axes_of_one_device_are_in_no_spec():
 # Varying types
 
 def types_in(mesh, fn, *specs):
-    """What fn, given arrays of these specs in a shard_map, says."""
+    """The result of fn for arrays of these specs, inside a shard_map."""
     found = []
 
     def local(*args):
@@ -70,8 +71,8 @@ def types_in(mesh, fn, *specs):
 
 
 def test_what_a_loop_carries_is_never_marked_over_tensor():
-    """There a type says that a thing is split: a whole weight marked beside the activations that it
-    meets would be taken for its first part."""
+    """An unsplit weight marked as varying over tensor, like the activations that it meets, and then
+    taken for one part of a split weight."""
     def fn(rows, weight, split):
         return [varying(a) for a in (*vary_like((rows, weight), rows, split),
                                      mark_varying(weight, split, also={"seq"}))]
@@ -81,8 +82,8 @@ def test_what_a_loop_carries_is_never_marked_over_tensor():
 
 
 def test_a_mark_makes_gradients_stay_local():
-    """The transpose of a mark is a sum: marked within what is differentiated, a weight's gradient
-    would be summed in every micro-batch; marked before, once, by hand."""
+    """A weight's gradient summed over devices in every micro-batch, because the mark (whose
+    transpose is a sum) is inside the differentiated function instead of before it."""
     def fn(x, w):
         inside = jax.grad(lambda w: jnp.sum(mark_varying(w, x)[0] * x))(w)
         before = jax.grad(lambda w: jnp.sum(w[0] * x))(mark_varying(w, x))
@@ -91,8 +92,8 @@ def test_a_mark_makes_gradients_stay_local():
     assert types_in("data=2", fn, P("data"), P()) == (set(), {"data"})
 
 
-def test_what_all_devices_compute_alike_is_counted_once():
-    """A sum over an axis whose devices have the same: times their number."""
+def test_a_value_that_is_equal_on_all_devices_is_counted_once():
+    """A sum over an axis of equal values, which is too large by the number of devices."""
     def local(rows, whole):
         sums = keep_on_first((rows.sum(), whole.sum()), {"data", "seq"})
         assert [varying(x) for x in sums] == [{"data", "seq"}] * 2
@@ -105,7 +106,7 @@ def test_what_all_devices_compute_alike_is_counted_once():
 
 
 def test_equal_copies_become_one_value():
-    """A sum of them, or the copy of a device that has another."""
+    """A sum of the copies, or the value of a device that has another one."""
     def local(x):
         return pmean_all({"a": mark_varying(jnp.float32(3.0), x), "b": jnp.float32(2.0)})
 
@@ -115,7 +116,7 @@ def test_equal_copies_become_one_value():
 
 
 def test_untyped_is_what_one_device_computes():
-    """A function of shard.py that sends something where every device is to compute alone."""
+    """A function of shard.py that communicates although every device should compute by itself."""
     seen = []
 
     def fn(x):

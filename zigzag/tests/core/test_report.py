@@ -1,4 +1,4 @@
-"""What a person sees: devices, configuration, collectives, steps and evaluations."""
+"""The output of a run: devices, configuration, collectives, steps and evaluations."""
 
 import dataclasses
 import json
@@ -28,7 +28,8 @@ class Config:
 
 
 def fake_mesh(processes, each, kind="TPU v5 lite", platform="tpu"):
-    """What a header reads of a mesh, with ids as JAX gives them to processes on CPU."""
+    """A stand-in for a mesh with everything that a header reads, with ids like JAX's for processes
+    on CPU."""
     devices = np.array([SimpleNamespace(id=2048 * p + i, process_index=p, device_kind=kind,
                                         platform=platform)
                         for p in range(processes) for i in range(each)]).reshape(processes, each)
@@ -37,7 +38,7 @@ def fake_mesh(processes, each, kind="TPU v5 lite", platform="tpu"):
 
 
 def test_the_header_has_a_line_for_each_process(capsys):
-    """A host that is missing, or has fewer devices than the others, is found here or never."""
+    """A header that does not show that a host is missing, or has fewer devices than the others."""
     reporter = report.Reporter(steps=10)
     reporter.header(Config(), fake_mesh(2, 2), "5 parameters", "the table", "the timeline",
                     ["node-a", "node-b"], ["the sizes", "", "the options"])
@@ -57,7 +58,7 @@ def test_the_header_has_a_line_for_each_process(capsys):
 
 
 def test_only_process_0_prints(capsys):
-    """Every line once for each process."""
+    """Every line printed once for each process."""
     reporter = report.Reporter(steps=1)
     reporter.is_quiet = True
     reporter.line("text")
@@ -66,8 +67,8 @@ def test_only_process_0_prints(capsys):
 
 
 def test_the_options_are_those_that_somebody_has_changed():
-    """A start of seventeen lines, of which a person has chosen three words; an option that was
-    given and is not shown; one that follows from others, as if it had been given."""
+    """A start of seventeen lines for a command with three flags; an option that was given and is
+    not shown; a derived option that is shown as if it had been given."""
     assert report.options_text(train.parse([]), set()) == ""
     config = train.parse(["--layers", "6", "--heads", "4", "--steps", "50", "--data", "a", "b",
                           "--tied", "--lr", "0.01", "--d_ff", "384"])
@@ -81,8 +82,8 @@ def test_the_options_are_those_that_somebody_has_changed():
 
 
 def test_a_start_says_the_sizes_in_words(capsys):
-    """Sizes of a decoder that a custom loss has not; an image's, of a model of bytes; a record that
-    lost what the screen no longer shows."""
+    """Sizes of a decoder shown for a custom loss, or sizes of pictures for a model of text; a
+    record without the values that the screen no longer shows."""
     say = report.Reporter(1)
     config = make(kv_heads=2, experts=4)
     loop.report_header(program_of(config, "tensor=2"), say, (1, 1), ())
@@ -107,8 +108,8 @@ def test_a_start_says_the_sizes_in_words(capsys):
 
 
 def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
-    """Norms and biases between which a person looks for the weights that matter; a table that
-    shard.py shortens too; a matrix among the small ones; bytes that are counted nowhere."""
+    """A table in which norms and biases hide the important weights; a short table in shard.py too;
+    a matrix among the small weights; bytes that are not counted."""
     program, say = program_of(make(optimizer="muon"), "tensor=2"), report.Reporter(1)
     loop.report_header(program, say, (1, 1), ())
     short = capsys.readouterr().out
@@ -119,7 +120,7 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     assert re.search(rf"^3 small weights +whole +{held} B  scales and biases: attn_norm, mlp_norm, "
                      r"norm$", short, re.M), short
     assert "layers.w_up" in short and "layers.attn_norm" not in short
-    # Muon's matrices have one moment. What is said is what the program's state takes.
+    # (Muon's matrices have one moment. The text must say what the program's state takes.)
     state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
                     for x in jax.tree.leaves(program.state["opt"]))
     assert f"{human_bytes(state)} of the optimizer's state" in short
@@ -129,7 +130,7 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
 
 
 def test_collectives_are_told_beside_what_was_expected(capsys):
-    """One that nobody expected, or that is missing, must be seen."""
+    """A collective that is unexpected, or missing, and not visible in the report."""
     def collective(kind, size):
         return SimpleNamespace(kind=kind, axis="tensor", count=3, bytes=size)
 
@@ -143,7 +144,7 @@ def test_collectives_are_told_beside_what_was_expected(capsys):
 
 
 def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):
-    """A log of a million lines; a rate that the first step's compiling spoils."""
+    """A log of a million lines; a rate that includes the compilation in the first step."""
     reporter = report.Reporter(steps=100)
     for at in range(1, 101):
         reporter.step({"step": at, "loss": 2.0, "mfu": None, "tokens": 100, "grad_norm": 1.0,
@@ -160,7 +161,7 @@ def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):
 
 
 def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
-    """A speed that falls with each row of padding, though the devices compute as much as before."""
+    """A speed that falls with padding, although the devices compute as much as before."""
     reporter = report.Reporter(steps=100)
     row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
     reporter.step(row, 0.5, 10, (100, 30))
@@ -172,7 +173,7 @@ def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
 
 
 def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch):
-    """0 s left, and then an evaluation that takes longer than all steps did."""
+    """A time left of 0 s before an evaluation that takes longer than all steps."""
     reporter = report.Reporter(steps=10)
     row = {"step": 10, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
     reporter.step(row, 0.5, 10, others=lambda usual: 40 * usual)
@@ -192,8 +193,8 @@ def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch
 
 
 def test_an_evaluation_is_told_beside_the_training_loss(capsys):
-    """A held-out loss says little without it; what a model predicts may hold escape codes; a prompt
-    that nobody can tell from what the model wrote."""
+    """A held-out loss without the training loss to compare it with; predictions that print escape
+    codes; a prompt that cannot be told from the model's text."""
     reporter = report.Reporter(steps=100)
     row = {"step": 20, "eval_loss": 2.5, "bits_per_byte": 3.6, "train_loss": 2.25}
     reporter.evaluation(row, ["a\x1b[2Jb\nc", {"prompt": "d\n\ne", "written": "f\n"}])
@@ -212,7 +213,7 @@ def test_an_evaluation_is_told_beside_the_training_loss(capsys):
 
 
 def test_the_mean_loss_skips_what_is_not_finite():
-    """One step without a finite loss would hide all the others."""
+    """A mean loss of NaN because of one step without a finite loss."""
     for losses, mean in (([1.0, float("nan"), 3.0, float("inf")], 2.0), ([float("nan")], None),
                          ([], None)):
         say = report.Reporter(1)
@@ -221,7 +222,8 @@ def test_the_mean_loss_skips_what_is_not_finite():
 
 
 def test_each_evaluation_has_the_mean_of_the_losses_since_the_one_before():
-    """Means that run on from the start of the run, or lose the step before an evaluation."""
+    """Means over the whole run instead of since the last evaluation; a mean without the step before
+    the evaluation."""
     config = make(steps=7, eval_every=3)
     rows, _ = learn(config, held_out=tokens_of(config, 8, 5))
     losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
@@ -247,7 +249,7 @@ def test_a_continued_runs_training_loss_is_that_of_a_whole_one(tmp_path):
 
 
 def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
-    """The parts are right and the command does not use them."""
+    """Correct parts that the command does not use."""
     done = command(*SMALL, "--steps", 4, "--eval_every", 2, "--mesh", "data=2", "--data", text,
                    "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -262,6 +264,7 @@ def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
 
 
 def test_a_device_of_a_torus_says_where_it_lies():
-    """Which chips make an axis cannot be seen from their numbers alone."""
+    """A header without the coordinates of chips: their numbers alone do not show which chips form
+    an axis."""
     assert report._place(SimpleNamespace(id=3, coords=(1, 0, 2))) == "3 at 1,0,2"
     assert report._place(SimpleNamespace(id=3)) == "3"

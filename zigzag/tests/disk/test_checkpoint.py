@@ -1,4 +1,4 @@
-"""A run's folder: what is saved is what comes back, whatever happens to the process or the disk.
+"""A run's folder: the saved state comes back, whatever happens to the process or the disk.
 
 More of the random tests: FLIPS=500 KILLS=20 pytest zigzag/tests -m "slow or not slow" -k "flipped
 or kills".
@@ -68,13 +68,13 @@ def flip(file, byte=None, bit=2):
 
 
 # -------------------------------------------------------------------------------------------
-# A run that goes on
+# Continuing a run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])
 def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
-    """Weights, optimizer, randomness (dropout is on) or the position in the data lost; a step
-    twice in the metrics. Stopped by SIGTERM, by Ctrl-C, and by kill -9."""
+    """Weights, optimizer, randomness (dropout is on) or the position in the data that are lost; a
+    step that is twice in the metrics. Stopped by SIGTERM, by Ctrl-C, and by kill -9."""
     words = (*SMALL, "--mesh", mesh, "--steps", 150, "--save_every", 20, "--eval_every", 35,
              "--dropout", 0.1, "--data", text)
     assert command(*words, "--out", tmp_path / "whole").returncode == 0
@@ -95,7 +95,7 @@ def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
 
 @pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path, text):
-    """A moment at which kill -9 leaves what cannot be continued, or is continued wrongly."""
+    """A folder that cannot be continued, or is continued wrongly, after kill -9 at some moment."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
              "--eval_every", 15, "--dropout", 0.1, "--data", text)
     survives_kills(0, int(os.environ.get("KILLS", 4)), tmp_path,
@@ -103,12 +103,12 @@ def test_kills_at_random_moments_change_nothing(tmp_path, text):
 
 
 def test_a_save_is_there_whatever_comes_after_it(tmp_path):
-    """orbax loses the save in flight unless it is closed, also where an exception ends the run."""
+    """A save in flight that is lost because orbax is not closed, after an exception too."""
     made = []
 
     def collate(examples):
         made.append(1)
-        if len(made) == 5:      # the first is for its shape; two steps, a save, one more step
+        if len(made) == 5:      # the first is for its shape; then two steps, a save, one more step
             raise KeyError("ours")
         return data.collate(examples, 16)
 
@@ -120,14 +120,14 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
 
 
 def test_a_save_that_was_not_made_is_said(tmp_path, monkeypatch):
-    """orbax refuses a save by returning False."""
+    """A save that orbax refuses by returning False, unnoticed."""
     monkeypatch.setattr(ocp.CheckpointManager, "save", lambda *_, **__: False)
     with pytest.raises(RunError, match="the checkpoint of step 2 was not saved"):
         learn(make(steps=4, save_every=2, out=str(tmp_path / "run")))
 
 
 def test_no_save_waits_for_its_checksums_to_be_compiled(tmp_path, monkeypatch):
-    """The first save would stop the devices for as long as the compiler takes."""
+    """A first save that stops the devices while its checksums compile."""
     made, real = [], checkpoint.checksums
     monkeypatch.setattr(checkpoint, "checksums", lambda tree: made.append("sums") or real(tree))
     learn(make(steps=2, save_every=2, out=str(tmp_path / "run")),
@@ -137,7 +137,7 @@ def test_no_save_waits_for_its_checksums_to_be_compiled(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, text):
-    """The write fails in the background, after the loop has gone on: status 0 and no checkpoint."""
+    """Status 0 and no checkpoint, because the write fails in the background."""
     out = tmp_path / "run"
     words = ("--data", text, "--out", out, *SMALL, "--save_every", 2)
     assert command(*words, "--steps", 4).returncode == 0
@@ -152,8 +152,8 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, 
 
 
 def test_what_was_cut_short_is_cleared_away(run):
-    """A save that was killed keeps its room on the disk; a line of metrics that was cut short,
-    also of its newline alone, is joined to the next."""
+    """A killed save that keeps its space on the disk; a truncated line of metrics (perhaps only its
+    newline is missing) that is joined to the next."""
     shutil.copytree(run / "checkpoints/6", run / "checkpoints/5.orbax-checkpoint-tmp")
     lines = (run / "metrics.jsonl").read_text()
     for cut in (1, 9):
@@ -166,7 +166,7 @@ def test_what_was_cut_short_is_cleared_away(run):
 
 
 def test_two_runs_do_not_write_in_one_folder(run):
-    """orbax lets both write, and what they leave cannot be read."""
+    """Two runs that both write, which orbax allows, and leave a folder that cannot be read."""
     with open(run / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another run is writing there"):
@@ -175,7 +175,7 @@ def test_two_runs_do_not_write_in_one_folder(run):
 
 
 def test_a_run_of_another_task_is_refused(capsys, tmp_path):
-    """Its weights would be read as a transformer's, or its folder be written to."""
+    """Weights of another task read as a transformer's, or its folder written to."""
     task = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
                 collate=lambda e: {"x": np.stack(e)}, loss=lambda p, b: (jnp.sum(p["w"]), 1))
     learn(make(steps=1, out=str(tmp_path / "o")), **task)
@@ -197,15 +197,15 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
     (b'{"layers": 2, "published": "[3"}', "with its model_type"),
     (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])
 def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
-    """A traceback for a damaged config.json, or a folder that is no run's."""
+    """A traceback for a damaged config.json, or for a folder that is not a run's."""
     if record is not None:
         (tmp_path / "config.json").write_bytes(record)
     with pytest.raises(ConfigError, match=says):
         checkpoint.read_run(tmp_path, transformer.Config)
 
 
-def test_a_field_that_is_younger_than_a_run_was_its_default(tmp_path):
-    """A run of an earlier version, continued with another value of a new field, read wrongly."""
+def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
+    """A run of an earlier version that is continued with another value of a new field."""
     (tmp_path / "config.json").write_text('{"layers": 2, "d_model": 64, "data": ["a"]}')
     assert train.read_old(tmp_path)["layers"] == 2
     check = checkpoint.check_run_folder
@@ -233,7 +233,8 @@ OLD = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="flo
                        '"original_max_position_embeddings": 16}'), "transformer"),
     (dict(network="transformer"), "transformer"), (dict(network="decoder", experts=4), "decoder")])
 def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, more, network):
-    """A run with a window that loads as the plain decoder, whose weights have the same shapes."""
+    """A run with a window that is loaded as the plain decoder, whose weights have the same
+    shapes."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, **more}))
     old = train.read_old(tmp_path)
     assert old["network"] == network
@@ -243,7 +244,7 @@ def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, mo
 
 
 def test_another_network_does_not_continue_a_run(tmp_path):
-    """The same shapes, other functions: a run with a window that goes on without one."""
+    """A run with a window that continues without one, since the shapes are the same."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
     with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
         checkpoint.check_run_folder(str(tmp_path), train.facts_of(make(**OLD)), train.read_old)
@@ -253,7 +254,7 @@ def test_another_network_does_not_continue_a_run(tmp_path):
 # Damage
 
 def test_a_checksum_is_of_every_bit_and_of_no_mesh():
-    """Sums that two exchanged elements, or a bit of little weight, leave as they were."""
+    """Checksums that do not change when two elements are exchanged, or for some bits."""
     x = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
     mesh = mesh_of("data=2,tensor=4")
     specs = [jax.P(), jax.P("data"), jax.P(None, None, "tensor"), jax.P("tensor", None, "data")]
@@ -278,7 +279,7 @@ def test_a_checksum_is_of_every_bit_and_of_no_mesh():
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "renamed",
                                   "foreign"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, run):
-    """A flipped byte is restored silently by orbax; an empty folder counts as a checkpoint."""
+    """A flipped byte that orbax restores silently; an empty folder that counts as a checkpoint."""
     rows = saved[1]
     newest = run / "checkpoints/6"
     file = largest(newest / "params")
@@ -312,7 +313,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
 
 
 def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
-    """The step of a checkpoint that was damaged, and not used."""
+    """A change recorded at the step of a damaged checkpoint, which was not used."""
     largest(run / "checkpoints/6/params").unlink()
     learn(make(steps=5, save_every=9, lr=0.001, change=("lr",), out=str(run)))
     learn(make(steps=5, save_every=9, lr=0.001, out=str(run)))
@@ -321,7 +322,7 @@ def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
 
 
 def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
-    """A name that is taken, and the run that cannot be continued for it."""
+    """A run that cannot be continued because the name of its damaged checkpoint is taken."""
     (run / "checkpoints/damaged-6").mkdir()
     (run / "checkpoints/damaged-6-1").mkdir()
     largest(run / "checkpoints/6/params").unlink()
@@ -330,7 +331,7 @@ def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
 
 
 def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(run):
-    """Its metrics would be overwritten by those of a new run."""
+    """A new run that overwrites the metrics of one whose checkpoints are all damaged."""
     for step in (2, 4, 6):
         largest(run / f"checkpoints/{step}/opt").write_bytes(b"")
     lines = (run / "metrics.jsonl").read_text()
@@ -340,7 +341,7 @@ def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itse
 
 
 def test_a_flipped_byte_passes_only_where_nobody_looks(run):
-    """Arrays of another kind, which orbax casts silently; --verify off that verifies."""
+    """Arrays of another dtype, which orbax casts silently; --verify off that verifies."""
     meta = largest(run / "checkpoints/6/meta")
     was = json.loads(meta.read_text())
     leaves = {**was["leaves"], "params.embed": "bfloat16[128, 32]"}
@@ -354,7 +355,7 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(run):
 
 
 def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
-    """A disk that cannot be reached for a moment, and all checkpoints renamed for it."""
+    """All checkpoints renamed because the disk could not be reached for a moment."""
     def fail(*_):
         raise OSError(5, "Input/output error")
 
@@ -367,7 +368,7 @@ def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
 
 
 def test_what_reads_a_run_looks_at_what_it_reads(run, capsys):
-    """sample.py and load_run with damaged weights: they are passed over, and it is said."""
+    """Damaged weights in sample.py and load_run: they must be skipped, with a message."""
     want, _ = networks.load_run(run, step=4)
     for step, says in {6: "checkpoint 6 is damaged", 4: "checkpoint 4 is damaged"}.items():
         flip(largest(run / f"checkpoints/{step}/params"))
@@ -386,8 +387,8 @@ class Restored(Exception):
 
 @pytest.mark.parametrize("item", ["params", *(slow(item) for item in ("opt", "meta", ""))])
 def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
-    """A file, or a byte of one, that no checksum covers: either the checkpoint before is used, or
-    the state is the one that was saved."""
+    """A file, or a byte of one, that no checksum covers: either the previous checkpoint is used, or
+    the state is the saved one."""
     real = checkpoint.RunFolder.restore
 
     def restore(self, say):

@@ -1,4 +1,5 @@
-"""Text to tokens to batches: nothing is lost, nothing changes unseen, the order is a function."""
+"""From text to tokens to batches: nothing is lost, no change goes unseen, and the order of examples
+is a function of (seed, step)."""
 
 import json
 import os
@@ -17,7 +18,7 @@ from zigzag.tests.common import ROOT, SMALL, WORDS, command, learn, make, refuse
 
 
 def test_data_needs_no_jax():
-    """Seconds of imports, and devices taken, by a script that only prepares text."""
+    """A script that only prepares text, and imports jax: seconds, and devices that it occupies."""
     code = "import data, sys; assert 'jax' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -25,8 +26,8 @@ def test_data_needs_no_jax():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 1000, 4097])
 def test_each_epoch_is_a_shuffle_without_repeats(count):
-    """An example that is seen twice in an epoch, or never; an order that depends on how many are
-    asked for at a time."""
+    """An example that is seen twice in an epoch, or never; an order that depends on the size of the
+    request."""
     everything = data.order(count, 7, 0, 3 * count)
     epochs = everything.reshape(3, count)
     assert all(sorted(e) == list(range(count)) for e in epochs)
@@ -45,8 +46,8 @@ def test_order_takes_no_memory():
 
 
 def test_bytes_and_pieces_give_the_text_back(tmp_path, text):
-    """Newlines, runs of spaces, tabs and other scripts that a normaliser would change; bytes that
-    are no text."""
+    """Newlines, runs of spaces, tabs and other scripts that a normaliser changes; bytes that are
+    not text."""
     corpus = data.prepare([str(text)], tmp_path / "p", 400)
     assert corpus.tokenizer.vocab_size == 400 and corpus.train.dtype == np.uint16
     for tokenizer in (corpus.tokenizer, data.Bytes()):
@@ -61,7 +62,7 @@ def test_bytes_and_pieces_give_the_text_back(tmp_path, text):
 
 
 def test_prepared_tokens_are_the_files(tmp_path, text):
-    """A file that is left out, or in both splits; a file of tokens that was cut short."""
+    """A file that is missing, or in both splits; a truncated file of tokens."""
     corpus = data.prepare([str(text)], tmp_path / "d")
     for split in data.SPLITS:
         tokens = getattr(corpus, split)
@@ -77,8 +78,8 @@ def test_prepared_tokens_are_the_files(tmp_path, text):
 
 
 def test_data_that_was_changed_is_refused(tmp_path, text):
-    """Tokens changed in place since they were made, of another type, or of another tokenizer,
-    would train without a word."""
+    """Silent training on tokens that were changed since they were made, or that have another type
+    or tokenizer."""
     folder = tmp_path / "d"
     data.prepare([str(text)], folder, 400)
     record = json.loads((folder / "data.json").read_text())
@@ -112,7 +113,7 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
 
 
 def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text):
-    """A device would silently take another id for it."""
+    """An id that does not exist, for which a lookup silently takes another row."""
     folder, out = tmp_path / "d", tmp_path / "run"
     data.prepare([str(text)], folder)
     tokens = np.memmap(folder / "train.bin", np.uint16, "r+")
@@ -129,8 +130,8 @@ def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text):
 
 
 def test_any_bytes_are_text(tmp_path):
-    """Empty files, bytes that are no UTF-8, or one very long line, left out or a crash; ids that
-    wrap around in uint16."""
+    """Empty files, bytes that are not UTF-8, or one very long line, which are left out or crash;
+    ids that wrap around in uint16."""
     folder = tmp_path / "t"
     folder.mkdir()
     words = " ".join(a + b for a in WORDS for b in WORDS)
@@ -157,21 +158,21 @@ def test_a_few_examples_go_round_for_ever():
 
 
 def test_one_file_still_has_a_held_out_end(tmp_path):
-    """Nothing held out, or everything, where the hash of one name decides."""
+    """Nothing held out, or everything, because the hash of a single name decides."""
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
     corpus = data.prepare([str(tmp_path / "a.txt")], tmp_path / "d")
     assert len(corpus.held_out) == 100 and len(corpus.train) == 901
 
 
 def test_without_library_sources_the_way_out_is_named(monkeypatch, tmp_path):
-    """A Python without its sources: the default corpus is empty."""
+    """An empty default corpus, in a Python without its sources, and no advice."""
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="--data"):
         data.documents([])
 
 
 def test_windows_cover_everything_once():
-    """A token that is never a target, or one twice."""
+    """A token that is never a target, or twice."""
     rows = data.Windows(np.arange(101), 10)
     assert len(rows) == 10 and [r[0] for r in rows] == list(range(0, 100, 10))
     assert all(len(r) == 11 for r in rows)
@@ -204,8 +205,8 @@ def test_bad_data_is_one_line(capsys, tmp_path):
     ("a.json", '{"text": "a"}\n{"text": "b"}\n', True), ("a.json", '{\n "text": "a"\n}\n', False),
     ("a.json", '{"text": "a"}\n', False), ("a.txt", '{"text": "a"}\n{"text": "b"}\n', False)])
 def test_lines_of_json_are_not_learned_as_text(tmp_path, capsys, name, content, is_refused):
-    """Braces and field names that a model writes for ever; files of a folder that are left out
-    without a word."""
+    """A model that learns to write braces and field names; files of a folder that are silently left
+    out."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "b.txt").write_text("some text\n" * 100)
@@ -224,7 +225,7 @@ def test_lines_of_json_are_not_learned_as_text(tmp_path, capsys, name, content, 
 
 
 def test_messages_of_data_py_speak_of_its_own_words(tmp_path, capsys):
-    """--data, which data.py does not have."""
+    """A message of data.py about --data, a flag that it does not have."""
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     data.prepare([str(tmp_path / "a.txt")], tmp_path / "made")
     (tmp_path / "empty").write_text("")

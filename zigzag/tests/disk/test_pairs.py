@@ -40,7 +40,7 @@ def write(path, *records):
 
 
 def texts(part):
-    """What the tokens of a part (as bytes) say, without their ends."""
+    """The texts of a part, whose tokens are bytes, without their ends."""
     return [tuple(data.Bytes().decode(ids) for ids in part[i]) for i in range(len(part))]
 
 
@@ -48,8 +48,8 @@ def texts(part):
 # Batches
 
 def test_the_decoder_sees_its_targets_one_place_later():
-    """A decoder that sees the token that it has to predict, or is never told where a text begins;
-    padding that is learned from."""
+    """A decoder that sees the token that it must predict, or never sees the start of a text;
+    padding that counts in the loss."""
     batch = data.collate_pairs(pairs_of(([5, 6, END], [7, 8, END]), ([9, END], [END])), 4, 5,
                                START, END, pad=3)
     want = {"source": [[5, 6, 1, 3], [9, 1, 3, 3]], "source_mask": [[1, 1, 1, 0], [1, 1, 0, 0]],
@@ -68,7 +68,7 @@ def test_the_decoder_sees_its_targets_one_place_later():
     (2, [2], [2], [2]),                                 # an empty text, where start and end are one
     (2, [], [], [])])
 def test_the_start_is_there_once(start, target, tokens, targets):
-    """Two starts, or none; and an empty text from which nothing is learned."""
+    """Two starts, or none; an empty text without a target."""
     batch = data.collate_pairs(pairs_of(([5], target)), 1, 6, start, end=2)
     n = int(batch["weights"].sum())
     assert batch["tokens"][0, :n].tolist() == tokens
@@ -77,7 +77,7 @@ def test_the_start_is_there_once(start, target, tokens, targets):
 
 @pytest.mark.slow
 def test_targets_are_shifted_as_in_transformers():
-    """A model that was trained there sees other tokens here."""
+    """Other decoder inputs than in transformers, where the model was trained."""
     torch, bart = peer("torch"), peer("transformers.models.bart.modeling_bart")
     t5 = peer("transformers.models.t5.modeling_t5").T5ForConditionalGeneration
     rng = np.random.default_rng(0)
@@ -96,8 +96,8 @@ def test_targets_are_shifted_as_in_transformers():
 
 
 def test_what_is_too_long_is_cut_and_still_ends():
-    """A model that learns never to stop, or an encoder that sees no end; an end where a text has
-    none."""
+    """A model that never learns to stop, because truncation removes the end; an encoder that sees
+    no end; an end that is added to a text without one."""
     rows = pairs_of(([5, 6, 7, 8, END], [4, 5, 6, 7, END]), ([5, 6, 7, 8], [0, 4, 5, 6, 7, END]))
     batch = data.collate_pairs(rows, 3, 4, START, END)
     assert batch["source"].tolist() == [[5, 6, END], [5, 6, 7]]
@@ -109,8 +109,8 @@ def test_what_is_too_long_is_cut_and_still_ends():
 
 
 def test_the_loss_does_not_depend_on_padding():
-    """Averages of averages: a row's weight depends on which rows lie beside it, or how long they
-    are. (Redco's does.)"""
+    """Averages of averages: a row's weight that depends on the other rows, or on their lengths. (As
+    in Redco.)"""
     rng = np.random.default_rng(0)
     rows = pairs_of(*(([5, END], [*rng.integers(2, 90, rng.integers(0, 12)), END])
                       for _ in range(16)))
@@ -133,8 +133,8 @@ def test_the_loss_does_not_depend_on_padding():
 # Lines of JSON
 
 def test_every_line_is_one_pair(tmp_path):
-    """A text that is cut in two at U+2028 or U+0085, an empty line as a pair or an error, the last
-    line lost, \\r in a text, a mark at the beginning of a file that is no JSON."""
+    """A text that is cut in two at U+2028 or U+0085, an empty line read as a pair or an error, a
+    lost last line, \\r in a text, a byte order mark that is read as JSON."""
     lines = ['{"source": "a\u2028b", "target": "c\u0085d"}', "",
              '{"target": "y", "source": "x"}\r', "  ",
              ' {"source": "", "target": "\\n", "more": [1]} ', '{"source": "é", "target": ""}']
@@ -150,7 +150,7 @@ def test_every_line_is_one_pair(tmp_path):
 
 
 def test_other_names_of_fields(tmp_path):
-    """The two texts the wrong way round, or a run that goes on with others than it began with."""
+    """The two texts exchanged, or a run that continues with other fields."""
     path = write(tmp_path / "a.jsonl", {"de": "eins", "en": "one"}, {"de": "zwei", "en": "two"})
     there, back = (Pairs(path, data.Bytes(), f) for f in (("de", "en"), ("en", "de")))
     assert texts(there.train) == [("eins", "one")] and texts(back.train) == [("one", "eins")]
@@ -158,8 +158,8 @@ def test_other_names_of_fields(tmp_path):
 
 
 def test_a_line_that_is_added_moves_no_other(tmp_path):
-    """A pair that was learned from is held out when the data grows, or when lines change places; a
-    source that is learned from and held out too."""
+    """A training pair that is held out when the data grows, or when lines are reordered; a source
+    that is in both splits."""
     path = digit_pairs(tmp_path / "a.jsonl", 2000)
     before = Pairs(path, data.Bytes())
     held_out, learned = set(texts(before.held_out)), set(texts(before.train))
@@ -174,13 +174,13 @@ def test_a_line_that_is_added_moves_no_other(tmp_path):
     assert after.fingerprint != before.fingerprint
     again = Pairs(path, data.Bytes())
     assert again.fingerprint == after.fingerprint and texts(again.train) == texts(after.train)
-    with pytest.raises(ConfigError, match="a.jsonl was changed"):
+    with pytest.raises(ConfigError, match="a.jsonl has changed"):
         before.train[0]
 
 
 @pytest.mark.parametrize("count, held_out", [(2, 1), (9, 1), (40, 4)])
 def test_few_sources_have_their_last_tenth_held_out(tmp_path, count, held_out):
-    """Nothing to judge by, or nothing to learn from, where the hash of one source decides."""
+    """Nothing held out, or nothing to train on, because the hash of a single source decides."""
     path = write(tmp_path / "a.jsonl", *({"source": "q", "target": str(i)} for i in range(count)))
     found = Pairs(path, data.Bytes())
     assert [t for _, t in texts(found.held_out)] == [
@@ -194,10 +194,10 @@ def test_few_sources_have_their_last_tenth_held_out(tmp_path, count, held_out):
     ('{"source": "a", "tagret": "b"}', "no field 'target', it has 'source', 'tagret';.*did you "
                                        "mean 'tagret'"),
     ("{}", "no field 'source', it has nothing"), ('{"source": "a", "target": 7}', "'target' is 7"),
-    ('{"source": null, "target": ""}', "'source' is None, which is no text"),
+    ('{"source": null, "target": ""}', "'source' is None, which is not text"),
     ('{"source": "\\ud800", "target": ""}', "'source' has half a character")])
 def test_a_bad_line_is_named(tmp_path, line, says):
-    """A traceback, or a run that stops in its third hour, for a line that nobody can find."""
+    """A traceback, or a run that stops in its third hour, without the number of the bad line."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"source": "a", "target": "b"}\n\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace("[", r"\[")) as e:
@@ -207,7 +207,7 @@ def test_a_bad_line_is_named(tmp_path, line, says):
 
 
 def test_data_without_pairs_is_one_line(tmp_path):
-    """A traceback, or training on nothing; an id that a device would silently take another for."""
+    """A traceback, or training on nothing; an id for which a lookup would take another row."""
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "none").mkdir()
     one = write(tmp_path / "one.jsonl", {"source": "a", "target": "z"})
@@ -242,8 +242,8 @@ def spiece(tmp_path_factory):
 
 
 def test_a_spiece_model_is_the_tokenizer_of_a_t5(tmp_path, spiece):
-    """A folder that is refused, ids of gaps that are cut into pieces, a beginning that T5 has
-    never seen, or a run that cannot be opened without the folder."""
+    """A published T5's folder that is refused; ids of gaps that are cut into pieces; a start that
+    T5 has never seen; a run that cannot be opened without the folder."""
     made = tokenizers.published_tokenizer(spiece, 160)
     assert (made.kind, made.vocab_size, made.separator, made.ends) == ("spiece.model", 160, 1, (1,))
     ids = made.with_ends("bala <extra_id_0> frata")
@@ -269,7 +269,7 @@ def test_a_spiece_model_is_the_tokenizer_of_a_t5(tmp_path, spiece):
 
 
 def test_another_spiece_model_is_refused(tmp_path):
-    """ALBERT's, which needs its text in lower case: it would be read as T5's, without a word."""
+    """ALBERT's spiece.model, which needs text in lower case, silently read as T5's."""
     peer("sentencepiece").SentencePieceTrainer.train(
         sentence_iterator=iter(WORDS), model_prefix=str(tmp_path / "spiece"), vocab_size=40,
         control_symbols=["[CLS]", "[SEP]"], minloglevel=2)
@@ -280,7 +280,7 @@ def test_another_spiece_model_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_t5_texts_end_as_in_transformers(tmp_path, spiece):
-    """Ids, of text, gaps and ends, that the published weights never saw: of spiece.model, and of
+    """Ids of text, gaps and ends that the published weights never saw, from spiece.model or from
     the tokenizer.json that transformers makes of it."""
     t5 = peer("transformers")
     t5.T5Tokenizer(str(spiece / "spiece.model")).save_pretrained(tmp_path / "slow")
@@ -311,7 +311,7 @@ def test_bart_texts_end_as_in_transformers(tmp_path, text):
 
 
 def test_every_tokenizer_ends_a_text(tmp_path, text):
-    """A model that is never told to stop."""
+    """A model that never learns to stop."""
     pieces = data.prepare([str(text)], tmp_path, 400).tokenizer
     for made in (data.Bytes(), pieces):
         ids = list(made.with_ends("7 and 8"))
@@ -320,7 +320,7 @@ def test_every_tokenizer_ends_a_text(tmp_path, text):
 
 
 def test_a_tokenizer_json_that_adds_no_end_gets_one(tmp_path, text):
-    """A decoder's tokenizer adds only a beginning, or nothing."""
+    """Targets without an end, because a decoder's tokenizer adds only a beginning, or nothing."""
     peer("tokenizers")
     made = tokenizers.published_tokenizer(published_files(tmp_path, text), 300)
     assert made.with_ends("and") == [*made.encode("and"), 1] and made.with_ends("") == [1]
@@ -343,8 +343,8 @@ def folder_of(path, arrays):
 
 
 def test_arrays_are_rows(tmp_path):
-    """Rows of one array with those of another, an array that is read whole for one row, an example
-    in both parts."""
+    """Rows of different examples put together, an array that is read completely for one row, an
+    example in both splits."""
     arrays = some()
     np.savez(tmp_path / "a.npz", **arrays)
     np.savez_compressed(tmp_path / "c.npz", **arrays)
@@ -367,8 +367,8 @@ def test_arrays_are_rows(tmp_path):
 
 
 def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
-    """A pickle that runs somebody else's code, rows that belong to no others, a class or an id that
-    a device would silently take another for, a file that is cut short."""
+    """A pickle that runs foreign code, arrays with different numbers of rows, a class or an id for
+    which a lookup would silently take another row, a truncated file."""
     def says(text, arrays=None, raw=None, **given):
         path = tmp_path / "a.npz"
         if arrays is not None:
@@ -386,7 +386,7 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
     says("different numbers of rows.*pixels 20, labels 19", {**good, "labels": good["labels"][1:]})
     says("rows.*labels 0", {**good, "labels": np.array(3)})
-    says("0 examples; expected two", {"labels": np.array(3)})
+    says("0 examples; expected at least two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
     says("1 examples", {"x": np.zeros((1, 2))})
     says("no array 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
@@ -419,7 +419,7 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
 
 
 def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
-    """Numbers that are no ids; a kind of token that a device would take another for; a traceback
+    """Numbers that are not ids; a token type for which a lookup would take another row; a traceback
     in the middle of a step."""
     tokens, labels = np.ones((8, 4), int), np.zeros(8, int)
     config = config_of(causal=False, head="classes", labels=2, vocab_size=9, seq_len=4)
@@ -444,7 +444,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_arrays_goes_on(tmp_path, capsys):
-    """A run that says of itself that it is another task's, as it has no tokenizer; and --bench."""
+    """A run of arrays refused as one of another task, because it has no tokenizer; also --bench."""
     np.savez(tmp_path / "a.npz", tokens=np.ones((8, 4), int), labels=np.zeros(8, int),
              mask=np.ones((8, 4)))
     words = ["--model", "transformer", "--data", tmp_path / "a.npz", "--causal", "false",
@@ -489,7 +489,7 @@ def test_pairs_train_on_shards_as_on_one_device(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
-    """README's recipe: of what was held out at least 99 in 100 answers are exact."""
+    """README's recipe, broken: at least 99 in 100 held-out answers must be exact."""
     digits = digit_pairs(tmp_path / "digits.jsonl", 20_000, digits=10)
     out = tmp_path / "out"
     done = command(*T5_SMALL, "--d_model", 128, "--data", digits, "--out", out, "--steps", 700,
@@ -506,7 +506,7 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
 
 
 def test_pairs_are_not_learned_from_as_running_text(capsys, tmp_path):
-    """Lines of JSON learned as text, because the model has no encoder that would read sources."""
+    """Lines of JSON used as text, because the model has no encoder for sources."""
     assert "this model has no encoder" in refused(
         capsys, "--data", tmp_path / "a.jsonl", "--fields", "en", "de", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -33,8 +33,8 @@ def folder(tmp_path, text):
 # tokenizer.json
 
 def test_tokenizer_json_gives_the_text_back(folder):
-    """Text that is cut or padded as the file says, special tokens that are read aloud, and bits per
-    byte of other bytes than the text has."""
+    """Text that is truncated or padded as the file says, special tokens in decoded text, bits per
+    byte with a wrong number of bytes."""
     change(folder / "tokenizer.json",
            truncation={"max_length": 3, "stride": 0, "strategy": "LongestFirst",
                        "direction": "Right"})
@@ -76,8 +76,8 @@ def test_pieces_of_a_tokenizer_json_are_counted_in_bytes(tmp_path):
     ({"config": {"bos_token_id": 1000, "eos_token_id": None}}, (1, (1,))),
     ({}, (1, (1,)))])
 def test_what_stands_between_documents(folder, files, want):
-    """A separator that means something else to the model; a text that goes on after its end. (What
-    no file says is </s>, if there is one.)"""
+    """A separator that means something else to the model; a text that continues after its end. (If
+    no file names one, it is </s>, if there is one.)"""
     for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config"):
         (folder / f"{name}.json").write_text(json.dumps(files.get(name, {})))
     tokenizer = read(folder)
@@ -85,8 +85,8 @@ def test_what_stands_between_documents(folder, files, want):
 
 
 def test_a_prompt_begins_as_the_model_expects(folder):
-    """A <s> that a model has never seen, or none where every text had one. Text that is learned
-    from has only the separators that we put there."""
+    """A <s> that the model has never seen, or a missing one that every text had. (Training text has
+    only the separators that we insert.)"""
     tokenizer = read(folder)
     ids = tokenizer.encode("and").tolist()
     assert tokenizer.prompt("and") == ids and tokenizer.prompt("") == [0]
@@ -101,7 +101,8 @@ def test_a_prompt_begins_as_the_model_expects(folder):
 
 
 def test_a_sentencepiece_model_of_a_published_folder(tmp_path, text):
-    """Its bos before a prompt, but not where the folder says none; its eos not seen as an end."""
+    """A bos before a prompt although the folder says none, or none by default; an eos that does not
+    end a text."""
     data.prepare([str(text)], tmp_path, 400)
     own = read(tmp_path)
     assert own.kind == "sentencepiece" and (own.separator, own.ends) == (1, (1,))
@@ -114,8 +115,8 @@ def test_a_sentencepiece_model_of_a_published_folder(tmp_path, text):
 
 
 def test_a_bad_tokenizer_is_one_line(folder, monkeypatch):
-    """An id that the embedding does not have takes another row, silently; a Rust library's panic,
-    or a package that is not there, as a traceback."""
+    """An id without a row in the embedding, which silently takes another one; a traceback for a
+    Rust library's panic or for a missing package."""
     with pytest.raises(ConfigError, match="ids up to 299, and its embedding only 299 rows"):
         read(folder, 299)
     with pytest.raises(ConfigError, match="nor|expected tokenizer.json or tokenizer.model"):
@@ -133,8 +134,8 @@ def test_a_bad_tokenizer_is_one_line(folder, monkeypatch):
 
 
 def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
-    """Tokens on disk that are not what the tokenizer makes, without separators; or a folder that
-    cannot be opened without the one that the tokenizer came from."""
+    """Tokens on disk that differ from the tokenizer's, or lack separators; a folder that cannot be
+    opened without the one that the tokenizer came from."""
     corpus = data.prepare([str(text)], tmp_path / "d", tokenizer=read(folder))
     for path in folder.iterdir():
         path.unlink()
@@ -176,7 +177,7 @@ def set_template(folder, template):
 
 @pytest.mark.slow
 def test_a_chat_is_what_transformers_makes_of_it(folder):
-    """A prompt in another form than the model was tuned on: blanks, escapes, special tokens."""
+    """A prompt in another form than in fine-tuning: blanks, escapes, special tokens."""
     transformers = peer("transformers")
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>",
@@ -189,7 +190,7 @@ def test_a_chat_is_what_transformers_makes_of_it(folder):
 
 
 def test_where_a_template_is_found(folder):
-    """The wrong one of several, or one that a file of its own replaces."""
+    """The wrong one of several templates, or one that chat_template.jinja replaces."""
     peer("jinja2")
 
     def prompt(**more):
@@ -211,8 +212,8 @@ def test_where_a_template_is_found(folder):
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ 1 / 0 }}", "{{ messages[9].content }}",
     "{{ cycler.__init__.__globals__.os.system('true') }}", "{{ messages + 1 }}"])
 def test_a_template_can_do_nothing_but_write(folder, template):
-    """A template is a program of the folder's author: it must not change what it is given, nor get
-    out; and what it refuses is one line."""
+    """A template, a program from the folder, that changes its arguments or leaves the sandbox; a
+    refusal of a template that is a traceback."""
     peer("jinja2")
     set_template(folder, template)
     with pytest.raises(ConfigError, match="its chat template refuses these messages"):

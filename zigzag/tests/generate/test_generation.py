@@ -160,7 +160,7 @@ def test_a_window_rolls_at_the_real_size(mesh):
 # Log-probabilities
 
 def log_probabilities(params, config, texts, given=None):
-    """Of each text those of its ids after the first, by forward."""
+    """For each text, the log-probabilities of its ids after the first, by forward."""
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, ids in zip(tokens, texts):
         row[:len(ids)] = ids
@@ -205,8 +205,9 @@ def their_model(name):
 
 
 def their_beams(name, prompts, tokens, eos, **options):
-    """Of each prompt (ids, score) of four beams. (One by one: a batch's rows end together. Their
-    encoder-decoders' cache has as many layers as the encoder, in 4.57.6: none.)"""
+    """(ids, score) of four beams for each prompt, by transformers. (One prompt at a time, because
+    the rows of a batch end together. The cache of their encoder-decoders has as many layers as the
+    encoder in 4.57.6, so it is not used.)"""
     torch, transformers = peer("torch"), peer("transformers")
     theirs, found = their_model(name), []
     given = test_pairs_families.given_to_theirs(name) if name in PAIRS else {}

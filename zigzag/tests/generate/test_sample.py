@@ -196,7 +196,7 @@ def test_what_is_nearly_greedy_is_greedy(options):
 
 @pytest.mark.slow
 def test_generate_draws_from_that_distribution(trained):
-    """Rows whose numbers are alike, or follow from each other's."""
+    """Rows with equal random numbers, or with numbers that depend on each other's."""
     params, config = trained
     options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
     ids = [new for seed in range(4) for new, in sample.generate(

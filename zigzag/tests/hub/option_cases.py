@@ -382,7 +382,7 @@ def speaks_5():
 # -------------------------------------------------------------------------------------------
 # All of them
 
-# Of the fields that every configuration has, those that change what is computed in some class.
+# The fields of every configuration that change what some class computes.
 TELLING = {"tie_word_embeddings", "architectures", "is_decoder", "add_cross_attention", "id2label",
            "num_labels", "is_encoder_decoder", "pruned_heads", "problem_type"}
 
@@ -411,8 +411,8 @@ def _fields_edits(base, config):
         elif _is_nested(config, name):
             inner = getattr(config, name)
             for path, part in inner.to_dict().items():
-                # (Of what every configuration has the parts' classes see what tells; the rest,
-                # forty names in each of three, is the whole's, which has its cases above.)
+                # (Parts need no cases for the other fields of every configuration, forty names in
+                # each of three parts: the whole has cases for these above.)
                 if path in usual_names() - TELLING:
                     continue
                 for v in values_of(path, part, base.rank == 2):
@@ -503,8 +503,8 @@ def cases_of(name):
     for each in edits:
         case = Case(name, tuple(each), "edited")
         unique.setdefault(str(case), case)
-        # (Of another key it would save what the edited one has. And a part that is all defaults is
-        # a model of a billion weights.)
+        # (With another key, transformers would save the edited one's value. And a part of only
+        # defaults is a model of a billion weights.)
         is_large = _is_nested(config, case.key) and not each[0][1]
         if (len(each) == 1 and each[0][1] is not REMOVED and not is_large
                 and case.key.split(".")[0] in own):

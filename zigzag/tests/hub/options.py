@@ -40,10 +40,10 @@ from zigzag.tests.networks.test_families import NOT_TRAINED
 from zigzag.tests.networks.test_two_towers import IMAGE
 
 KINDS = ("equal", "refused", "rejected", "theirs", "wrong", "crashed")
-# Of the largest logit. Rounding of float32 in two programs leaves 1e-6 to 2e-5 here; the smallest
-# fault of an option that was found is 1e-2.
+# Tolerances, as shares of the largest logit. Rounding in two float32 programs gives 1e-6 to 2e-5
+# here; the smallest fault of an option that was found is 1e-2.
 CLOSE = 1e-4
-SAME = 1e-6     # of two runs of one program
+SAME = 1e-6     # between two runs of one program
 MOST = 1200     # characters of a refusal
 
 
@@ -199,7 +199,7 @@ def _their_inputs(base, batch):
 
 
 def seen(base, output, batch):
-    """Of an output of tokens that of padding is no one's."""
+    """The output with zeros for tokens of padding, which nobody defines."""
     if base.kind in ("encoder", "blip2") and output.ndim == 3:
         return output * batch["mask"][..., None]
     return output

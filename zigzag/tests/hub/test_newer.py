@@ -102,10 +102,11 @@ def test_a_tokenizer_that_transformers_saves(tmp_path):
     ("bert", "cls.seq_relationship.bias", lambda: np.ones(2), None),
     ("roberta classes", "roberta.pooler.dense.bias", lambda: np.ones(48), None),
     ("bert", "cls.other.bias", lambda: np.ones(2), "has what is no part of its model: cls.other"),
-    ("vit bare", "pooler.bias", lambda: np.ones(36), "is no part of a model of architectures"),
+    ("vit bare", "pooler.bias", lambda: np.ones(36), "is not a part of a model of architectures"),
 ])
 def test_an_ignored_array_has_a_reason(name, array, value, words):
-    """Of a buffer its name was enough: a mask that is none, positions that begin elsewhere."""
+    """A buffer that is ignored by its name alone: a mask with other values, positions that begin
+    elsewhere."""
     folder = options.folder_of_base(name)
     edit = {**load_file(folder / "model.safetensors"), array: value().astype(np.float32)}
     _, config = networks.load_hf(folder)

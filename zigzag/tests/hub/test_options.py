@@ -29,7 +29,8 @@ from zigzag.tests.hub.option_cases import (
 
 EVERY = 240     # (one case in so many, and all causes, takes less than a minute on two cores)
 PARTS = 3       # of a base's cases, so that workers have about as much each
-# Of the folders that transformers writes and reads. Fewer, and we refuse what we could compute.
+# The least share of equal results among folders that transformers writes and reads. A lower share
+# would mean that we refuse models that we could compute.
 LEAST_EQUAL = 0.6
 
 

@@ -129,7 +129,7 @@ def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
 
     monkeypatch.setattr(jax, "make_array_from_callback", of_one_device)
     _, config = networks.load_hf(tmp_path / "m", mesh or None)
-    # (Of the tables' padding there is nothing to read; none of these parts is padding alone.)
+    # (The padding of tables is not read; none of these parts is only padding.)
     own = sum(w.size for w in owned)
     assert own - 2 * 125 * 32 <= sum(part.size for part in read) <= own
     total = net.parameters(config)[0]
@@ -466,7 +466,7 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
     networks.save_hf(tmp_path / "a", net.init(config, jax.random.key(0)), config)
     assert networks.load_hf(tmp_path / "a", seq_len=7, dropout=0.1)[1].seq_len == 7
     for name in ("rope_theta", "layers", "published"):
-        with pytest.raises(ConfigError, match=f"{name} is what its config.json says"):
+        with pytest.raises(ConfigError, match=f"{name} follows from its config.json"):
             networks.load_hf(tmp_path / "a", **{name: 3})
 
 

@@ -1,4 +1,4 @@
-"""Hardware that is not here, --mesh auto, and --bench."""
+"""Absent hardware (--topology), --mesh auto, and --bench."""
 
 import importlib
 import importlib.util
@@ -34,7 +34,7 @@ def needs(compiler):
 # --mesh auto
 
 def auto_mesh(config, lines):
-    """The mesh that is chosen for the transformer on the devices here, and its compiled step."""
+    """The mesh chosen for the transformer on the devices here, and its compiled step."""
     def compile_program(config):
         program = program_of(config, config.mesh)
         return program, compiled(program)
@@ -50,7 +50,7 @@ WIDE = dict(batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)
 
 
 def test_a_mesh_is_chosen_that_fits(monkeypatch):
-    """A mesh that the model does not divide over, or that needs more memory than there is."""
+    """A chosen mesh over which the model does not divide, or that does not fit into memory."""
     config, lines = make(mesh="auto", **WIDE), []
     mesh, (program, step) = auto_mesh(config, lines)
     assert math.prod(mesh_sizes(mesh).values()) == 8 and chips.peak_memory(step) > 0
@@ -68,7 +68,7 @@ def test_a_mesh_is_chosen_that_fits(monkeypatch):
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "tensor=4", "data=2,fsdp=2,tensor=2", "seq=4",
                                   "pipe=4", "fsdp=4,tensor=2"])
 def test_the_cost_model_is_near_the_expected_traffic(mesh):
-    """An estimate that forgets a parallelism would choose it always."""
+    """An estimate without the cost of some parallelism, which would always be chosen."""
     config = make(mesh=mesh, microbatches=2 if "pipe" in mesh else 1, **WIDE)
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
@@ -83,7 +83,7 @@ def test_the_cost_model_is_near_the_expected_traffic(mesh):
 # --topology
 
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
-    """A traceback of an import would not say what to install."""
+    """A traceback of an import, which does not say what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install libtpu"):
         chips.topology_devices("v5e:4x4")
@@ -92,7 +92,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_hardware_that_is_not_known_is_one_line():
-    """The compiler's own exception is a page long."""
+    """The compiler's own exception, a page long."""
     needs("libtpu")
     done = command("--topology", "v9z:4x4")
     assert done.returncode == 2
@@ -102,7 +102,7 @@ def test_hardware_that_is_not_known_is_one_line():
 @pytest.mark.parametrize("sizes", [dict(fsdp=32, tensor=2),
                                    dict(data=2, fsdp=2, pipe=2, tensor=8)])
 def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
-    """jax.make_mesh has no such mesh: --mesh fsdp=32,tensor=2 would be refused on 4x4x4 chips."""
+    """--mesh fsdp=32,tensor=2 refused on 4x4x4 chips, as by jax.make_mesh."""
     needs("libtpu")
     mesh = make_mesh(chips.topology_devices("v4:4x4x4"), **sizes)
     assert {a: n for a, n in mesh.shape.items() if n > 1} == sizes
@@ -110,8 +110,8 @@ def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
 
 
 def test_bias_and_activation_and_dropout_and_sum_are_fused():
-    """An array of activations that is written to memory and read again for its bias, its GELU, its
-    dropout or its sum with the stream: there is at most one for each of the two products."""
+    """Activations that are written to memory and read again for the bias, GELU, dropout or the sum
+    with the stream: there may be at most one such array for each of the two products."""
     needs("libtpu")
     mesh = make_mesh(devices=chips.topology_devices("v5e:2x2")[:1])
 
@@ -133,13 +133,13 @@ def test_bias_and_activation_and_dropout_and_sum_are_fused():
 
 
 def read_size(text):
-    """Bytes, of a text like 1.5 MB."""
+    """Bytes from a text like 1.5 MB."""
     number, unit = text.split()
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
 
 
 def compiler_of(chips, changes):
-    """The environment in which the compiler for these chips is found and quick."""
+    """An environment in which the compiler for these chips is found and fast."""
     if chips.startswith("v"):
         needs("libtpu")         # machine code of the worst kind; the programs are the same
         small = "" if "--experts" in changes else " --xla_tpu_scoped_vmem_limit_kib=4096"
@@ -150,9 +150,9 @@ def compiler_of(chips, changes):
     return {}
 
 
-# The arithmetic is of pipelines with their idle ticks, of experts that have as much to do, of two
-# key heads on four devices. A TPU's kernel computes blocks of 512, here one, and two of its five
-# products backward twice.
+# The arithmetic includes a pipeline's idle ticks, equally busy experts, and two key heads on four
+# devices. A TPU's kernel computes blocks of 512 (here one), and two of the five products of its
+# backward pass twice.
 @pytest.mark.parametrize("chips, mesh, changes, least, most", [
     slow("v5e:4x4", "fsdp=16", ("--remat", "full"), 1.25, 1.35),
     slow("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective", "--experts", 4), 1.0, 1.1),
@@ -167,8 +167,8 @@ def compiler_of(chips, changes):
     full("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), 1.05, 1.15)])
 def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh, changes, least,
                                                            most):
-    """A compiler that makes an all-reduce of a reduce-scatter, say. To 2%, and the digits that are
-    printed, of each kind over each axis, but for scalars; and nothing is written."""
+    """A compiler that turns a reduce-scatter into an all-reduce, say. Bytes of each kind and axis
+    must agree to 2% (and the printed digits), except for scalars; and nothing is written."""
     done = command("--topology", chips, "--mesh", mesh, "--layers", 4, "--d_model", 512,
                    "--heads", 4, "--vocab_size", 2048, "--seq_len", 512, "--batch", 16, *changes,
                    cwd=tmp_path, env=compiler_of(chips, changes))
@@ -195,7 +195,7 @@ def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh
 
 @pytest.mark.slow
 def test_bench_trains_and_keeps_nothing(tmp_path, text):
-    """A run folder of a benchmark would be continued by the next run."""
+    """A folder left behind by a benchmark, which the next run would continue."""
     done = command(*SMALL, "--bench", "--mesh", "data=2", "--data", text, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout.splitlines()[-1])

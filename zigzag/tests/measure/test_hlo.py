@@ -1,4 +1,4 @@
-"""What a compiled program sends and computes, against counts by hand."""
+"""The collectives and the arithmetic of compiled programs, compared with counts by hand."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from zigzag.tests.common import make, mesh_of, net, program_of, slow
 
 
 def test_collectives_are_counted_by_hand():
-    """A loop's body would count once, or a joint reduction as one over both of its axes' sizes."""
+    """A loop's body that counts once; a joint reduction over two axes with the wrong size."""
     mesh = mesh_of("data=2,fsdp=2,tensor=2")
 
     def place(*spec):
@@ -55,7 +55,7 @@ def test_collectives_are_counted_by_hand():
     ("mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}", "fsdp", 2),
     ("mesh['a'=1,'b'=2,'c'=2,'d'=2], device_ids=([2,2,2]T(2,1,0)) {'d','c'}", "data+fsdp", 4)])
 def test_groups_of_devices_are_read_in_every_spelling(groups, axis, n):
-    """A transposed count, or a mesh whose devices are in another order, would name a wrong axis."""
+    """A wrong axis, for a transposed iota or for a mesh with its devices in another order."""
     mesh = mesh_of("data=2,fsdp=2,tensor=2")
     found = hlo._groups(f"replica_groups={groups}, use_global_device_ids=true", mesh)
     assert (hlo._axes_within(found, mesh), len(found[0])) == (axis, n)
@@ -88,7 +88,7 @@ ENTRY %main.1_spmd (p.3: bf16[1,88,512]) -> bf16[1,1408,512] {
 
 
 def test_a_collective_that_a_tpu_overlaps_is_counted_once():
-    """It is in each computation of its chain: a gather beside two products would count thrice."""
+    """An overlapped gather counted three times, because it is in each computation of its chain."""
     size = 2 * 1408 * 512 * 15 // 16
     assert hlo.collectives(of_text(CHAIN, fsdp=16)) == [("all-gather", "fsdp", 1, size)]
 
@@ -104,7 +104,8 @@ collective-permute-start(%p.3), channel_id=1, source_target_pairs={{0,4},{4,0},{
 
 
 def test_what_is_started_is_sent_once():
-    """The result of a start has its operands too, and there is a done: the bytes twice or more."""
+    """Bytes counted twice or more: the result of a start includes its operands, and there is a
+    done."""
     assert hlo.collectives(of_text(PERMUTE, pipe=2, tensor=4)) == [
         ("collective-permute", "pipe", 1, 2 * 4 * 128 * 512)]
 
@@ -118,7 +119,7 @@ def operations(fn, *args):
 
 
 def test_products_are_counted_by_hand():
-    """XLA's own count takes a loop's body once, and batch dimensions are not contracted."""
+    """A loop's body counted once, as by XLA; batch dimensions counted as contracted."""
     def body(x, w):
         return jnp.tanh(x @ w), None
 
@@ -130,7 +131,7 @@ def test_products_are_counted_by_hand():
 
 @pytest.mark.parametrize("stride, pad, dilated", [(1, 0, 1), (2, 1, 1), (1, 2, 2)])
 def test_convolutions_are_counted_by_hand(stride, pad, dilated):
-    """Products with padding, or between the numbers of a dilated image, are no arithmetic."""
+    """Products with padding, or with the zeros of a dilated image, counted as arithmetic."""
     image = {i * dilated for i in range(10)}        # where there are numbers
     places = range(0, 9 * dilated + 1 + 2 * pad - 2, stride)
     taps = sum(o + k - pad in image for o in places for k in range(3))
@@ -139,8 +140,9 @@ def test_convolutions_are_counted_by_hand(stride, pad, dilated):
         S(2, 4, 10), S(6, 4, 3)) == 2 * 2 * 6 * 4 * taps
 
 
-def test_a_batched_product_of_a_tpu_is_no_convolution():
-    """A TPU program writes 16 batches as a convolution of a dilated side: 16 times too many."""
+def test_a_batched_product_of_a_tpu_is_not_a_convolution():
+    """A count 16 times too high: a TPU program writes a product of 16 batches as a convolution with
+    a dilated side."""
     text = ", window={size=16 stride=15 pad=0_0 lhs_dilate=16}, dim_labels=0bf_0io->0bf"
     assert hlo._convolution_products([16, 8, 4], [16, 8, 32], [16, 32, 4],
                                      text) == 16 * 8 * 4 * 32
@@ -168,7 +170,7 @@ KERNELS = [
 
 @pytest.mark.parametrize("call, expected", KERNELS)
 def test_kernels_are_counted_by_hand(call, expected):
-    """A kernel is one opaque call: half of a step's arithmetic would be missing from its text."""
+    """Half of a step's arithmetic missing, because a kernel is one opaque call."""
     text = ("ENTRY %main.1 (p: f32[]) -> f32[] {\n"
             f"  %c.1 = bf16[4096,352]{{1,0}} custom-call(%p), {call}\n}}")
     assert hlo.arithmetic(of_text(text), ragged=0.5) == expected
@@ -182,12 +184,13 @@ def test_kernels_are_counted_by_hand(call, expected):
     slow("data=2,expert=2,tensor=2", dict(experts=4, shared_experts=1)),
     slow("pipe=4,tensor=2", dict(microbatches=8, schedule="interleaved", chunks=2))])
 def test_the_work_is_divided(mesh, changes):
-    """A device would do work that others do, too: a product of whole weights, or all tokens."""
+    """A device that does work which others do too: a product with unsplit weights, or all
+    tokens."""
     config = make(layers=8, d_model=64, heads=8, d_ff=128, batch=64, seq_len=32, vocab_size=256,
                   **changes)
     one = hlo.arithmetic(compiled(program_of(config, "")))
     usual = net.flops(config, 64 * 32)
-    # Experts' blocks are as many as there could be.
+    # (Experts have the largest number of blocks.)
     assert 1 <= one / usual < 1.2 if config.experts else one == usual
     sizes = dict(mesh_of(mesh).shape)
     # An expert's device skips the rows that are in no group.

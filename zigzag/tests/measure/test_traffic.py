@@ -1,4 +1,4 @@
-"""What an update is expected to send, against what compiled programs send."""
+"""The bytes that an update should send, compared with those of compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from zigzag.weights.table import count
 
 
 def sent_and_expected(program):
-    """By kind and axis, what the compiled update sends, and what it should."""
+    """({(kind, axis): bytes} that the compiled update sends, and the expected ones)."""
     return ({(c.kind, c.axis): c for c in rows} for rows in (
         collectives(compiled(program)), expected_traffic(program.plan)))
 
 
 def agree(program):
-    """Whether the bytes do, within 2%, but for some scalars."""
+    """Assert that the bytes agree within 2%, except for some scalars."""
     sent, expected = sent_and_expected(program)
     for key in sent.keys() | expected.keys():
         sizes = [rows[key].bytes if key in rows else 0 for rows in (sent, expected)]
@@ -89,7 +89,8 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
     slow("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
 def test_the_transformer_sends_what_is_expected(mesh, changes):
-    """A collective that a compiler adds, or one of ours in each micro-batch instead of once."""
+    """A collective that the compiler adds, or one of ours that runs in each micro-batch instead of
+    once."""
     program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
     sent, expected = sent_and_expected(program)
     for key in sent.keys() | expected.keys():
@@ -103,7 +104,7 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 
 def test_of_another_model_the_rules_reductions_are_expected():
-    """The transformer's blocks would be expected of a model that has none."""
+    """The traffic of the transformer's blocks expected from a model without blocks."""
     def init(key):
         return {"embed": jnp.ones((64, 32)), "up": jnp.ones((32, 128)), "down": jnp.ones((128, 32))}
 
@@ -117,7 +118,8 @@ def test_of_another_model_the_rules_reductions_are_expected():
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
 def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
-    """Its weights come once for all micro-batches; layer by layer is three times the bytes."""
+    """Three times the bytes, from weights gathered layer by layer in each micro-batch although the
+    loss gets no specs."""
     def init(key):
         return {"embed": jnp.ones((256, 64)), "up": jnp.ones((4, 64, 256)),
                 "down": jnp.ones((4, 256, 64))}
@@ -134,7 +136,7 @@ def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
 
 
 def test_of_several_overrides_the_last_that_matches_wins():
-    """The first one would win where a later, narrower one was meant; and what it costs is told."""
+    """The first override that wins over a later, narrower one; a cost that is not reported."""
     config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
     program = train.build(config, mesh_of("data=2,fsdp=2"), *train.language(config),
                           overrides=[("norm", P("data"))])
@@ -145,7 +147,7 @@ def test_of_several_overrides_the_last_that_matches_wins():
 
 
 def test_one_gradient_reduction_per_update_however_many_parts():
-    """Autodiff left alone puts the sum over devices into every micro-batch."""
+    """A sum over devices in every micro-batch, where autodiff would put it."""
     rows = {}
     for parts in (1, 4):
         program = program_of(make(batch=32, accumulate=parts), "data=8")

@@ -1,5 +1,5 @@
-"""Every family of published encoders against transformers, as test_families.py has decoders: of
-text and of pictures, with each head."""
+"""Every family of published encoders compared with transformers, like decoders in test_families.py:
+for text and for pictures, with each head."""
 
 import functools
 import json
@@ -61,7 +61,8 @@ def text(kind, head, heads=4, layers=2, **more):
 
 
 def picture(kind, head, heads=4, layers=2, **more):
-    """Of 4 x 4 patches with some pixels to spare, or 5 x 5: with the class token 17 or 26."""
+    """The configuration of an encoder of pictures: 4 x 4 patches with some pixels left over, or
+    5 x 5; with the class token, 17 or 26 tokens."""
     return f"{kind}{head}", dict(
         hidden_size=12 * heads, num_hidden_layers=layers, num_attention_heads=heads,
         intermediate_size=80, image_size=14, patch_size=3, num_channels=2, layer_norm_eps=1e-3,
@@ -82,7 +83,7 @@ CASES = {
     "roberta bare": text("Roberta", "Model", 3),
     "albert": text("Albert", "ForMaskedLM", 6, **ALBERT),
     "albert classes": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=1)),
-    "albert alike": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=4)),
+    "albert equal": text("Albert", CLASSES, **ALBERT | dict(num_hidden_groups=4)),
     "albert bare": text("Albert", "Model", 3, **ALBERT),
     "vit": picture("ViT", PICTURE, layers=4),
     "vit of 6 heads": picture("ViT", PICTURE, 6, qkv_bias=False, image_size=15),
@@ -117,8 +118,8 @@ def is_picture(name):
 
 
 def new_batch(name, rows=ROWS):
-    """Rows of different lengths, with padding on the right, in which some tokens are asked for; or
-    pictures."""
+    """A batch: rows of different lengths with padding on the right, in which some tokens have
+    targets; or pictures."""
     rng, (kind, fields) = np.random.default_rng(0), CASES[name]
     batch = {"seeds": np.arange(rows, dtype=np.uint32)}
     if kind.endswith("Classification"):
@@ -144,7 +145,7 @@ def new_batch(name, rows=ROWS):
 
 
 def inputs(batch):
-    """What forward is given of a batch."""
+    """The arrays of a batch that forward takes."""
     given = {k: batch[k] for k in ("mask", "token_types") if k in batch}
     return batch.get("tokens", batch.get("source")), given
 
@@ -159,12 +160,12 @@ def their_output(theirs, batch):
 
 
 def where_tokens_are(output, batch):
-    """Of an output of tokens that of padding is no one's."""
+    """The output with zeros for tokens of padding, which nobody defines."""
     return output * batch["mask"][..., None] if "mask" in batch and output.ndim == 3 else output
 
 
 def their_loss(logits, batch):
-    """The mean over what is asked; of a model without a head, of numbers that differ."""
+    """The mean loss; for a model without a head, of some linear function of its output."""
     torch = peer("torch")
     if "labels" in batch:
         return torch.nn.functional.cross_entropy(logits, torch.tensor(batch["labels"]).long())
@@ -176,7 +177,7 @@ def their_loss(logits, batch):
 
 @functools.cache
 def reference(name):
-    """A model of transformers, saved; its output and, of one with a head, its gradients."""
+    """A saved transformers model, its output, and its gradients if it has a head."""
     torch, transformers = peer("torch"), peer("transformers")
     torch.manual_seed(1)
     theirs = getattr(transformers, CASES[name][0])(config_of(name)).eval()
@@ -203,7 +204,7 @@ def our_output(params, config, batch, mesh=None):
 
 
 def output_of_folder(name, folder):
-    """What transformers makes of a folder of ours, in which it misses nothing."""
+    """The output of the transformers model that reads a folder of ours, which must lack nothing."""
     torch, transformers = peer("torch"), peer("transformers")
     theirs, report = getattr(transformers, CASES[name][0]).from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32)
@@ -219,8 +220,9 @@ def output_of_folder(name, folder):
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("name", of(names=CASES))
 def test_logits_are_those_of_transformers(name, shards):
-    """A convention that is not the published one; padding that tokens see; a class of another
-    token than the first, or of a part of the time; heads that the shards do not divide."""
+    """A convention that is not the published one; padding that tokens see; a class taken from
+    another token than the first, or from a part of the time; heads that the shards do not
+    divide."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
     params, config = networks.load_hf(want.folder, mesh)
     assert_close(our_output(params, config, want.batch, mesh), want.logits, 1e-5)
@@ -242,7 +244,7 @@ def loaded(name):
 
 @pytest.mark.parametrize("name", of())
 def test_gradients_are_those_of_torch(name):
-    """What the logits do not show: padding or a pooler that is trained, weights that layers
+    """Faults that the logits do not show: padding or a pooler that is trained, weights that layers
     share."""
     _, config, gradient, _ = loaded(name)
     assert_gradient(config, gradient, reference(name).gradients)
@@ -250,7 +252,7 @@ def test_gradients_are_those_of_torch(name):
 
 @pytest.mark.parametrize("name", of(names=CASES))
 def test_what_we_train_transformers_reads(name, tmp_path):
-    """An array that is written as it was read and not as it is now, or that gets lost."""
+    """An array that is written as it was read, without its training, or that is lost."""
     want = reference(name)
     params, config = networks.load_hf(want.folder)
     params = jax.tree.map(lambda w: w + 0.1 * jnp.sin(jnp.arange(w.size)).reshape(w.shape), params)
@@ -275,7 +277,7 @@ MESHES = ["fsdp=2,tensor=2", "pipe=2,tensor=2", "pipe=4", "seq=2", "seq=4", "dat
           "pipe=2,seq=2", "tensor=2,seq=2"]
 SCHEDULES = [dict(schedule="1f1b", microbatches=2), dict(schedule="1f1b", microbatches=4),
              dict(schedule="interleaved", chunks=2, microbatches=2), dict(microbatches=4)]
-PIPED = ["bert classes", "roberta", "albert alike", "vit", "beit"]
+PIPED = ["bert classes", "roberta", "albert equal", "vit", "beit"]
 
 
 def assert_step(name, mesh, **changes):
@@ -291,8 +293,8 @@ def assert_step(name, mesh, **changes):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", of((), ("vit",), [*PIPED, "albert classes", "beit of 6 heads"]))
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
-    """The two silent wrongs: a token that sees only those before it, on seq; and the class of a
-    token that is not the row's first, or of a part of the patches, on seq and pipe."""
+    """Two silent faults: on seq, a token that sees only earlier ones; on seq and pipe, a class
+    taken from another token than the row's first, or from a part of the patches."""
     if "pipe" in mesh and loaded(name)[1].layer_groups:
         with pytest.raises(ConfigError, match=r"--layer_groups 1 have several layers with the sa"):
             train.check_transformer(loaded(name)[1], mesh_of(mesh))
@@ -306,7 +308,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 @pytest.mark.parametrize("name", of((), (), PIPED))
 def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
-    """Labels of other rows than those of the microbatch, or a class that each stage counts."""
+    """Labels of other rows than the microbatch's, or a class that each stage counts."""
     assert_step(name, "pipe=2", **changes)
 
 
@@ -329,7 +331,8 @@ EXACT = {
                  else pytest.mark.slow if name == "mean" else pytest.mark.full)
     for name in EXACT for mesh in ["pipe=2", *MESHES] if name != "shared" or "pipe" not in mesh])
 def test_an_encoder_on_a_mesh_is_the_plain_formula(name, mesh):
-    """In float64: a first token or a mean that is counted once for each device, or of a part."""
+    """A first token that is counted once for each device, or a mean over only a part. (In
+    float64.)"""
     assert_same_on(mesh, **EXACT[name])
 
 
@@ -337,7 +340,7 @@ def test_an_encoder_on_a_mesh_is_the_plain_formula(name, mesh):
 @pytest.mark.parametrize("name", ["masked", "text", "first", "mean"])
 @pytest.mark.full
 def test_an_encoder_of_any_schedule_is_the_plain_formula(name, changes):
-    """The same, with rows that stages share in another order."""
+    """The same faults, with stages that take rows in another order."""
     assert_same_on("pipe=2", **EXACT[name], **changes)
 
 
@@ -345,8 +348,8 @@ def test_an_encoder_of_any_schedule_is_the_plain_formula(name, changes):
 @pytest.mark.parametrize("name", ["text", pytest.param("mean", marks=pytest.mark.full)])
 @pytest.mark.slow
 def test_a_class_is_counted_once_on_pipe_and_seq(name, changes):
-    """Sum and count were twice as large on pipe=2,seq=2: right where they are divided, and wrong
-    beside what experts add."""
+    """A sum and a count that are both twice as large on pipe=2,seq=2: right after the division, and
+    wrong when experts add their terms."""
     assert_same_on("pipe=2,seq=2", **EXACT[name], **changes)
 
 
@@ -388,8 +391,8 @@ def test_what_a_config_leaves_out_is_its_default(name):
 @pytest.mark.parametrize("kind", [
     pytest.param("Bert"), pytest.param("Albert", marks=pytest.mark.slow)])
 def test_a_model_for_pretraining_is_a_masked_language_model(kind, tmp_path):
-    """BERT's own folder: its pooler, its next-sentence head, its buffers, and the names that scales
-    and biases of norms had."""
+    """A refusal of BERT's own folder, because of its pooler, its next-sentence head, its buffers,
+    or the old names of scales and biases of norms."""
     torch, transformers = peer("torch"), peer("transformers")
     name = kind.lower()
     theirs = getattr(transformers, f"{kind}ForPreTraining")(config_of(name)).eval()
@@ -417,7 +420,7 @@ def test_a_model_for_pretraining_is_a_masked_language_model(kind, tmp_path):
     "bert bare", *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "roberta bare", "albert bare", "vit bare"))])
 def test_a_model_may_have_no_pooler(name, tmp_path):
-    """Which no config.json says."""
+    """A refusal of a model without a pooler, or with one, which no config.json says."""
     transformers = peer("transformers")
     theirs = getattr(transformers, CASES[name][0])(config_of(name), add_pooling_layer=False)
     theirs.save_pretrained(tmp_path / "in")
@@ -444,7 +447,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
 def test_options_that_we_do_not_compute_are_refused(name, changes):
-    """They change no shape: the model would load, and write nonsense."""
+    """An option that changes no shape and that we do not compute: the model would load, and write
+    nonsense."""
     with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported") as e:
         llama.fields_of(record_of(name, **changes))
     assert "\n" not in str(e.value)
@@ -466,7 +470,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name, changes", HOSTILE, ids=str)
 def test_a_value_that_none_can_have_is_one_line(name, changes):
-    """A traceback, or memory for a list of so many layers."""
+    """A traceback, or memory for a list of billions of layers."""
     with pytest.raises(ConfigError) as e:
         as_config(transformer.Config, "config.json", llama.fields_of(record_of(name, **changes)))
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
@@ -474,7 +478,7 @@ def test_a_value_that_none_can_have_is_one_line(name, changes):
 
 @pytest.mark.parametrize("labels", [3, 2])
 def test_labels_are_counted_as_transformers_does(labels):
-    """A config.json of two labels names none."""
+    """A wrong number of labels: a config.json with two labels names none."""
     _, fields = CASES["vit"]
     config = peer("transformers").ViTConfig(**fields | {"num_labels": labels})
     record = json.loads(config.to_json_string()) | {"architectures": ["ViTForImageClassification"]}
@@ -492,8 +496,8 @@ def test_labels_are_counted_as_transformers_does(labels):
     (dict(stem="patches", head="none", image_size=8, patch_size=9), "--patch_size 9: .* 8"),
 ], ids=str)
 def test_an_encoder_that_none_can_be_is_refused(fields, words):
-    """The mean of no patches, which is no number; experts that look for weights of tokens; a loss
-    that looks for targets: tracebacks, in the middle of a step."""
+    """Tracebacks in the middle of a step, or NaN: the mean of no patches, experts that look for
+    weights of tokens, a loss that looks for targets."""
     with pytest.raises(ConfigError, match=words):
         transformer.Config(causal=False, **fields)
 
@@ -511,7 +515,7 @@ def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
 
 
 def test_positions_that_are_given_are_taken():
-    """RoBERTa's count of its own in their place."""
+    """Given positions that RoBERTa replaces by its own count."""
     config = transformer.Config(layers=1, d_model=16, heads=2, vocab_size=32, seq_len=4,
                                 causal=False,
                           positions="learned", pad_id=1, position_offset=2)
@@ -524,7 +528,7 @@ def test_positions_that_are_given_are_taken():
 
 
 def test_a_picture_of_another_size_is_refused():
-    """A larger one, cut without a word."""
+    """A larger picture that is silently cut."""
     config = transformer.Config(layers=1, d_model=16, heads=2, causal=False, stem="patches",
                                 head="none",
                           image_size=8, patch_size=4)
@@ -533,6 +537,6 @@ def test_a_picture_of_another_size_is_refused():
 
 
 def test_an_encoder_of_tokens_reads_no_running_text():
-    """A token that sees the next one learns to copy it, to a loss of 0."""
+    """An encoder that trains on running text to a loss of 0, because a token sees the next one."""
     assert train.reads_text(train.Config())
     assert not train.reads_text(run_of(causal=False))

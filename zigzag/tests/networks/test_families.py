@@ -1,6 +1,6 @@
-"""Every family of published decoders against transformers: a tiny model with random weights, saved
-by it and loaded here, has the same logits and the same gradients on any mesh, and what we export it
-reads. test_published.py has the folders."""
+"""Every family of published decoders compared with transformers: a tiny model with random weights,
+saved there and loaded here, has the same logits and gradients on any mesh, and transformers reads
+our exports. test_published.py has the folders."""
 
 import dataclasses
 import functools
@@ -34,14 +34,14 @@ V, ROWS, T = 131, 4, 24
 
 
 def new(heads=4, kv_heads=2, layers=2, **more):
-    """A configuration of the newer families, of heads 12 wide."""
+    """A configuration for newer families, with heads of width 12."""
     return dict(hidden_size=12 * heads, num_hidden_layers=layers, num_attention_heads=heads,
                 num_key_value_heads=kv_heads, intermediate_size=80, vocab_size=V,
                 max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=500.0) | more
 
 
 def old(heads=4, layers=2, **more):
-    """And of GPT-2 and the like."""
+    """A configuration for GPT-2 and its relatives."""
     return dict(n_layer=layers, n_embd=12 * heads, n_head=heads, vocab_size=V, n_positions=64,
                 layer_norm_epsilon=1e-3) | more
 
@@ -155,7 +155,7 @@ def attention(name):
 
 @functools.cache
 def reference(name):
-    """A model of transformers, saved; its logits and gradients."""
+    """A saved transformers model, its logits and gradients."""
     torch, transformers = peer("torch"), peer("transformers")
     kind, fields = CASES[name]
     torch.manual_seed(1)
@@ -174,8 +174,8 @@ NOT_TRAINED = ("e_score_correction_bias", "final_logits_bias")      # by torch: 
 
 
 def numbers_of(theirs, targets, **given):
-    """Of a model of transformers, with weights that are all random, the folder that it was saved
-    in; its logits, and the gradients of the mean loss."""
+    """(the folder in which it was saved, its logits, gradients of its mean loss) for a transformers
+    model whose weights are all made random."""
     torch = peer("torch")
     theirs = theirs.eval()
     with torch.no_grad():       # scales are no ones, biases no zeros
@@ -199,7 +199,7 @@ def batch_of(tokens, targets, **given):
 
 
 def their_logits(name, folder):
-    """Of a folder of ours."""
+    """The logits of the transformers model that reads a folder of ours."""
     torch, transformers = peer("torch"), peer("transformers")
     if name == "chatglm":
         rewrite(folder, as_glm, json.loads((reference("glm").folder / "config.json").read_text())
@@ -211,8 +211,8 @@ def their_logits(name, folder):
         return theirs.eval()(torch.tensor(reference(name).batch["tokens"])).logits.numpy()
 
 
-# ChatGLM has no class in transformers. GLM's, with its arrays under the names that ChatGLM 2 gives
-# them, has the same mathematics.
+# ChatGLM has no class in transformers. GLM's computes the same; its arrays are renamed to ChatGLM
+# 2's names.
 CHATGLM = dict(
     model_type="chatglm", architectures=["ChatGLMModel"], add_bias_linear=False, add_qkv_bias=True,
     apply_query_key_layer_scaling=True, apply_residual_connection_post_layernorm=False,
@@ -268,7 +268,7 @@ def rewrite(folder, change, config):
 # The same numbers
 
 def assert_close(got, want, rtol, what="", beside=0.0):
-    """To a share of the norm, and of what stands beside it."""
+    """Assert equality up to a share of the norm, plus that share of `beside`."""
     assert got.shape == want.shape, what
     error, size = np.linalg.norm(got - want), np.linalg.norm(want)
     assert error <= rtol * (size + 1e-3 * beside), (what, error, size, beside)
@@ -287,8 +287,8 @@ def logits_of(params, config, tokens, mesh=None, **given):
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("name", cases())
 def test_logits_are_those_of_transformers(name, shards):
-    """A convention that is not the published one; a device that reads another part than the one it
-    has; heads, key heads or a vocabulary that the shards do not divide."""
+    """A convention that is not the published one; a device that reads another part of an array than
+    its own; heads, key heads or a vocabulary that the shards do not divide."""
     want = reference(name)
     mesh = mesh_of(f"tensor={shards}")
     params, config = networks.load_hf(want.folder, mesh)
@@ -314,7 +314,8 @@ def ready(want, **fields):
 
 
 def as_published(config, tree):
-    """A tree like the weights as published arrays, without what a family adds to some."""
+    """A tree like the weights as published arrays, without the numbers that a family adds to
+    some."""
     family = llama.family_of(json.loads(config.published),
                                 networks.network_of(config).families)
     adjust = {name: dataclasses.replace(change, offset=0.0)
@@ -326,8 +327,8 @@ def as_published(config, tree):
 
 
 def assert_gradient(config, gradient, want):
-    """Array by array, as torch's. (A bias of keys without rotary positions has no gradient but
-    rounding.)"""
+    """Assert that gradients equal torch's, array by array. (The gradient of a bias of keys without
+    rotary positions is only rounding.)"""
     got = as_published(config, gradient)
     assert want.keys() <= got.keys()
     total = float(optax.tree.norm(want))
@@ -341,15 +342,16 @@ def assert_gradient(config, gradient, want):
 
 @pytest.mark.parametrize("name", cases())
 def test_gradients_are_those_of_torch(name):
-    """What the logits do not show: a weight that is used twice or tied, and a router's choice."""
+    """Faults that the logits do not show: in a weight that is used twice or tied, or in a router's
+    choice."""
     _, config, gradient, _ = loaded(name)
     assert_gradient(config, gradient, reference(name).gradients)
 
 
 @pytest.mark.parametrize("name", cases())
 def test_what_we_train_transformers_reads(name, tmp_path):
-    """An array that is written as it was read and not as it is now, in another order or without
-    what its family subtracts."""
+    """An array that is written as it was read, without its training, in another order, or without
+    the number that its family subtracts."""
     params, config, gradient, _ = loaded(name)
     params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
                           gradient)
@@ -379,7 +381,8 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 @pytest.mark.slow
 def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
-    """Its example, which no code of ours runs: what transformers computes, in under 25 lines."""
+    """README's example of a family, which no code of ours runs, broken: in under 25 lines it must
+    compute what transformers does."""
     code = re.search(r"This adds Phi.*?```python\n(.*?)```", README.read_text(), re.S)[1]
     assert len([line for line in code.splitlines() if line.strip()]) < 25
     there = {**vars(gpt), "GPT": {}}
@@ -398,8 +401,8 @@ def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
     pytest.param(name, marks=pytest.mark.full) for name in ("llama", "bloom", "falcon rw"))])
 @pytest.mark.parametrize("mesh", ["", "tensor=2"])
 def test_a_mask_at_the_left_is_as_in_transformers(name, mesh):
-    """OPT counts positions along the mask, and the others along the row: of a row with padding at
-    its left OPT's logits were another model's. (Its loss on seq is that of one device.)"""
+    """Wrong logits of OPT for a row with padding at the left, because OPT counts positions along
+    the mask, and other families along the row. (The loss on seq is one device's.)"""
     torch, transformers = peer("torch"), peer("transformers")
     folder, tokens = reference(name).folder, reference(name).batch["tokens"]
     mask = (np.arange(T) >= np.array([[0], [5], [9], [1]])).astype(np.float32)
@@ -447,8 +450,8 @@ def config_class(kind):
 
 @pytest.mark.parametrize("kind", sorted({*llama.FAMILIES} - {"chatglm"}))
 def test_defaults_are_those_of_the_class(kind):
-    """A published config.json leaves out what is its class's default: another one here gives other
-    numbers, and no shape shows it."""
+    """A default that differs from the class's: a published config.json leaves out default values,
+    and no shape would show the difference."""
     parameters = inspect.signature(config_class(kind).__init__).parameters
     theirs = {name: p.default for name, p in parameters.items()}
     theirs |= {"tie_word_embeddings": theirs.get("tie_word_embeddings", True)}
@@ -480,7 +483,7 @@ def assert_defaults(config):
     assert {**got, "published": ""} == {**want, "published": ""}
 
 
-# What transformers 4 writes, and of the same model 5.
+# (what transformers 4 writes, what 5 writes) for the same model.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NEWER = [
     ("llama", dict(rope_theta=500.0, rope_scaling=YARN),
@@ -510,8 +513,8 @@ NEWER = [
 
 @pytest.mark.parametrize("kind, older, newer", NEWER, ids=lambda value: str(value)[:20])
 def test_a_config_of_transformers_5_is_read_and_written_as_of_4(kind, older, newer):
-    """Version 4 does not read rope_parameters: it would take its defaults, and say nothing. (5
-    reads what 4 writes.)"""
+    """A folder with rope_parameters, which version 4 ignores: it would silently use its defaults.
+    (5 reads the form of 4.)"""
     sizes = {k: v for k, v in new().items() if not k.startswith("r")} | {"model_type": kind}
     if kind == "gpt_neox":
         del sizes["num_key_value_heads"]
@@ -528,7 +531,7 @@ def test_a_config_of_transformers_5_is_read_and_written_as_of_4(kind, older, new
     ("gpt_neo", dict(num_heads="num_attention_heads", num_layers="num_hidden_layers")),
     ("falcon 7b", dict(hidden_size="n_embed"))])
 def test_other_names_of_the_same(kind, changes):
-    """BLOOM's own config.json has names that its class only takes besides its own."""
+    """A refusal of other names for the same key, as in BLOOM's own config.json."""
     _, fields = CASES[kind]
     fields = {**fields, "model_type": kind.split()[0]}
     renamed = {changes.get(name, name): value for name, value in fields.items()}
@@ -550,7 +553,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
 def test_options_that_we_do_not_compute_are_refused(name, changes):
-    """They change no shape: the model would load, and write nonsense."""
+    """An option that changes no shape and that we do not compute: the model would load, and write
+    nonsense."""
     kind, fields = CASES[name]
     config = getattr(peer("transformers"), f"{kind}Config")(**fields)
     record = json.loads(config.to_json_string(use_diff=False)) | changes
@@ -559,8 +563,8 @@ def test_options_that_we_do_not_compute_are_refused(name, changes):
 
 
 def test_windows_are_of_the_families_that_have_them():
-    """A Qwen 2 whose config.json has a sliding_window, and does not use it. (A LLaMA's class does
-    not look at one, but its cache does, in transformers 5.)"""
+    """A window in a Qwen 2 whose config.json has a sliding_window but does not use it. (A LLaMA's
+    class ignores it, but its cache does not, in transformers 5.)"""
     record = {**new(layers=4), "model_type": "llama", "sliding_window": 7}
     with pytest.raises(ConfigError, match="sliding_window 7 is not supported.* only null"):
         llama.fields_of(record)
@@ -574,8 +578,8 @@ def test_windows_are_of_the_families_that_have_them():
 
 
 def test_layers_without_rotary_positions():
-    """SmolLM3's list, of which a 1 is a layer that has them, or every so many layers without; these
-    have the window, where a config.json does not say which."""
+    """SmolLM3's layers misread: a 1 in no_rope_layers means rotary positions, or every n-th layer
+    has none; layers without them have the window, if config.json does not say which."""
     record = {**new(layers=4), "model_type": "smollm3", "use_sliding_window": True,
               "sliding_window": 7, "no_rope_layer_interval": 2}
     got = llama.fields_of(record)
@@ -589,7 +593,7 @@ def test_layers_without_rotary_positions():
 
 
 def test_a_factor_of_0_is_refused():
-    """It would be taken for one that follows from the rest."""
+    """A factor of 0 read as a derived one."""
     record = {**new(), "model_type": "granite"}
     for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
         with pytest.raises(ConfigError, match=f"{name} 0: expected a number above 0"):
@@ -597,8 +601,8 @@ def test_a_factor_of_0_is_refused():
 
 
 def test_chatglm_of_long_texts():
-    """rope_ratio divided the positions in ChatGLM 2, and multiplies the base in GLM 4. What it does
-    in a ChatGLM of 65024 ids, which 2 and 3 have, no config.json says."""
+    """rope_ratio misread: it divides positions in ChatGLM 2 and multiplies the base in GLM 4. In a
+    ChatGLM of 65024 ids, which 2 and 3 have, config.json does not say which, so it is refused."""
     record = {**CHATGLM, "rope_ratio": 500}
     assert llama.fields_of(record)["rope_theta"] == 5e6
     with pytest.raises(ConfigError, match="rope_ratio 500 is not supported"):

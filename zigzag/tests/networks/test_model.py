@@ -1,4 +1,4 @@
-"""The transformer: what it computes, and that a step on a mesh computes the same."""
+"""The transformer: its formulas, and that a step on a mesh computes the same."""
 
 import dataclasses
 import functools
@@ -40,8 +40,9 @@ def first_values(**changes):
 @pytest.mark.parametrize("changes", [dict(tied=True), dict(parallel_block=True),
                                      dict(experts=4, shared_experts=1)])
 def test_a_weights_first_values_follow_from_its_path(changes):
-    """Keys dealt out in the order of a listing: with one more weight (experts, a head of its own, a
-    second norm) every other would begin elsewhere, and no two designs could be compared."""
+    """Random keys dealt out in the order of the leaves: with one more weight (experts, an untied
+    head, a second norm) all others would have other first values, and designs could not be
+    compared."""
     usual, other = first_values(), first_values(**changes)
     both = usual.keys() & other.keys()
     assert len(both) >= 9 and usual.keys() != other.keys()
@@ -51,8 +52,8 @@ def test_a_weights_first_values_follow_from_its_path(changes):
 
 @pytest.mark.parametrize("changes", [{}, dict(parallel_block=True)])
 def test_a_scale_of_what_layers_add(changes):
-    """A half of a layer that is not scaled, or both where they are beside each other. To scale what
-    they add is to scale the weights of the products into the stream."""
+    """Attention or MLP that is not scaled, or both in a parallel block. (The scale must equal a
+    scale of the weights out of the blocks.)"""
     config, other = make(**changes), make(residual_scale=0.25, **changes)
     params = net.init(config, jax.random.key(0))
     scaled = params | {"layers": {name: w / 4 if name in ("wo", "w_down") else w
@@ -64,8 +65,8 @@ def test_a_scale_of_what_layers_add(changes):
     assert not np.allclose(got, unscaled, atol=1e-2)
 
 
-def test_no_two_weights_begin_alike():
-    """One key for all weights of a shape: a gate equal to what it gates."""
+def test_no_two_weights_begin_equal():
+    """One key for all weights of a shape: a gate equal to the weight that it gates."""
     weights = [np.asarray(w).ravel()[:100] for path, w in first_values(vocab_size=128).items()
                if "norm" not in path]
     for i, a in enumerate(weights):
@@ -75,7 +76,7 @@ def test_no_two_weights_begin_alike():
 
 
 def test_weights_are_made_in_their_places():
-    """Made on one device and then spread, a model that fits only split could never begin."""
+    """Weights made on one device and then split: a large model could not be created."""
     config = make(d_model=128, d_ff=512, vocab_size=1000)
     program = program_of(config, "fsdp=4,tensor=2")
     with jax.set_mesh(program.mesh):
@@ -120,12 +121,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name):
-    """A preset of another width, or without its biases or the rows of its positions."""
+    """A preset with another width, or without its biases or the rows of its positions."""
     assert net.parameters(networks.PRESETS[name])[0] == PUBLISHED[name]
 
 
 def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
-    """951,424 parameters were shown where 918,912 are."""
+    """951,424 parameters shown instead of 918,912."""
     tiny = dataclasses.replace(networks.PRESETS["tiny"], vocab_size=257)
     assert net.parameters(tiny) == (918_912, 918_912)
     total, visited = net.parameters(networks.PRESETS["mixtral-8x7b"])
@@ -135,12 +136,12 @@ def test_parameters_are_counted_without_padding_and_experts_by_their_visits():
 
 
 # -------------------------------------------------------------------------------------------
-# What it computes
+# Formulas
 
 @pytest.mark.slow
 def test_the_decoder_is_transformers_llama():
-    """Rotation, norms, grouping and the MLP's halves: a convention that is not the published
-    one trains just as well and loads nothing."""
+    """Another convention (rotation, norms, grouping, the MLP's halves), which trains just as well
+    but cannot load published weights."""
     torch, transformers = peer("torch"), peer("transformers")
     config = make(vocab_size=128, kv_heads=2)
     p = jax.tree.map(np.asarray, net.init(config, jax.random.key(3)))
@@ -165,7 +166,7 @@ def test_the_decoder_is_transformers_llama():
 
 
 def test_no_token_sees_a_later_one_or_another_document():
-    """A mask that is off by one, or that knows only half of the rule. By gradient, not by eye."""
+    """A mask that is off by one, or that has only half of the rule. (Tested by gradients.)"""
     config = make()
     params = net.init(config, jax.random.key(0))
     rows = {k: jnp.asarray(v)[:1] for k, v in batch_of(config).items()}
@@ -184,7 +185,7 @@ def test_no_token_sees_a_later_one_or_another_document():
 
 
 def test_positions_are_relative():
-    """Shifting every position must change nothing: rates that differ between q and k would."""
+    """Rates that differ between q and k: shifting all positions would then change the result."""
     config = make()
     params = net.init(config, jax.random.key(0))
     tokens = jnp.asarray(batch_of(config)["tokens"])
@@ -196,7 +197,7 @@ def test_positions_are_relative():
 
 
 def test_padded_ids_are_never_said_and_never_learn():
-    """Logits of ids that do not exist would take a share of every softmax."""
+    """Logits of ids that do not exist, which take a share of every softmax."""
     config = make(tied=True)
     params = net.init(config, jax.random.key(0))
     assert params["embed"].shape == (128, 32)
@@ -206,7 +207,7 @@ def test_padded_ids_are_never_said_and_never_learn():
 
 
 def test_dropout_differs_between_rows_places_and_sites():
-    """One mask for all rows, or for all layers: what is dropped would be so together."""
+    """One dropout mask for all rows, or for all layers."""
     x, c = jnp.ones((2, 16, 64)), make(dropout=0.25)
     seeds = jnp.asarray([1, 2], jnp.uint32)
     a, b = (np.asarray(shard.dropout(x, c.dropout, seeds, site)) for site in (0, 1))
@@ -216,7 +217,7 @@ def test_dropout_differs_between_rows_places_and_sites():
 
 
 def test_without_seeds_nothing_is_dropped():
-    """An evaluation, or generation, with dropout."""
+    """Dropout in an evaluation, or in generation."""
     config, batch = make(dropout=0.5), batch_of(make())
     params = net.init(config, jax.random.key(0))
     del batch["seeds"]
@@ -230,7 +231,8 @@ def test_without_seeds_nothing_is_dropped():
 @pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
-    """Leaf by leaf, with masks that differ per row: a mean of means would show here."""
+    """A mean of means, which shows because masks differ between rows; any other wrong gradient,
+    leaf by leaf."""
     config = make(tied=tied, kv_heads=2, accumulate=1 if mesh else 2)
     weights = np.random.default_rng(0).random((8, 16)) < np.linspace(0.1, 1, 8)[:, None]
     batch = batch_of(config, weights=weights)
@@ -261,7 +263,7 @@ def dropping():
     slow("pipe=2,seq=2", dict(microbatches=2)),
     slow("pipe=2", dict(schedule="1f1b", microbatches=4))])
 def test_dropout_masks_belong_to_the_example(mesh, changes, dropping, alone):
-    """A key per device would drop differently on every mesh, and on copies of one activation."""
+    """A dropout key for each device: other masks on every mesh, and on copies of one activation."""
     rows, _ = learn(make(dropout=0.3, steps=3, **changes), mesh)
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in dropping], rel=5e-6)
     assert dropping[0]["loss"] != alone[0][0]["loss"]
@@ -271,7 +273,7 @@ def test_dropout_masks_belong_to_the_example(mesh, changes, dropping, alone):
 # head's gather; of the loss a maximum, the sum of exponentials and the target's logit.
 @pytest.mark.parametrize("changes", [{}, slow(dict(tied=True)), slow(dict(kv_heads=2))])
 def test_the_forward_pass_reduces_twice_a_layer(changes):
-    """A product whose parts are joined before the next one, or one gather each for q, k and v."""
+    """A product whose parts are joined before the next one, or separate gathers for q, k and v."""
     program = program_of(make(**changes), "data=2,tensor=4")
     with jax.set_mesh(program.mesh):
         done = program.evaluate.lower(program.state["params"], program.batch).compile()
@@ -286,8 +288,9 @@ def test_the_forward_pass_reduces_twice_a_layer(changes):
 
 @pytest.mark.parametrize("changes", [{}, dict(tied=True), dict(kv_heads=2)])
 def test_a_compiler_alone_reduces_twice_a_layer(changes):
-    """The specs alone, with --step jit: and once for the embedding, a maximum and a sum for the
-    loss. Nothing is gathered: specs that do not fit together would be."""
+    """Specs that do not fit together, which the compiler (--step jit) would gather. There must be
+    two reductions in a layer, one for the embedding, a maximum and a sum for the loss, and no
+    gather."""
     config, mesh = make(**changes), mesh_of("data=2,tensor=4")
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     places = shardings(net.weight_specs(config, mesh), mesh)
@@ -306,7 +309,8 @@ def test_a_compiler_alone_reduces_twice_a_layer(changes):
 
 @pytest.mark.slow
 def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
-    """Where nothing is computed again and they are few; and nothing else changes."""
+    """A loop over layers on a single CPU, although they are few and nothing is recomputed; other
+    results without the loop."""
     config = make(layers=4)
 
     def loops(config, mesh=""):
@@ -325,7 +329,8 @@ def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
 
 @pytest.mark.slow
 def test_scores_that_are_to_be_computed_again_are(monkeypatch):
-    """Without a loop a compiler finds the same scores twice, and keeps the first ones."""
+    """Scores that are kept in memory although they should be recomputed: without a loop, a compiler
+    merges the two equal computations."""
     monkeypatch.setattr(attention, "SCORES", 2**22)     # half: without a loop it would be one part
     long = make(layers=4, seq_len=512)
     done = [compiled(program_of(long, ""))]

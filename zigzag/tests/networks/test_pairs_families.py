@@ -1,5 +1,5 @@
-"""Published encoder-decoders against transformers: T5, BART and Whisper, as test_families.py does
-for decoders; and what they write, with a cache and by beams."""
+"""Published encoder-decoders compared with transformers: T5, BART and Whisper, like decoders in
+test_families.py; and the texts that they generate, with a cache and by beams."""
 
 import functools
 import json
@@ -80,7 +80,7 @@ def their_class(name):
 
 
 def source_of(name):
-    """What the encoder is given, under our names."""
+    """The encoder's inputs, under our names."""
     rng = np.random.default_rng(1)
     if name == "whisper":
         return {"source": rng.normal(size=(ROWS, 10, 2 * FRAMES)).astype(np.float32)}
@@ -90,7 +90,7 @@ def source_of(name):
 
 
 def given_to_theirs(name):
-    """And under theirs."""
+    """The encoder's inputs, under transformers' names."""
     torch, source = peer("torch"), source_of(name)
     names = {"source": "input_features" if name == "whisper" else "input_ids",
              "source_mask": "attention_mask"}
@@ -100,7 +100,7 @@ def given_to_theirs(name):
 
 @functools.cache
 def reference(name):
-    """A model of transformers, saved; its logits and gradients."""
+    """A saved transformers model, its logits and gradients."""
     torch = peer("torch")
     kind, fields = CASES[name]
     torch.manual_seed(1)
@@ -112,7 +112,7 @@ def reference(name):
 
 
 def their_model(name, folder):
-    """Of a folder of ours."""
+    """The transformers model that reads a folder of ours."""
     theirs, report = their_class(name).from_pretrained(
         folder, output_loading_info=True, dtype=peer("torch").float32)
     assert not any(report.values()), report
@@ -125,8 +125,9 @@ def their_model(name, folder):
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("name", each())
 def test_logits_are_those_of_transformers(name, shards):
-    """A head or a half whose norm, scale or distances are not the published ones; a device that
-    attends to another part of a source than it has; heads that the shards do not divide."""
+    """Attention, MLP or head with another norm, scale or distances than the published ones; a
+    device that attends to another part of a source than its own; heads that the shards do not
+    divide."""
     want = reference(name)
     mesh = mesh_of(f"tensor={shards}")
     params, config = networks.load_hf(want.folder, mesh)
@@ -142,8 +143,8 @@ def loaded(name):
 
 @pytest.mark.parametrize("name", each())
 def test_gradients_are_those_of_torch(name):
-    """What the logits do not show: an embedding that both stacks have, a table of distances that
-    all layers have, positions of sound, which are not trained."""
+    """Faults that the logits do not show: in an embedding that both stacks share, in a table of
+    distances that all layers share, in positions of sound, which are not trained."""
     _, config, gradient, _ = loaded(name)
     if name == "whisper":
         assert not gradient["encoder"]["positions"].any()
@@ -187,8 +188,8 @@ def assert_same_step(name, mesh, rtol=2e-6, **changes):
                                   "pipe=2,seq=2"])
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH))
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
-    """A source whose time is split as the tokens' is, zigzag; its gradient from one stage alone; a
-    padded end of it that is attended to."""
+    """A source whose time is split in zigzag order, like the tokens'; a gradient from only one
+    stage; attention to the padded end of a source."""
     assert_same_step(name, mesh)
 
 
@@ -203,14 +204,15 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     pytest.param("bart", "data=2,tensor=2", dict(seq_len=15), marks=pytest.mark.full),
     pytest.param("t5", "tensor=4", {}, marks=pytest.mark.full)])
 def test_a_step_in_other_ways_is_that_of_one_device(name, mesh, changes):
-    """What a backward pass makes again of an encoder, or of its parts in a pipeline."""
+    """A wrong recomputation of an encoder, or of its parts in a pipeline, in the backward pass."""
     assert_same_step(name, mesh, **changes)
 
 
 def test_a_schedule_that_goes_back_at_once_is_refused():
-    """1F1B goes back through a stage before another stage has begun with the decoder."""
+    """1F1B with an encoder-decoder: it would go backward before all stages have begun the
+    decoder."""
     config = run_of(encoder_layers=2, vocab_size=V, schedule="1f1b", batch=4)
-    with pytest.raises(ConfigError, match="1f1b: an encoder-decoder goes through the stages twice"):
+    with pytest.raises(ConfigError, match="1f1b: an encoder-decoder runs through the stages twice"):
         train.check_transformer(config, mesh_of("pipe=2"))
     with pytest.raises(ConfigError, match="--encoder_layers 3 does not divide into 2"):
         train.check_transformer(change(config, schedule="gpipe", encoder_layers=3),
@@ -220,7 +222,7 @@ def test_a_schedule_that_goes_back_at_once_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_bfloat16_runs(name):
-    """A weight, or a table, in another precision than what it meets."""
+    """A weight, or a table, in another dtype than the activations that it meets."""
     params, config, _, loss = loaded(name)
     config = change(config, dtype="bfloat16")
     total, count = jax.jit(functools.partial(net.loss, config=config))(
@@ -254,7 +256,7 @@ def placed(name, mesh):
 
 
 def sources(name):
-    """As generation is given them."""
+    """The sources in the form of sample.generate."""
     source = source_of(name)
     if name == "whisper":
         return source["source"]
@@ -277,7 +279,7 @@ def written_by_theirs(name, count, **options):
 @pytest.mark.parametrize("mesh", ["", "tensor=2"])
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH, names=("t5 1.1", *EACH)))
 def test_what_they_write_is_what_transformers_writes(name, mesh):
-    """A source, or its mask, that beams of other rows see; a prompt that begins elsewhere."""
+    """A source, or its mask, that beams of other rows see; a prompt that begins at another slot."""
     params, config = placed(name, mesh)
     start = [[llama.start_id(config)]] * ROWS
     got = sample.generate(params, start, config, 8, temperature=0, source=sources(name))
@@ -291,7 +293,7 @@ def test_what_they_write_is_what_transformers_writes(name, mesh):
     (None, "this model has an encoder: give it a source"), ([[5]], "2 prompts and 1 sources"),
     ([[5], []], "a source is empty"), ([[5], [V]], f"source 1 has the id {V}")])
 def test_a_bad_source_is_refused(source, words):
-    """An id that does not exist would look up the last row of the table."""
+    """An id that does not exist, which would look up the last row of the table."""
     config = config_of(encoder_layers=2, vocab_size=V)
     with pytest.raises(ConfigError, match=words):
         sample.generate({}, [[1], [2]], config, source=source)
@@ -306,7 +308,7 @@ def test_a_bad_source_is_refused(source, words):
     lambda file: np.savez(file, x=np.ones((4, 16))), lambda file: np.save(file, np.array(["a"])),
     lambda file: file.write(b"RIFF")], ids=["npz", "text", "sound"])
 def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
-    """A traceback for a .npz, or for words."""
+    """A traceback for a .npz, or for a text file."""
     with open(tmp_path / "a.npy", "wb") as file:
         save(file)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
@@ -315,7 +317,7 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 def test_a_source_for_which_there_are_no_positions(positions):
-    """The last position, for all tokens that come after it."""
+    """Tokens beyond the table of positions, which would all get the last one."""
     config = config_of(layers=1, encoder_layers=1, d_model=16, heads=2, vocab_size=32,
                           seq_len=8, positions=positions)
     params, tokens = net.init(config, jax.random.key(0)), np.ones((1, 4), int)
@@ -347,7 +349,7 @@ def record_of(name, **changes):
     ("relu", False, "relu"), ("gated-gelu", True, "gelu_tanh"), ("gelu", False, "gelu"),
     ("gated-silu", True, "silu"), ("gelu_new", False, "gelu_tanh")])
 def test_feed_forward_proj_is_parsed_as_transformers_does(proj, gated, activation):
-    """gated-gelu means the tanh approximation, and gelu does not."""
+    """gated-gelu read as exact gelu (it means the tanh approximation, and gelu does not)."""
     theirs = peer("transformers").T5Config(feed_forward_proj=proj)
     assert theirs.is_gated_act == gated
     ours = llama.fields_of(record_of("t5", feed_forward_proj=proj))
@@ -362,7 +364,8 @@ def test_feed_forward_proj_is_parsed_as_transformers_does(proj, gated, activatio
     ("bart", dict(tie_word_embeddings=False)), ("whisper", dict(tie_word_embeddings=False)),
     ("bart", dict(normalize_embedding=False))], ids=str)
 def test_options_that_we_do_not_compute_are_refused(name, changes):
-    """They change no shape: the model would load, and write nonsense."""
+    """An option that changes no shape and that we do not compute: the model would load, and write
+    nonsense."""
     with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported"):
         llama.fields_of(record_of(name, **changes))
 
@@ -386,7 +389,7 @@ def test_hostile_values_end_in_one_line(name, field):
 
 
 def test_ids_with_a_meaning():
-    """What a decoder begins with, where config.json leaves it out."""
+    """A decoder that begins with a wrong id, if config.json does not say which."""
     def start(**record):
         return llama.start_id(config_of(published=json.dumps(record)))
 
@@ -402,8 +405,8 @@ def test_ids_with_a_meaning():
 
 @pytest.mark.slow
 def test_other_names_of_the_same_arrays(tmp_path):
-    """bart-large-cnn has its embedding under the decoder's name alone; bart-base has no logits'
-    bias, and no model. before its names; each refused as lacking something."""
+    """bart-large-cnn, whose embedding has only the decoder's name, or bart-base, which has no bias
+    of logits and no model. before names, refused because something seems to be missing."""
     folder, want = tmp_path / "bart", reference("bart")
     folder.mkdir()
     for file in want.folder.iterdir():

@@ -1,5 +1,5 @@
-"""Swin and SAM's image encoder against transformers: tiny models with random weights have the same
-results and the same gradients on any mesh, and what we export it reads."""
+"""Swin and SAM's image encoder compared with transformers: tiny models with random weights have the
+same results and gradients on any mesh, and transformers reads our exports."""
 
 import functools
 import json
@@ -76,7 +76,7 @@ def theirs_of(name):
 
 
 def outputs(theirs, pictures):
-    """What forward gives of ours."""
+    """The output of a transformers model that corresponds to our forward's."""
     out = getattr(theirs, "vision_encoder", theirs)(pictures)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
@@ -90,7 +90,7 @@ class Reference(NamedTuple):
 
 @functools.cache
 def reference(name):
-    """A model of transformers, saved; its results and gradients."""
+    """A saved transformers model, its results and gradients."""
     torch = peer("torch")
     torch.manual_seed(1)
     theirs = theirs_of(name)
@@ -140,7 +140,7 @@ def loaded(name):
 
 
 def assert_gradient(network, config, gradient, want):
-    """Array by array, as torch's."""
+    """Assert that gradients equal torch's, array by array."""
     family = family_of(json.loads(config.published), network.families)
     parts, weights = published.published_arrays(family, config, network.table(config)), by_path(
         gradient)
@@ -168,8 +168,8 @@ def test_results_are_those_of_transformers(name, shards):
 
 @pytest.mark.slow
 def test_pictures_of_another_size():
-    """Of a Swin the windows follow from the picture: one that is not square, and not as wide as
-    config.json says."""
+    """A Swin whose windows are those of config.json's picture, given one that is not square and has
+    another width."""
     torch, want = peer("torch"), reference("swin")
     network, params, config, *_ = loaded("swin")
     theirs = type(theirs_of("swin")).from_pretrained(want.folder).eval()
@@ -181,15 +181,15 @@ def test_pictures_of_another_size():
 
 @pytest.mark.parametrize("name", cases(TRAINED, ("swin",)))
 def test_gradients_are_those_of_torch(name):
-    """What results do not show: a weight that is used twice, a mask that hides too much."""
+    """Faults that results do not show: in a weight that is used twice, or in a mask."""
     network, _, config, gradient, _ = loaded(name)
     assert_gradient(network, config, gradient, reference(name).gradients)
 
 
 @pytest.mark.parametrize("name", cases(TRAINED, ("swin",)))
 def test_what_we_train_transformers_reads(name, tmp_path):
-    """An array that is written as it was read and not as it is now. Of a whole SamModel what we
-    write is the image encoder, and says so."""
+    """An array that is written as it was read and not as it is now; an image encoder that is
+    written as a whole SamModel."""
     torch, transformers = peer("torch"), peer("transformers")
     network, params, config, gradient, _ = loaded(name)
     params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
@@ -211,7 +211,7 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_bare_model_is_read_and_written(tmp_path):
-    """Without a head, whose prefix its arrays lack."""
+    """A folder without a head, whose arrays have no prefix, that is refused or written wrongly."""
     want = reference("swin bare")
     network = networks.network_of_folder(want.folder)
     params, config = networks.load_hf(want.folder)
@@ -233,8 +233,8 @@ def test_a_bare_model_is_read_and_written(tmp_path):
     slow("swin deep", "tensor=4"), slow("sam plain", "tensor=4"), slow("sam", "tensor=4"),
     full("sam plain", "fsdp=2,tensor=2"), full("swin", "expert=2,fsdp=2")])
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
-    """A part of the time without its windows, a merge of tokens that are apart, a gradient that is
-    not summed: of the loss, and torch's gradients."""
+    """Windows of only a part of the time, a merge of tokens that are not neighbours, a gradient
+    that is not summed. (The loss, and torch's gradients.)"""
     network, params, config, _, loss = loaded(name)
     want = reference(name)
     assert program_of(config, mesh).plan.trusted
@@ -245,7 +245,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 @pytest.mark.full
 def test_a_table_that_is_whole_beside_heads_that_are_split():
-    """Numbers of other heads than those of the queries here."""
+    """Biases of other heads than this device's query heads."""
     network, params, config, _, loss = loaded("swin")
     want, config = reference("swin"), change(config, override=("relative=-",))
     gradient, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, want.batch)
@@ -256,7 +256,7 @@ def test_a_table_that_is_whole_beside_heads_that_are_split():
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["swin", "sam"])
 def test_in_bfloat16(name):
-    """A product that is computed in float32 alone."""
+    """A product that works only in float32."""
     _, params, config, _, loss = loaded(name)
     config = change(config, dtype="bfloat16")
     _, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, reference(name).batch)
@@ -271,9 +271,10 @@ BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
 @pytest.mark.parametrize("name, shards", [
     full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):
-    """A part of these models that the rule prices wrongly: more collectives, or more bytes. Of a
-    merge it must not split the four neighbours side by side, which nobody makes in parts. (SAM's
-    last convolution it would split, where the code does not: its norm then needs three more.)"""
+    """A part of these models that the rule prices wrongly: more collectives, or more bytes than by
+    hand. In a merge, the four neighbours side by side must not be split, because nothing makes them
+    in parts. (The rule would split SAM's last convolution, and the code does not: its norm would
+    need three more collectives.)"""
     network, params, config, *_ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
     params, mesh = jax.device_get(params), mesh_of(f"tensor={shards}")
@@ -291,7 +292,7 @@ def test_no_more_is_sent_than_by_hand(name, shards):
 # What is refused, in a line
 
 @pytest.mark.parametrize("mesh, why", [
-    ("pipe=2", "mesh axis pipe=2: .* not alike"), ("seq=2", "mesh axis seq=2: .*windows")])
+    ("pipe=2", "mesh axis pipe=2: .* layers"), ("seq=2", "mesh axis seq=2: .*windows")])
 @pytest.mark.parametrize("kind", ["swin", "sam_vision_model"])
 def test_meshes_that_would_compute_nonsense(kind, mesh, why):
     """Stages of layers with other windows than the first's; windows of half of the time."""
@@ -335,7 +336,7 @@ def config_of(kind, **changes):
     ("sam", dict(vision_config=[1]), "wrong kind"), ("sam", dict(vision_config="x"), "wrong kind"),
     ("sam", dict(vision_config=dict(hidden_size=1.5)), "hidden_size 1.5")], ids=str)
 def test_a_hostile_config_is_one_line(kind, changes, message):
-    """Somebody else wrote it: a traceback, or a table of a billion layers."""
+    """A foreign config.json that ends in a traceback, or makes a table of a billion layers."""
     with pytest.raises(ConfigError, match=message) as e:
         config_of(kind, **changes)
     assert "\n" not in str(e.value)

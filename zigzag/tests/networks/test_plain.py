@@ -251,7 +251,7 @@ def test_a_weight_that_an_edit_took_away_is_no_traceback_at_export(edit, monkeyp
          'layers |= {"w_up"')])
     module, config = edit("no gate")
     params = module.init(config.network, jax.random.key(0))
-    with pytest.raises(ConfigError, match="the weight layers.w_gate, and this network has not"):
+    with pytest.raises(ConfigError, match="the weight layers.w_gate, which this network lacks"):
         networks.save_hf(tmp_path / "a", params, config.network)
 
 

@@ -298,8 +298,8 @@ def test_captions_are_those_of_transformers(prompts):
     ("blip2", {"pipe": 2}, "pipe=2: BLIP-2 has layers of three kinds"),
     ("blip2", {"seq": 2}, "seq=2: BLIP-2 has layers of three kinds")])
 def test_what_would_be_another_loss_is_refused(name, changes, says):
-    """Micro-batches in which a text has fewer others to be told from; a stage of layers that are
-    not alike."""
+    """Micro-batches in which a text has fewer others to be told from; a stage of layers that
+    differ."""
     config = networks.hf_config(reference(name).folder)
     config = run_of(config, out="", batch=ROWS)
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}
@@ -331,7 +331,7 @@ REFUSED = [
 @pytest.mark.parametrize("name, part, changes, says", REFUSED, ids=str)
 def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, changes, says,
                                                                 tmp_path):
-    """Somebody else wrote it: another error than ours, or numbers that are nobody's."""
+    """A foreign config.json that ends in a traceback, or is read as another model."""
     record = json.loads(classes(name)[0](**CASES[name]).to_json_string())
     if part is None:
         record |= changes

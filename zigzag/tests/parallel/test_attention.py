@@ -42,8 +42,8 @@ from zigzag.tests.common import (
     (128, 2**25, 4)])
 @in_float64()
 def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
-    """A block that is given too few keys, or other parts of the documents: values and gradients,
-    with fewer key heads. And memory must not grow with the square of the time."""
+    """A block with too few keys, or with document numbers of other tokens, in values or gradients;
+    memory that grows with the square of the time."""
     config = make(seq_len=time, kv_heads=2)
     batch, params = batch_of(config), net.init(config, jax.random.key(0))
     batch["segments"] = np.sort(np.random.default_rng(0).integers(0, 3, (8, time)), 1)
@@ -93,7 +93,7 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
 # By a kernel
 
 def one_operation(fn):
-    """fn as one operation, which nothing looks into."""
+    """fn as one opaque operation."""
     operation = jax.extend.core.Primitive(fn.__name__)
     operation.multiple_results = True
     operation.def_abstract_eval(lambda *args: jax.make_jaxpr(fn)(*args).out_avals)
@@ -102,7 +102,7 @@ def one_operation(fn):
 
 
 def causal(q, k, v):
-    """Causal attention that keeps for its backward pass what a GPU's kernel does."""
+    """Causal attention with the residuals of a GPU's kernel."""
     seen, group = np.tril(np.ones((q.shape[1], q.shape[1]), bool)), q.shape[2] // k.shape[2]
     grouped = q.reshape(*q.shape[:2], -1, group, q.shape[-1])
     scores = jnp.einsum("btkgn,bskn->bkgts", grouped, k) * q.shape[-1] ** -0.5
@@ -113,7 +113,7 @@ def causal(q, k, v):
 
 
 def causal_backward(q, k, v, out, sums, cotangent):
-    """And does with it what a GPU's kernel does."""
+    """The backward pass of a GPU's kernel from these residuals."""
     def grouped(x):
         return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1])
 
@@ -150,7 +150,7 @@ one_kernel.defvjp(_forward, _backward)
 
 
 def has_kernel(name):
-    """kernel_name of a machine that has this kernel for everything, on any mesh."""
+    """A kernel_name that returns this kernel for all arguments, on any mesh."""
     def kernel_name(dtype, time, width, mesh=None):
         return name if (mesh or jax.sharding.get_abstract_mesh()).shape else ""
     return kernel_name
@@ -170,8 +170,9 @@ def give_kernel(monkeypatch, name):
     slow("expert=2,tensor=2", dict(experts=4))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
-    """A kernel whose types are lost: gradients summed twice, or not; or one that is given rows or
-    heads of several devices. Not where documents are told apart: a kernel knows of none."""
+    """A kernel whose varying types are lost, so that gradients are summed twice or not at all; a
+    kernel that gets rows or heads of several devices. (It must not be used with documents, which a
+    kernel does not know.)"""
     config, calls = make(**changes), []
     batch = batch_of(config)
     want = gradients_of(config, "", batch)
@@ -198,7 +199,8 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
     (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
-    """Documents run together, or padding that is seen: a kernel knows of causality alone."""
+    """Documents that see each other, or padding that is seen, because a kernel knows only
+    causality."""
     calls, config = [], make()
 
     def kernel(q, k, v):
@@ -214,7 +216,7 @@ def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times)
 
 
 def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
-    """With --step jit on several devices a compiler would gather what one operation is given."""
+    """A kernel under --step jit on several devices, whose operands the compiler would gather."""
     monkeypatch.setattr(attention, "causal_kernel", None)
     give_kernel(monkeypatch, "splash")
     config = make(step="jit", kv_heads=2)
@@ -230,8 +232,8 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")),
     slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2))])
 def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
-    """Rows and heads mixed up in what the kernel is given. Interpreted; in the whole step, with
-    blocks that are skipped, and the map over every axis around it."""
+    """Rows and heads that are mixed up in the kernel's operands. (Interpreted, in the whole step,
+    with skipped blocks, inside a shard_map over every axis.)"""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     config, calls = make(seq_len=384, batch=4, **changes), []
     make_one, batch = splash.make_splash_mha_single_device, batch_of(config)
@@ -245,7 +247,7 @@ def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
     give_kernel(monkeypatch, "splash")
     got = gradients_of(config, mesh, batch)
     assert calls and "splash" in loop.describe_attention(program_of(config, mesh).plan)
-    # Of sums of thousands in float32, in another order.
+    # (Float32 sums of thousands of terms, in another order.)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()),
                  got, want)
 
@@ -265,7 +267,7 @@ def mesh_with(kind):
     ("", "bfloat16", 128, 80, "TPU v4"), ("", "float32", 128, 64, "TPU v4"),
     ("", "bfloat16", 128, 64, "TPU v3")])
 def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
-    """A run that ends in the compiler on the first machine that has a kernel."""
+    """A run that fails in the compiler on the first machine that has a kernel."""
     assert kernel_name(dtype, time, width, mesh_with(kind)) == name
 
 
@@ -289,8 +291,8 @@ def with_documents(config):
 @pytest.mark.parametrize("mesh", ["seq=2", slow("seq=4,tensor=2"), slow("pipe=2,seq=2"),
                                   slow("tensor=4")])
 def test_documents_stay_apart(mesh, monkeypatch):
-    """In zigzag order a key's number is not its place: neither masks nor positions may use it. Nor
-    where tensor splits the time between blocks."""
+    """A mask or a position that uses a key's index on the device, which is not its slot in zigzag
+    order, nor if tensor splits the time."""
     config = make(kv_heads=2)
     batch = with_documents(config)
     shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items() if k != "seeds"}
@@ -312,11 +314,11 @@ def test_documents_stay_apart(mesh, monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------
-# What cannot be
+# Refusals
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (6, 1), (2, 2)])
 def test_heads_that_a_compiler_cannot_divide(heads, kv_heads):
-    """Heads padded or cut in two: a model that is called by itself, without a shard_map."""
+    """Heads that are padded or cut in two, in a model that is called without a shard_map."""
     config = make(heads=heads, kv_heads=kv_heads, head_dim=8)
     params, rows = net.init(config, jax.random.key(0)), batch_of(config)["tokens"]
     want = net.forward(params, rows, config)
@@ -326,8 +328,8 @@ def test_heads_that_a_compiler_cannot_divide(heads, kv_heads):
 
 
 def test_attention_to_a_part_of_the_time_is_refused():
-    """Queries of a part of the time beside info of all of it: a mask of other tokens, which fits
-    wherever it is broadcast."""
+    """Queries of a part of the time with a Token of all of the time: a mask of other tokens, whose
+    shape fits if it is broadcast."""
     q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
     k, info = jnp.zeros((1, 8, 2, 8)), {"slot": info}
     with pytest.raises(ValueError, match="queries of 1 tokens beside info of 8"):
@@ -336,8 +338,8 @@ def test_attention_to_a_part_of_the_time_is_refused():
 
 @pytest.mark.parametrize("time", [4, 6, 16])
 def test_a_time_slice_is_of_all_of_the_time(time):
-    """What has a part of the time already, sliced again: targets of other tokens, at the right
-    shape wherever two mistakes meet."""
+    """An array that already has a part of the time, sliced again: targets of other tokens, which
+    have the right shape if another mistake is made too."""
     def local(x, a):
         return shard.my_time_slice(a, x)
 
@@ -367,9 +369,9 @@ ENCODER = dict(causal=False, head="masked", biases="head")
     ("tensor=2", dict(encoder_layers=1, source_len=8), "8 queries and 8 keys: in 1 block"),
 ])
 def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says):
-    """The kernel announced where the code forbids it, as with values of another width; a ring where
-    there is none; a network's other attentions passed over; blocks of scores that no device has.
-    What is said is what the step does, when it is traced."""
+    """A start that announces a kernel where the code forbids it (values of another width, say), a
+    ring that does not exist, only one of a network's attentions, or blocks of another size than a
+    device has. The text is compared with what the traced step does."""
     give_kernel(monkeypatch, "splash")
     program, done = program_of(make(**changes), mesh), {"traced": set(), "said": set()}
     key = "traced"
@@ -405,7 +407,8 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     dict(mask=lambda query, key: query.slot - key.slot < 4),
     dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5)), dict(causal=False)])
 def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
-    """A mask= or scores= in model.block, and the start still announces the kernel."""
+    """A start that still announces the kernel after an edit of model.block with mask= or
+    scores=."""
     give_kernel(monkeypatch, "splash")
     usual = shard.self_attend
     assert "kernel" in loop.describe_attention(program_of(make(), "data=2").plan)

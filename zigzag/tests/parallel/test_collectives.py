@@ -1,4 +1,4 @@
-"""What stands for a reduce-scatter on a TPU, on devices that are none."""
+"""A TPU's form of a reduce-scatter, on CPU devices."""
 
 import pytest
 
@@ -15,8 +15,8 @@ from zigzag.tests.common import assert_same_on, make, program_of, slow
     slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b")), slow("pipe=2,fsdp=2", dict(
         remat="full", microbatches=2))])
 def test_exchanges_add_up_what_a_reduce_scatter_does(mesh, changes, monkeypatch):
-    """Parts that are sent to the wrong device in one of the stages, or a reduce-scatter that a TPU
-    would make an all-reduce."""
+    """Parts that are sent to the wrong device in one of the stages; a reduce-scatter that a TPU's
+    compiler would turn into an all-reduce."""
     monkeypatch.setattr(collectives, "platform", lambda mesh=None: "tpu")
     changes = dict(d_model=48, d_ff=192, heads=4, batch=24, fsdp_min=64, **changes)
     assert_same_on(mesh, **changes)

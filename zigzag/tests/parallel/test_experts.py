@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouped products, the router, and where tokens go."""
+"""Mixtures of experts: grouped products, the router, and the way of tokens to experts."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from zigzag.weights import network
 @pytest.mark.parametrize("R, E", [(100, 4), (7, 4), (600, 3), (64, 1)])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_grouped_product_by_blocks(R, E, share):
-    """Rows of one group with another's weights, where groups of any length (none too) meet in a
-    block; and what is in no group, which must be zero, whatever it holds."""
+    """Rows multiplied by another group's weights, where groups of any length (0 too) meet in a
+    block; rows in no group, which must give zero whatever they hold."""
     rng = np.random.default_rng(0)
     x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32)
                 for shape in ((R, 8), (E, 8, 24), (R, 24)))
@@ -42,8 +42,8 @@ def test_a_grouped_product_by_blocks(R, E, share):
 
 @pytest.mark.slow
 def test_rows_in_no_group_of_a_grouped_product_may_hold_anything(monkeypatch):
-    """A TPU's kernel leaves there what was there: one NaN would be in every weight. Forward and
-    backward, on devices that are no TPUs."""
+    """NaNs in every weight, because a TPU's kernel leaves memory as it was in rows of no group.
+    Forward and backward, simulated on CPU devices."""
     real = jax.lax.ragged_dot
 
     def dirty(y, counts):
@@ -73,7 +73,7 @@ def test_rows_in_no_group_of_a_grouped_product_may_hold_anything(monkeypatch):
 
 
 def as_on_a_tpu(monkeypatch):
-    """Experts are computed as on a TPU; what is said of a mesh, and to its compiler, stays."""
+    """Compute experts as on a TPU, and leave everything else (the mesh, compiler options) alone."""
     monkeypatch.setattr(experts, "platform",
                         lambda *mesh: mesh_tools.platform(*mesh) if mesh else "tpu")
 
@@ -82,7 +82,7 @@ def as_on_a_tpu(monkeypatch):
 # The mixture
 
 def one_by_one_through_all(w, h, c, tokens):
-    """The definition: every expert on every token, each by its share."""
+    """The definition: every expert on every token, weighted by its share."""
     def mlp(gate, up, down):
         return (jax.nn.silu(h @ gate) * (h @ up)) @ down
 
@@ -104,8 +104,8 @@ def one_by_one_through_all(w, h, c, tokens):
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
-    """Scores that do not add up to 1 would make a loss of half the number of experts, and a
-    gradient many times that of the tokens."""
+    """A balance loss of half the number of experts, with a gradient many times the tokens', from
+    scores that do not sum to 1."""
     c = transformer.Config(experts=8, experts_per_token=8, router=router, balance=1.0, router_z=0.0,
                            layers=2, d_model=32, heads=4, vocab_size=61)
     w = jax.tree.map(lambda x: x[0], net.init(c, jax.random.key(0))["layers"])
@@ -117,7 +117,8 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
 
 
 def test_what_chooses_experts_is_not_rounded():
-    """DeepSeek's biases are near each other, beside an offset that bfloat16 rounds them to."""
+    """A bias for the choice of experts in bfloat16: DeepSeek's differ little from a large offset,
+    to which they would be rounded."""
     c = make(experts=4, router="sigmoid", dtype="bfloat16")
     params = mesh_tools.cast(net.init(c, jax.random.key(0)), c.dtype)
     kinds = {path: w.dtype for path, w in mesh_tools.by_path(params).items()}
@@ -126,8 +127,8 @@ def test_what_chooses_experts_is_not_rounded():
 
 
 def test_experts_equal_a_loop_over_all_of_them():
-    """A share of the wrong expert, or a loss of the router that counts what is not asked: for each
-    row, with a row of which nothing is; with gradients."""
+    """An output weighted by the wrong expert's share; a router's loss that counts tokens of weight
+    0 (one row has only these). With gradients."""
     c = make(experts=6, experts_per_token=3, shared_experts=2)
     w = jax.tree.map(lambda x: 3 * x[0], net.init(c, jax.random.key(0))["layers"])
     rng = np.random.default_rng(0)
@@ -161,8 +162,8 @@ def test_experts_equal_a_loop_over_all_of_them():
 
 @pytest.mark.parametrize("mesh", ["expert=4", slow("expert=2,tensor=2"), slow("pipe=2,expert=2")])
 def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
-    """Room for the usual number of tokens alone. A router of zeros: every token chooses the first
-    two, which are on one device."""
+    """Room only for the usual number of tokens. (With a router of zeros every token chooses the
+    first two experts, which are on one device.)"""
     c, real = make(experts=4, balance=0.0), network.Network.init
 
     def init(self, config, key):
@@ -182,7 +183,8 @@ def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
 
 @pytest.mark.slow
 def test_the_metrics_have_each_experts_load_and_any_other_sum():
-    """A load that is divided twice, or by the count of one device; sums that a task adds, lost."""
+    """A load that is divided twice, or by the count of one device; other sums of a task that are
+    lost."""
     rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
     load = np.array(rows[0]["expert_load"])
     assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4)

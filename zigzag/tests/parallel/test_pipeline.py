@@ -1,4 +1,4 @@
-"""Pipelines: the timetable, what each schedule keeps in memory, and where layers are."""
+"""Pipelines: the timetable, the memory of each schedule, and the order of layers."""
 
 import re
 
@@ -22,7 +22,7 @@ INTERLEAVED = dict(schedule="interleaved", chunks=2)
 # The timetable
 
 def test_the_timeline_is_what_the_stages_do():
-    """A table that shows another order, or another chunk, than the schedule has."""
+    """A timetable that shows another order, or another chunk, than the schedule has."""
     assert timeline(2, 4, "interleaved", 2) == (
         "stage 0  |0a|1a|0b|1b|2a|3a|2b|3b|. |\nstage 1  |. |0a|1a|0b|1b|2a|3a|2b|3b|\n"
         "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage (a and b), 11% of them idle; "
@@ -94,8 +94,8 @@ def of_microbatches(count, **changes):
 
 @pytest.mark.slow
 def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
-    """Read off the compiled programs: GPipe keeps every microbatch until the last has gone
-    forward. A schedule that is only called 1F1B would too."""
+    """A schedule that is 1F1B only by name, and keeps every microbatch until the last has gone
+    forward, as GPipe does. (Read from the compiled programs.)"""
     few, many = (temporaries(of_microbatches(n, layers=4, schedule="1f1b")) for n in (8, 32))
     assert many < 1.02 * few            # the ids of 48 rows more
     assert temporaries(of_microbatches(32, layers=4, schedule="gpipe")) > 2 * many
@@ -103,12 +103,12 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
 
 @pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
 def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
-    """What is decided inside is overruled outside, and a branch keeps all that it is given: this
-    kept the stage's weights of every tick, whatever was asked for."""
+    """A copy of the stage's weights saved in every tick, whatever --remat says: an outer checkpoint
+    policy overrides inner ones, and a branch saves all of its inputs."""
     def kept(count, remat):
         return temporaries(of_microbatches(count, layers=8, remat=remat, **schedule))
 
-    layers = 2 * 2 * 32 * 64 * 4        # what comes into a stage's layers, of one microbatch
+    layers = 2 * 2 * 32 * 64 * 4        # the inputs of a stage's layers, for one microbatch
     full = kept(8, "full")
     more = (kept(32, "full") - full) / 24
     assert more < 4 * layers * schedule.get("chunks", 1)
@@ -120,7 +120,8 @@ def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
 
 @pytest.mark.slow
 def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
-    """Interleaved stages hold layers 0, 2 and 1, 3: a checkpoint of that order fits one mesh."""
+    """A checkpoint in the order of the stages (0, 2 and 1, 3 if interleaved), which fits only one
+    mesh."""
     eight = jax.device_put(jnp.arange(8), NamedSharding(mesh_of("pipe=4"), P("pipe")))
     held = permute_layers(eight, eight.sharding, 2)
     assert held.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -134,7 +135,7 @@ def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------
-# Somebody else's loss
+# A custom loss
 
 def own_pipelined(params, batch, specs=None, **how):
     """A loss that calls shard.pipelined_loss and nothing else of this project's."""
@@ -155,8 +156,8 @@ def own_pipelined(params, batch, specs=None, **how):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
-    """A count taken from one stage, which is of its part of the time: a loss that is larger by the
-    number of stages."""
+    """A count of one stage's part of the time taken for the whole count: a loss that is too large
+    by a factor of the number of stages."""
     def loss(params, batch, specs=None):
         return own_pipelined(params, batch, specs, microbatches=2, schedule=schedule)
 
@@ -166,7 +167,7 @@ def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
 
 
 def test_layers_without_their_specs_are_refused():
-    """Layers of which every stage takes all."""
+    """Without specs, every stage would run all layers."""
     with pytest.raises(ConfigError, match="specs"):
         learn(make(steps=1), "pipe=2", loss=lambda p, b: own_pipelined(p, b))
 
@@ -180,7 +181,7 @@ def test_layers_that_do_not_divide_into_stages_are_refused():
 
 
 def test_zigzag_order_gives_each_device_an_early_and_a_late_part():
-    """A device with late queries alone would compute for all the others."""
+    """A device with only late queries would have most of the work."""
     assert shard.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     order = shard.zigzag_order(32, 4).reshape(4, 8)
     assert np.ptp(order.sum(1)) == 0

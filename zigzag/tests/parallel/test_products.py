@@ -19,8 +19,8 @@ from zigzag.weights.table import padded
     ((2, 3, 4), (4, 5), 1, "btd,df->btf"), ((2, 3, 4), (4, 5, 6), 1, "btd,dhn->bthn"),
     ((2, 3, 5, 6), (5, 6, 4), 2, "bthn,hnd->btd")])
 def test_a_product_and_its_gradients(platform, x, w, contract, einsum, monkeypatch):
-    """The gradient of the weights with dimensions in another order, which fits where they are
-    alike."""
+    """A gradient of the weights with dimensions in another order, whose shape fits if they are
+    equal."""
     monkeypatch.setattr(products, "platform", lambda: platform)
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (x, w))
@@ -35,8 +35,8 @@ def test_a_product_and_its_gradients(platform, x, w, contract, einsum, monkeypat
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_products_gradients_have_its_operands_precision(platform, monkeypatch):
-    """float32 logits of bfloat16 weights, whose gradient would be float32 and twice as large; or
-    logits that are rounded to bfloat16 first."""
+    """A float32 gradient of bfloat16 weights with float32 logits, twice as large as needed; logits
+    that are rounded to bfloat16 first."""
     monkeypatch.setattr(products, "platform", lambda: platform)
     x, w = jnp.full((1, 2, 64), 1 / 3, jnp.bfloat16), jnp.full((64, 3), 1 / 7, jnp.bfloat16)
     y, vjp = jax.vjp(lambda x, w: matmul(x, w, 1, jnp.float32), x, w)
@@ -46,7 +46,7 @@ def test_a_products_gradients_have_its_operands_precision(platform, monkeypatch)
 
 
 def test_a_sum_over_chunks_and_its_gradients():
-    """A chunk's gradient scaled twice, one that overwrites another's, or of an integer."""
+    """A chunk's gradient that is scaled twice or overwrites another's; a gradient of integers."""
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 5), (3, 4, 8)))
     ids = jnp.asarray(rng.integers(0, 5, (3, 4)))
@@ -67,8 +67,8 @@ def test_a_sum_over_chunks_and_its_gradients():
 
 @pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
 def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
-    """A chunk's mean for its sum. And no array has all the logits: 8 rows of 16 tokens and 128
-    ids."""
+    """A chunk's mean in place of its sum; an array with all logits at once (8 rows of 16 tokens and
+    128 ids)."""
     config, batch = make(), batch_of(make())
     want, value = gradients_of(config, "", batch)
     monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
@@ -83,6 +83,6 @@ def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
 @pytest.mark.parametrize("time, size, chunks", [
     (16, 2**25, 1), (16, 1000, 16), (15, 8 * 128 * 4, 5), (17, 8 * 128 * 4, 17)])
 def test_chunks_divide_the_time(time, size, chunks, monkeypatch):
-    """A last chunk that is shorter, or as many logits as were to be avoided."""
+    """A shorter last chunk, or a chunk with too many logits."""
     monkeypatch.setattr(products, "LOGITS", size)
     assert products.loss_chunks(8, time, padded(make().vocab_size)) == chunks

@@ -1,6 +1,6 @@
 """Tensor parallelism by hand, shard.py's sections `tensor` and `vocabulary`: every case in which a
-device's part is not simply the n-th part. The step on the mesh equals the plain formula without
-one, to twelve digits (common.assert_same_on)."""
+device's part is not simply one n-th. The step on the mesh equals the plain formula without a mesh
+to twelve digits (common.assert_same_on)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,20 @@ from zigzag.tests.common import assert_same_on, batch_of, make, mesh_of, net, sl
 
 @pytest.mark.parametrize("name", ["w_up", "wq", "wo", "w_down", "embed", "head", "wk", "w[qkv]"])
 def test_a_whole_weight_beside_split_ones(name):
-    """A whole weight used in full beside parts of the others, or a device's part of it used without
-    its gradient being summed: shapes fit in both cases. A whole head must not be taken for a split
-    one, whose logits are to be joined."""
+    """An unsplit weight used in full with parts of the others, or a device's part of it used
+    without summing its gradient: shapes fit in both cases. An unsplit head that is taken for a
+    split one, whose logits have to be joined."""
     assert_same_on("tensor=2", override=(f"{name}=-",))
 
 
 @pytest.mark.parametrize("override", [(), ("w_up_bias=-",), ("w_up=-",), ("w_up.*=-",)])
 def test_a_bias_beside_its_weight(override):
-    """A bias as wide as all columns beside a device's part of them, or the other way round."""
+    """A bias of all columns added to a device's part of them, or the other way round."""
     assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")
 
 
 def test_the_weights_of_a_block_whole_and_the_rest_split():
-    """`columns` would make each device's part of a product that nobody joins."""
+    """`columns` that gives each device a part of a product that nothing joins."""
     assert_same_on("fsdp=2,tensor=2", override=("w_(up|gate|down)=-", "wo=-", "embed=-"),
                    accumulate=2, tied=True)
 
@@ -42,8 +42,8 @@ def test_the_weights_of_a_block_whole_and_the_rest_split():
     slow("tensor=4", 6, 3, dict(parallel_block=True)),
     slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", seq_len=18))])
 def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
-    """Attention that every device computes whole, summed over devices as if it were parts; or a
-    head cut in two."""
+    """Attention that every device computes for all heads, summed over devices as if they had parts;
+    a head cut in two."""
     assert_same_on(mesh, heads=heads, kv_heads=kv_heads, head_dim=4, **changes)
 
 
@@ -65,14 +65,14 @@ def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, chang
     slow("pipe=2,tensor=2", 6, 3, dict(microbatches=2, schedule="1f1b")),
     slow("seq=2,fsdp=2,tensor=2", 6, 3, dict(remat="full"))])
 def test_a_norm_of_all_heads(mesh, heads, kv_heads, changes):
-    """The mean of a device's own heads; one whose gradient each device has of its own heads alone;
-    one of 3 key heads on 2 devices, which have copies; scales that lie where no head does."""
+    """The mean of only a device's own heads; a gradient of only its own heads; a wrong mean of 3
+    key heads on 2 devices, which have copies; scales that are split differently from the heads."""
     assert_same_on(mesh, heads=heads, kv_heads=kv_heads, head_dim=4, qk_norm=True,
                    qk_norm_wide=True, **changes)
 
 
 def test_a_norm_of_all_heads_is_one_reduction_and_one_back():
-    """The means of queries and of keys, or their gradients, sent each by itself."""
+    """Separate reductions for the means of queries and of keys, or for their gradients."""
     def total(q, k, scales):
         return sum(jnp.sum(jnp.sin(a)) for a in attention.norm_all_heads(q, k, scales, 4, 1e-6))
 
@@ -94,8 +94,9 @@ def test_a_norm_of_all_heads_is_one_reduction_and_one_back():
     slow("pipe=2,tensor=4", dict(seq_len=18, microbatches=2)),
     slow("tensor=2", dict(seq_len=15, override=("w_up=-", "head=-"), parallel_block=True))])
 def test_time_that_tensor_does_not_divide(mesh, changes):
-    """The stream is whole between blocks then, and `row` an all-reduce: gradients of it would count
-    each device's copy, or (36 tokens: tensor divides them, not the stages) be of another's time."""
+    """A stream that is not split between blocks, after an all-reduce in `row`: gradients that count
+    every device's copy, or (36 tokens, which tensor divides but not the stages) that are of another
+    device's time."""
     assert_same_on(mesh, **changes)
 
 
@@ -105,8 +106,8 @@ def test_time_that_tensor_does_not_divide(mesh, changes):
     slow("pipe=2,tensor=2", dict(microbatches=2)), slow("seq=2,tensor=2", {}),
     slow("tensor=2", dict(seq_len=15, override=("head=-",)))])
 def test_the_loss_in_chunks(mesh, changes, monkeypatch):
-    """Targets of another device's time beside the logits of a chunk; or a head that is marked as
-    varying for the loop over chunks, and then taken for a split one."""
+    """Targets of another device's time for the logits of a chunk; a head that is marked as varying
+    for the loop over chunks and then taken for a split one."""
     monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
     assert_same_on(mesh, **changes)
 
@@ -115,7 +116,7 @@ def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     ("tensor=2", {}), slow("seq=2,tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2)),
     slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b"))])
 def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
-    """A device that drops at the places of the sequence's beginning instead of its own."""
+    """A device that uses the dropout mask of the sequence's beginning instead of its own time's."""
     assert_same_on(mesh, dropout=0.3, **changes)
 
 
@@ -125,21 +126,21 @@ def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
     slow("pipe=2,tensor=2", dict(microbatches=2, seq_len=18, schedule="1f1b")),
     slow("seq=2,tensor=2", dict(shared_experts=1, override=("e_.*=-",)))])
 def test_experts_beside_tensor(mesh, changes):
-    """The router's losses counted once for each device, or for a part of the time; tokens that
-    differ between devices which share an expert."""
+    """The router's losses counted once for each device, or for only a part of the time; devices
+    that share an expert and have different tokens."""
     assert_same_on(mesh, experts=4, **changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("override", [("e_up=-",), ("w_down=-",)])
 def test_a_whole_weight_of_an_expert_beside_split_ones(override):
-    """A product of which one operand is split and the other is not."""
+    """A product of a split operand and one that is not split."""
     assert_same_on("tensor=2", experts=4, shared_experts=1, override=override)
 
 
 @pytest.mark.parametrize("changes", [{}, slow(dict(parallel_block=True, tied=True, seq_len=17))])
 def test_an_mlp_that_tensor_does_not_divide(changes):
-    """Whole columns and rows, added up as if they were parts."""
+    """Unsplit columns and rows, summed over devices as if they were parts."""
     assert_same_on("tensor=2", d_ff=63, **changes)
 
 
@@ -158,8 +159,8 @@ def split_time(mesh, stream):
 
 @pytest.mark.parametrize("mesh", ["tensor=2", "seq=2", "seq=4", "seq=2,tensor=2", "tensor=8"])
 def test_whole_time_is_in_order_and_its_gradient_is_each_devices_own(mesh):
-    """Positions in zigzag order, of which the last is not the last token; or a gradient that is
-    summed over devices which all have the same."""
+    """Positions in zigzag order, in which the last is not the last token; a gradient that is summed
+    over devices that all have the same one."""
     mesh = mesh_of(mesh)
     stream, spec = split_time(mesh, ORDERED)
     factor = np.random.default_rng(0).normal(size=ORDERED.shape).astype(np.float32)
@@ -183,7 +184,7 @@ def test_whole_time_is_in_order_and_its_gradient_is_each_devices_own(mesh):
 
 
 def test_whole_time_of_a_stream_that_is_whole_is_itself():
-    """A gather of what each device has whole: every position once for each device."""
+    """A gather of an unsplit stream: every position once for each device."""
     assert np.array_equal(shard.whole_time(ORDERED), ORDERED)
 
     def local(x):
@@ -197,7 +198,8 @@ def test_whole_time_of_a_stream_that_is_whole_is_itself():
 
 @pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2,tensor=2")])
 def test_a_loss_of_the_last_position_alone(mesh):
-    """What pools or picks positions of the transformer's own stream: a classifier, a value head."""
+    """Wrong positions in a loss that picks or pools them from the stream: a classifier, a value
+    head."""
     config, params = make(), net.init(make(), jax.random.key(0))
 
     def last(params, batch):

@@ -1,10 +1,10 @@
-"""The rule, on architectures as they are published, and on what it must refuse or say.
+"""The rule on published architectures, its refusals, and its reports.
 
-The first part writes eighteen architectures in a few lines each, in the ways they are found: fused
-and not, (in, out) and (out, in), lists and dicts, learned and relative positions. What the rule
-splits is compared with what a person who knows Megatron's table would split by name: it may hold
-no more weights on a device, and its compiled program may send no more. test_rule_forms.py has the
-small forms.
+The first part has eighteen architectures in a few lines each, in the forms in which they are found:
+fused and not, (in, out) and (out, in), lists and dicts, learned and relative positions. The rule's
+splits are compared with those of a person who knows Megatron's table and splits by name: a device
+may hold no more weights, and the compiled program may send no more. test_rule_forms.py has small
+forms.
 """
 
 
@@ -258,7 +258,8 @@ def bart(w, ids):
 
 
 def vit(w, ids, labels=10):
-    """Patches by a convolution, a class token, learned positions that are no table, few labels."""
+    """Patches by a convolution, a class token, learned positions that are not a table, few labels.
+    """
     p = {"patch": {"kernel": w(4, 4, 3, SD), "bias": w(SD)}, "cls": w(1, 1, SD),
          "pos": w(1, 17, SD), "ln": w.ln(),
          "classifier": w.lin(SD, labels), "layer": [_coder(w, "attn") for _ in range(SL)]}
@@ -275,7 +276,8 @@ def vit(w, ids, labels=10):
 
 
 def whisper(w, ids):
-    """Two convolutions before the encoder, whose positions are whole; keys without a bias."""
+    """Two convolutions before the encoder, positions that are added without a lookup; keys without
+    a bias."""
     def conv(i):
         return {"kernel": w(3, i, SD), "bias": w(SD)}
 
@@ -334,7 +336,7 @@ def falcon_two_groups(w, ids):
 
 
 def llama(w, ids, kv=SH, regroup=False):
-    """Rotary positions, gated MLP, an output of its own; keys and values of kv heads."""
+    """Rotary positions, gated MLP, an untied output; fewer kv heads than query heads."""
     p = {"embed": w(SV, SD), "norm": {"scale": w(SD)}, "head": w(SD, SV),
          "layers": [{"n1": {"scale": w(SD)}, "wq": w(SD, SD), "wk": w(SD, kv * SN),
                      "wv": w(SD, kv * SN), "wo": w(SD, SD),
@@ -382,7 +384,7 @@ def llama_one_kv_head(w, ids):
 
 
 def gptj(w, ids):
-    """A parallel block, biases in the MLP and in the output alone."""
+    """A parallel block, biases only in the MLP and in the output."""
     p = {"wte": w(SV, SD), "final": w.ln(), "head": w.lin(SD, SV),
          "h": [{"ln": w.ln(), "attn": w.qkvo("qkvo"), "mlp": w.mlp()} for _ in range(SL)]}
 
@@ -408,7 +410,8 @@ def style(build):
 
 
 def by_hand(params, rules, shards):
-    """The specs of a person who knows the model: by name, whole where it does not divide."""
+    """The specs that a person who knows the model gives by name; a weight that does not divide is
+    not split."""
     paths, leaves, tree = flatten(params)
     rules = rules(shards) if callable(rules) else rules
     found = [next((spec for pattern, spec in rules if re.search(pattern, path)), P())
@@ -419,8 +422,8 @@ def by_hand(params, rules, shards):
 
 
 def sent_by(fn, params, args, specs, mesh):
-    """The compiled function with weights (and gradients, if it gives them) at the specs, and what
-    it sends: how many collectives, how many bytes."""
+    """(compiled function, (number of collectives, bytes sent)) with weights, and gradients if the
+    function returns them, at these specs."""
     places, whole = shardings(specs, mesh), jax.NamedSharding(mesh, P())
     outs = (whole, places) if isinstance(jax.eval_shape(fn, params, *args), tuple) else whole
     compiled = jax.jit(fn, in_shardings=(places, *[whole] * len(args)),
@@ -455,15 +458,16 @@ def no_worse_than_by_hand(fn, params, args, rules, shards, ours=None):
     (n, b) if n == 4 and b is gpt2 else (slow if n < 8 else full)(n, b)
     for n in (4, 2, 8) for b in STYLES])
 def test_no_published_style_sends_more_than_by_hand(shards, build):
-    """Columns and rows in the wrong order: names in alphabetical order need 1.5 to 4.7 times the
-    collectives on seven of ten of these."""
+    """Columns and rows in the wrong order: alternating over names in alphabetical order needs 1.5
+    to 4.7 times the collectives on seven of ten of these."""
     fn, params, args, rules = style(build)
     computes_the_same(fn, params, args, *no_worse_than_by_hand(fn, params, args, rules, shards),
                       shards)
 
 
 def computes_the_same(fn, params, args, specs, compiled, shards):
-    """Value and gradients of the sharded function, leaf by leaf, as of the unsharded one."""
+    """Assert that value and gradients of the sharded function equal the unsharded one's, leaf by
+    leaf."""
     places = shardings(specs, mesh_of(f"tensor={shards}"))
     value, grads = compiled(jax.device_put(params, places), *args)
     want_value, want = jax.jit(jax.value_and_grad(fn))(params, *args)
@@ -477,7 +481,7 @@ def computes_the_same(fn, params, args, specs, compiled, shards):
 
 CODER = dict(encoder_ffn_dim=128, decoder_ffn_dim=128, encoder_layers=2, decoder_layers=2,
              encoder_attention_heads=8, decoder_attention_heads=8)
-FLAX = {    # class, configuration, what it is given, and how Megatron's authors would split it
+FLAX = {    # class, configuration, inputs, and Megatron's splits
     "Llama": (
         "ForCausalLM", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                             num_attention_heads=8), "tokens",
@@ -525,8 +529,8 @@ FLAX = {    # class, configuration, what it is given, and how Megatron's authors
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FLAX)
 def test_other_peoples_models_send_no_more_than_by_hand(family, monkeypatch):
-    """A rule that fits only code like ours: these are Flax models of the transformers package,
-    whose authors never heard of it."""
+    """A rule that works only for code like ours. (These are Flax models of the transformers
+    package, written without the rule in mind.)"""
     transformers = peer("transformers")
     peer("flax")
     clip = jnp.clip         # T5 still calls it by names that jax has dropped
@@ -551,7 +555,8 @@ def test_other_peoples_models_send_no_more_than_by_hand(family, monkeypatch):
 
 @pytest.mark.parametrize("build", STYLES)
 def test_names_and_their_order_change_no_spec(build):
-    """JAX sorts dict keys: a rule that alternates over a listing inverts w_down and w_up."""
+    """A rule that alternates over the leaves in order: JAX sorts dict keys, which inverts w_down
+    and w_up."""
     fn, params, args, _ = style(build)
     mesh, rng = mesh_of("tensor=4"), np.random.default_rng(0)
 
@@ -583,8 +588,8 @@ def decoder_specs(mesh, **changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_decoder_is_split_column_row(tied):
-    """An inverted MLP, which costs more than no rule. This is Megatron's table: heads and hidden
-    out of the stream are columns, into it rows, the vocabulary by rows of its table."""
+    """An inverted MLP, which costs more than no rule. The splits are Megatron's: columns out of the
+    stream (heads, hidden), rows into it, and the vocabulary by rows of its table."""
     specs = decoder_specs("tensor=4", tied=tied)
     layers = specs["layers"]
     assert specs["embed"] == P("tensor") and specs["norm"] == P()
@@ -597,7 +602,7 @@ def test_the_decoder_is_split_column_row(tied):
 
 
 def test_too_few_kv_heads_stay_whole_and_queries_split():
-    """Splitting 2 key/value heads four ways would cut through a head."""
+    """2 key/value heads split four ways, which cuts through heads."""
     layers = decoder_specs("tensor=4", kv_heads=2)["layers"]
     assert layers["wk"] == layers["wv"] == P()
     assert layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
@@ -609,7 +614,7 @@ def test_too_few_kv_heads_stay_whole_and_queries_split():
 
 
 def test_a_loss_that_jax_traced_for_another_mesh_is_traced_anew():
-    """jax's cache of traced functions gives the heads repeated for another size of tensor."""
+    """A trace from jax's cache, with heads repeated for another size of the tensor axis."""
     config = config_of(layers=2, d_model=32, d_ff=64, vocab_size=61, seq_len=16, heads=12,
                           kv_heads=3, head_dim=8)
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
@@ -627,7 +632,7 @@ def test_fsdp_takes_the_largest_dimension_left():
 
 
 # -------------------------------------------------------------------------------------------
-# What the rule makes of single functions
+# Single functions
 
 @pytest.mark.parametrize("build, table", [
     (llama, {r"gate|up$|w[qkv]|head": COLUMN, "down|wo|embed": ROW, "n1|n2|norm": P()}),
@@ -643,8 +648,8 @@ def test_the_published_tables(build, table):
 
 
 def test_seventy_billion_weights_in_a_loop_of_eighty():
-    """A search over combinations would not come back; an allocation would not fit. And the same
-    layers, one by one and scanned, must get the same specs."""
+    """A search over combinations, which would never end; an allocation, which would not fit; other
+    specs for the same layers when they are scanned."""
     D, F, H, K, N, V, L = 8192, 28672, 64, 8, 128, 32000, 80
     one = {"wq": (D, H, N), "wk": (D, K, N), "wv": (D, K, N), "wo": (H, N, D), "gate": (D, F),
            "up": (D, F), "down": (F, D), "n1": (D,), "n2": (D,)}
@@ -680,7 +685,8 @@ def test_seventy_billion_weights_in_a_loop_of_eighty():
 
 @pytest.mark.parametrize("names", list(itertools.permutations("abc")))
 def test_equal_prices_are_settled_by_the_order_of_use(names):
-    """Three alike in a chain: (1, 2) and (2, 3) cost the same, and a dict's order would choose."""
+    """A choice by the order of a dict: in a chain of three equal weights, splitting (1, 2) or (2,
+    3) costs the same."""
     params = {"t": floats(512, 64), **{n: floats(64, 64) for n in names}}
 
     def chain(p, i):
@@ -706,7 +712,7 @@ def test_an_unknown_primitive_is_a_stop_not_a_crash():
 
 
 def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
-    """Else it has no weight decay."""
+    """A matrix that is taken for a scale, and gets no weight decay."""
     params = {"a": floats(64, 32), "b": floats(64)}
     plan = plan_sharding(lambda p, x: jnp.sum(x @ (0.5 * p["a"]).T + p["b"]), params,
                          floats(4, 32), mesh=mesh_of("tensor=4"))
@@ -719,7 +725,7 @@ def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
 # Overrides, and a model's own code for tensor
 
 def test_overrides_that_cannot_be_are_refused():
-    """A regex that matches nothing is a typing error, not a wish."""
+    """An override that is silently ignored: a regex that matches nothing, say, is a typo."""
     def infer(*overrides):
         return infer_specs(feed, MLP, X, mesh=mesh_of("tensor=4"), overrides=overrides)
 
@@ -737,7 +743,7 @@ def test_overrides_that_cannot_be_are_refused():
 
 
 def test_overrides_are_read_from_the_command_line():
-    """An axis with a typing error in it, or no axes at all, must not pass for something else."""
+    """An axis with a typo, or no axes at all, read as something else."""
     assert parse_overrides(["a=b=tensor, -,fsdp", "norm="]) == [
         ("a=b", P("tensor", None, "fsdp")), ("norm", P())]
     for text, words in [("w_up", "expected REGEX=axis,-,axis"), ("=tensor", "expected REGEX"),
@@ -747,8 +753,8 @@ def test_overrides_are_read_from_the_command_line():
 
 
 def test_what_an_override_stores_otherwise_is_given_to_the_loss_as_it_can_use_it():
-    """A loss that is given a layer's dimension, or an axis it knows nothing of, split: layers go to
-    their stages as the rule has it, tensor and fsdp as the override says, the rest is gathered."""
+    """A loss that receives weights split in a way that it does not expect. Layers must go to their
+    stages by the rule, tensor and fsdp stay as the override says, and the rest is gathered."""
     def plan(*overrides):
         stack = {k: floats(4, *w.shape) for k, w in MLP.items()}
         return plan_sharding(lambda p, x: jax.lax.scan(lambda x, w: (feed(w, x), None), x, p)[0],
@@ -768,8 +774,8 @@ def test_what_an_override_stores_otherwise_is_given_to_the_loss_as_it_can_use_it
 
 
 def test_tensor_splits_what_the_models_code_splits():
-    """A weight given split along a dimension that the model's code takes for whole: each device
-    would compute with a part of it. (out, in) weights, and code for (in, out) ones."""
+    """A weight that is split along a dimension that the model's code takes for unsplit: each device
+    would compute with only a part of it. ((out, in) weights, with code for (in, out).)"""
     def plan(dims, overrides=(), mesh="tensor=4"):
         return plan_sharding(feed, MLP, X, mesh=mesh_of(mesh), overrides=overrides,
                              tensor_dims=dims)
@@ -787,10 +793,10 @@ def test_tensor_splits_what_the_models_code_splits():
         # The reductions of their group are still paid, and told by the weight that is split.
         assert found[other].reductions == reductions and found[name].reductions == ()
     assert all(d.reductions == () for d in plan({"up": 0, "down": 1}).values())
-    # What tensor leaves free is fsdp's to take.
+    # fsdp may take a dimension that tensor leaves free.
     split = plan({"up": -1, "down": 0}, mesh="fsdp=2,tensor=4")
     assert split["up"].spec == P(None, "fsdp") and split["down"].spec == P("tensor", "fsdp")
-    # An override may store it otherwise: then it is gathered before the code sees it.
+    # An override may store it differently: then it is gathered before the code sees it.
     for dims, stored, given in [({"up": 1, "down": 0}, P("tensor"), P()),
                                 ({"up": 1, "down": 0}, COLUMN, COLUMN),
                                 ({"up": -1, "down": 0}, COLUMN, P()),
@@ -807,8 +813,8 @@ def test_tensor_splits_what_the_models_code_splits():
     optax.contrib.muon(1e-3), optax.sm3(1e-3), optax.MultiSteps(optax.lion(1e-3), 2),
     optax.contrib.schedule_free_adamw(1e-3)], ids=lambda o: "")
 def test_optimizer_state_follows_its_weight(optimizer):
-    """Matching by shape or by name: by shape alone the moments of a square weight's rows could be
-    those of its columns; by the end of the path alone x.w would take w's place."""
+    """Matching by shape alone, in which the moments of a square weight's rows could be those of its
+    columns; matching by the end of the path alone, in which x.w could be w."""
     rng = np.random.default_rng(0)
 
     def some(*shape):
@@ -824,8 +830,8 @@ def test_optimizer_state_follows_its_weight(optimizer):
     def after(grads):
         return jax.tree.leaves(optimizer.update(grads, state, params)[1])
 
-    # The reference: what of the state moves when one slice of one gradient does. If that is one
-    # slice too, its dimension is the gradient's.
+    # The reference: which part of the state changes with one slice of one gradient. If that is one
+    # slice too, its dimension corresponds to the gradient's.
     flat, tree = jax.tree.flatten(grads)
     base, places, seen = after(grads), jax.tree.leaves(found, is_leaf=is_spec), 0
     for k, (leaf, spec) in enumerate(zip(flat, jax.tree.leaves(specs, is_leaf=is_spec))):
@@ -842,7 +848,7 @@ def test_optimizer_state_follows_its_weight(optimizer):
 
 
 def test_small_leaves_are_whole_over_fsdp_and_data():
-    """A size below which nothing is split that one of its three users does not ask for."""
+    """A minimum size that one of its three users ignores."""
     mesh = mesh_of("data=2,fsdp=2")
     for fsdp_min, up in ((4096, P(None, "fsdp")), (64 * 256 + 1, P())):
         plan = plan_sharding(feed, MLP, X, mesh=mesh, fsdp_min=fsdp_min)
@@ -855,7 +861,7 @@ def test_small_leaves_are_whole_over_fsdp_and_data():
 
 
 def test_the_table_tells_what_a_device_holds_and_why():
-    """A weight that is left whole costs its bytes on every device: said, with the reason."""
+    """A table that hides the cost of an unsplit weight, or the reason for not splitting it."""
     params, mesh = {"table": floats(50257, 64), "norm": floats(64), "mlp": MLP}, mesh_of("tensor=4")
 
     def fn(p, i):
@@ -875,7 +881,7 @@ def test_the_table_tells_what_a_device_holds_and_why():
     mesh = mesh_of("data=2,fsdp=2")
     text = explain(plan_sharding(fn, params, ints(4, 16), mesh=mesh), params, mesh, True)
     held = 4 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 2)
-    # Of the moments, data can split those of the MLP alone.
+    # Data can split only the moments of the MLP.
     moments = 8 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 4)
     assert f"{human_bytes(held)} of weights" in text
     assert f"{human_bytes(moments)} of AdamW's" in text

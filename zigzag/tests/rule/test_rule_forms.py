@@ -160,7 +160,7 @@ def mapped(p, x):
 
 def modulated(p, x, t):
     """DiT: 3 D of scales, shifts and gates from a condition, in one product; they meet the stream,
-    which is whole."""
+    which is not split."""
     scale, shift, gate = jnp.split(jax.nn.silu(t) @ p["ada"], 3, -1)
     return x + gate[:, None] * (feed(p["mlp"], x * (1 + scale[:, None]) + shift[:, None]))
 
@@ -336,8 +336,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_weight_is_split_as_it_should(form):
-    """An operation that the walk misreads: a layer written that way is split worse, or wholly
-    replicated, and nothing else would say so."""
+    """An operation that the walk misreads, so that a layer written that way is split badly or not
+    at all, and nothing says so."""
     fn, params, args, want, *mesh = FORMS[form]
     assert infer_specs(fn, params, *args, mesh=mesh_of(*mesh or ["tensor=4"])) == want
 
@@ -355,8 +355,8 @@ def some_numbers(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [f for f in FORMS if f not in ("while", "shard_map")])
 def test_every_form_computes_the_same_when_it_is_split(form):
-    """Specs that no program can be compiled to, or with which it computes something else: values
-    and gradients of the sharded function are compared with those of the unsharded one."""
+    """Specs with which a function does not compile, or computes something else: value and gradients
+    of the sharded function are compared with the unsharded one's."""
     fn, params, args, specs, *mesh = FORMS[form]
     mesh = mesh_of(*mesh or ["tensor=4"])
     arrays = [i for i, x in enumerate(jax.tree.leaves(params)) if hasattr(x, "shape")]
@@ -413,7 +413,7 @@ def calling(p, x):
 
 
 def harmless(p, x):
-    """A branch and a loop that follow from the weights alone, and a scan over the data."""
+    """A branch and a loop that depend only on the weights, and a scan over the data."""
     p = jax.lax.cond(p[0, 0] > 0, jnp.tanh, lambda p: p, p)
     p = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0] @ p, s[1] + 1), (p, 0))[0]
     return jax.lax.scan(lambda c, row: (c + row @ p, None), jnp.zeros(64), x)[0]
@@ -425,16 +425,16 @@ def harmless(p, x):
     (calling, "calls Python"),
     (harmless, "")])
 def test_what_no_compiler_may_split_is_found(fn, why):
-    """A collective inside such a branch or loop waits for ever for devices that do not come. Found
-    under jit, too, and in what was traced already."""
+    """A collective inside a branch or loop that depends on data, which waits for ever for devices
+    that do not come. It is found under jit and in a ClosedJaxpr too."""
     args = floats(64, 64), floats(8, 64)
     assert jaxprs.why_not_split(fn, *args) == jaxprs.why_not_split(jax.jit(fn), *args) == why
     assert jaxprs.why_not_split(jax.make_jaxpr(fn)(*args), args[0]) == why
 
 
 def test_a_gradient_through_a_mark_is_seen():
-    """A gradient inside a loss, of which each device has a part only. Seen under jit and vmap, too;
-    with a stop_gradient there is none."""
+    """A gradient inside a loss, of which each device would have only a part. It is found under jit
+    and vmap too; with a stop_gradient there is none."""
     def loss(p, x):
         return jnp.sum(jaxprs.named(x @ p, "attend") ** 2)
 

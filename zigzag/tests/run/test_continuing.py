@@ -1,4 +1,4 @@
-"""A run that goes on by its folder alone: what is left out is the run's, what is given must be."""
+"""Continuing a run by its folder: flags that are not given are the run's, given ones must agree."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def record_of(run):
 
 
 def text_of(config, run):
-    """What a run learns from."""
+    """The text on which a run trains."""
     record = record_of(run)
     with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, corpus):
         assert found == {name: record[name] for name in found}
@@ -53,8 +53,8 @@ def run(begun, tmp_path):
 
 
 def test_a_run_continues_by_its_folder_alone(run, capsys):
-    """A flag that is left out taken for its default, and the run refused; a rate that jumps without
-    a word."""
+    """A missing flag that is taken for its default, so that the run is refused; a learning rate
+    that silently jumps."""
     was = record_of(run)
     go("--out", run, "--steps", 6)
     lines, now = capsys.readouterr().out.splitlines(), record_of(run)
@@ -70,8 +70,8 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
 
 
 def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
-    """One difference after the other, each after a start of its own; a flag that means what the run
-    has already refused; flags that go together taken apart."""
+    """Differences reported one at a time; a refusal of a flag that agrees with the run; flags that
+    belong together taken apart."""
     error = refused(capsys, "--out", run, "--heads", 8, "--lr", 0.1, "--steps", 6, "--layers", 3)
     for says in ("layers 2, and 3 was given", "heads 4, and 8 was given", "lr 0.004, and 0.1",
                  "--change lr changes"):
@@ -94,7 +94,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
 
 
 def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
-    """A benchmark, or a script that parses flags, in a folder with some run in `out`."""
+    """A benchmark, or a script that parses flags, that reads a run which happens to be in `out`."""
     monkeypatch.chdir(run.parent)
     run.rename("out")
     assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
@@ -107,8 +107,8 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
 
 
 def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, capsys):
-    """Other text in other tokens, for which the weights mean nothing; a change that the next start
-    undoes, or that nobody can find afterwards."""
+    """New text in another tokenizer's ids; a change that the next start undoes, or that is not
+    recorded."""
     was, more = record_of(run), tmp_path / "more"
     shutil.copytree(text, more)
     (more / "new.txt").write_text("what the first run never saw\n" * 9)
@@ -136,7 +136,7 @@ def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, caps
 
 
 def test_fewer_steps_than_were_made_are_refused(run, capsys):
-    """A record of two steps for a run that has made four, and that trains none."""
+    """A record that says two steps for a run that has made four, and no training."""
     before = record_of(run)
     says = refused(capsys, "--out", run, "--steps", 2)
     assert "--steps 2: " in says and "is at step 4 already; give more than that" in says
@@ -144,7 +144,7 @@ def test_fewer_steps_than_were_made_are_refused(run, capsys):
 
 
 def test_the_same_text_given_again_is_not_kept_twice(text, tmp_path, capsys):
-    """--change data with the text that the run has: the disk holds it twice."""
+    """A second copy on disk, after --change data with the text that the run already has."""
     run = tmp_path / "run"
     go(*WORDS, "--data", text, "--out", run)
     go("--out", run, "--steps", 5, "--change", "data")
@@ -154,7 +154,7 @@ def test_the_same_text_given_again_is_not_kept_twice(text, tmp_path, capsys):
 
 
 def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, capsys):
-    """The text of a run replaced, and then its start refused."""
+    """A run whose text is replaced before its start is refused."""
     before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
     data.prepare([str(text)], tmp_path / "bytes")
     for words, says in (
@@ -169,8 +169,8 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
 
 
 def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, monkeypatch):
-    """A field that a run's version did not have, or a network that it did not name; a damaged
-    record that ends in a traceback."""
+    """A refusal because the run's version lacked a field or named no network; a traceback for a
+    damaged record."""
     record = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32",
                   steps=20, data=[], lr=0.5, tokenizer="bytes")
     for more, network in (({}, "decoder"), (dict(window=8, parallel=True), "transformer")):
@@ -188,7 +188,7 @@ def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, mon
 
 @pytest.mark.slow
 def test_several_processes_change_the_data_of_a_run(tmp_path, text):
-    """One process that goes on with the old text, or reads it before the new one is there."""
+    """One process that continues with the old text, or reads before the new text is written."""
     out, more = tmp_path / "run", tmp_path / "more.txt"
     more.write_text("once more with other words\n" * 2000)
     first = ends([started(*WORDS, "--mesh", "data=2", "--data", text, "--out", out)])

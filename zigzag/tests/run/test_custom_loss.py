@@ -1,5 +1,5 @@
-"""Losses of somebody else's: on every mesh the numbers of one device, or refused before anything is
-written."""
+"""Custom losses: on every mesh they have the values of one device, or are refused before anything
+is written."""
 
 import dataclasses
 import functools
@@ -78,8 +78,8 @@ def a_step_of_learning(p, b):
 
 
 def recurrent(p, b):
-    """A loop that begins with zeros, which no types on a mesh allow, a search, and a target that
-    does not learn."""
+    """A loop that begins with zeros (which varying types do not allow on a mesh), a search, and a
+    target without a gradient."""
     h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(0.5 * h + x @ p["up"][:4]), None),
                         jnp.zeros((len(b["x"]), 320)), b["x"].reshape(-1, 4, 4).swapaxes(0, 1))
     weight = 1 + 0.1 * jnp.searchsorted(jnp.linspace(-1, 1, 8), jax.lax.stop_gradient(h[:, 0]))
@@ -104,14 +104,14 @@ def norms(p):
 
 
 def statistics_beside_a_metric(p, b):
-    """Where a metric is not a number the whole check was off."""
+    """A loss with a metric that is NaN, for which the whole check was once off."""
     none = jnp.sum(b["x"] > 99)
     return *batch_statistics(p, b), {"errors": errors(p, b)[:1].sum(), "of_none": none / none}
 
 
 def branches(p, b):
-    """Those that some groups of devices take: an exchange over tensor inside waited for the others
-    for ever."""
+    """A branch that only some groups of devices take: a collective over tensor inside it waited for
+    the others for ever."""
     def of_one(row):
         x, y = row
         taken = jax.lax.cond(x[0] > 0, lambda h: h, lambda h: jnp.roll(h, 3),
@@ -124,7 +124,7 @@ def branches(p, b):
 
 
 # -------------------------------------------------------------------------------------------
-# Losses that call shard.py
+# Custom losses that call shard.py
 
 OWN = make(layers=4, eval_every=10)     # (trained in parts here: 16 rows, --accumulate 2)
 
@@ -177,14 +177,14 @@ def pooled_by_weights(p, x, batch):
 
 
 def classified(p, x, batch):
-    """By the first token; the count is of rows, whatever the weights."""
+    """A classifier of the first token; its count is the number of rows, whatever the weights."""
     first = shard.whole_time(model.norm(x, p["norm"], OWN))[:, :1]
     logp = jax.nn.log_softmax(shard.vocab_logits(first, p["head"], 61)[:, 0, :8])
     return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
 
 
 def first_token(whole):
-    """A loss of the first token alone, picked from all of the time or from a device's part."""
+    """A loss of only the first token, picked from all of the time or from a device's part."""
     def head(p, x, batch):
         x = (shard.whole_time(x) if whole else x)[:, :1]
         x = model.norm(x, p["norm"], OWN)
@@ -225,8 +225,7 @@ TOKENS = dict(init=lambda key: net.init(OWN, key), examples=tokens_of(OWN),
                   "one": np.ones(len(e), "float32"),
                   "mask": (np.stack(e)[:, :-1] % 3 == 0).astype("float32")})
 SUM, INSIDE, POOLS = "not a sum over the rows", "takes a gradient inside itself", "picks, pools"
-# Each loss with what it is given, and of each axis that it cannot have, why ("": however its rows
-# are split).
+# {name: (loss, its arguments, {axis that it cannot have ("": any split of the rows): why})}
 THEIRS = {
     "a sum": (a_sum, VECTORS, {"pipe": "shard.pipelined_loss", "seq": "shard.attend"}),
     "coupled rows": (in_batch_softmax, VECTORS, {"": SUM}),
@@ -270,7 +269,7 @@ THEIRS = {
 
 @functools.cache
 def theirs(name, mesh="", **changes):
-    """Of a loss of somebody else's the losses of 20 steps, and of two evaluations."""
+    """The losses of a custom loss in 20 steps and two evaluations."""
     loss, given, _ = THEIRS[name]
     rows, _ = learn(dataclasses.replace(OWN, batch=16, **changes), mesh, loss=loss, **given)
     return [row.get("loss", row.get("eval_loss")) for row in rows]
@@ -308,10 +307,10 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     full("masks of its own", "fsdp=2,tensor=2"), full("a penalty by its count", "fsdp=2"),
     slow("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
     full("a count of places", "pipe=2")])
-def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
-    """Losses that no test had were other numbers on other meshes, without a word, or ended inside
-    jax: rows that are coupled, a pooled loss in a pipeline, an inner gradient under fsdp and in its
-    evaluation, a bidirectional encoder on a ring."""
+def test_a_custom_loss_is_right_or_refused(name, mesh):
+    """A custom loss that silently has other values on other meshes, or ends inside jax: coupled
+    rows, a pooled loss in a pipeline, an inner gradient under fsdp and in its evaluation, a
+    bidirectional encoder on a ring."""
     sizes = mesh_sizes(mesh)
     says = next((why for axis, why in THEIRS[name][2].items()
                  if axis == "" or sizes.get(axis, 1) > 1), None)
@@ -322,8 +321,8 @@ def test_a_loss_of_anybodys_is_right_or_refused(name, mesh):
         return
     got, want = theirs(name, mesh, accumulate=2), theirs(name)
     assert np.isfinite(got).all() and len(got) == 22
-    # A small loss is a difference of logits that are not small: its rounding is that of the first
-    # loss. (A classifier's ends at a seventieth of that; 0.9e-6 of the first was seen.)
+    # A small loss is a difference of logits that are not small, so its rounding error is the first
+    # loss's. (A classifier's loss ends at a seventieth of the first; 0.9e-6 of the first was seen.)
     assert got == pytest.approx(want, rel=5e-5, abs=2e-6 * abs(want[0]))
     assert got[0] == pytest.approx(want[0], rel=2e-6)
 
@@ -514,13 +513,13 @@ def test_the_check_is_as_fine_as_rounding_lets_it_be(wrong):
 
 
 def test_a_right_loss_with_16_bits_in_it_passes():
-    """The bounds of float32 would refuse it."""
+    """A correct loss with some 16-bit numbers, refused by the bounds of float32."""
     one, mesh = (run(rounded, mesh, 2, 8, init=with_table)[0] for mesh in ("", "data=2,tensor=2"))
     assert mesh == pytest.approx(one, rel=1e-2)
 
 
 def test_what_wraps_the_transformers_loss_is_another():
-    """Looked up by its name or attributes, this one was taken for the transformer's."""
+    """A wrapper of the transformer's loss taken for that loss itself, by its name or attributes."""
     ours = train.language(make())[1]
 
     @functools.wraps(ours)
@@ -540,7 +539,8 @@ def test_what_cannot_be_checked_is_said():
 
 
 def test_what_types_do_not_allow_is_computed_as_on_one_device():
-    """A loop that begins with zeros ended inside jax where a loss took specs, and was typed."""
+    """A loop that begins with zeros, in a loss with specs, which ended inside jax because of
+    varying types."""
     lines = []
     one, mesh = (learn(make(steps=2, batch=16), mesh, lines, **{**VECTORS, "held_out": ()},
                        loss=lambda p, b, specs=None: recurrent(p, b))[0]
@@ -558,8 +558,8 @@ def comparison(**changes):
 
 
 def test_differences_are_counted_in_what_rounding_may_do():
-    """By hand: a share of the number, plus four times what was measured; NaN on both sides is
-    equal, on one side infinitely far."""
+    """A wrong tolerance. By hand: a share of the number, plus four times the measured rounding; NaN
+    on both sides is equal, on one side infinitely far."""
     def times(**changes):
         return custom_loss._times_allowed(comparison(**changes), is_narrow=False)
 
@@ -578,7 +578,7 @@ def test_differences_are_counted_in_what_rounding_may_do():
 
 
 def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
-    """Its commands would compile twice."""
+    """Commands for the transformer that compile twice."""
     monkeypatch.setattr(train, "check_loss", None)
     learn(make(steps=1), "data=2")
     with pytest.raises(TypeError):
@@ -586,11 +586,11 @@ def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------
-# What a plan finds out
+# The facts that a plan finds by tracing
 
 def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
-    """x * s with one row is as large as s: on eight devices the scale decayed, on one it did
-    not."""
+    """A scale s that decays on eight devices and not on one: with one row, x * s has the shape of a
+    product with a matrix."""
     def init(key):
         return {**perceptron(key), "scale": jnp.ones((1, 320))}
 
@@ -602,7 +602,8 @@ def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
 
 
 def test_a_gradient_inside_a_loss_is_seen():
-    """Under jit, too, and through a vmap; a stop_gradient is none."""
+    """A gradient inside a loss that is not found, under jit or vmap; a stop_gradient that counts as
+    one."""
     config = make()
     given = net.init(config, jax.random.key(0)), data.collate(tokens_of(config, 2), 16)
 
@@ -626,7 +627,7 @@ def test_a_gradient_inside_a_loss_is_seen():
     (lambda p, b, specs: a_sum(p, b), "typed")],
     ids=["none", "a gradient inside", "branches", "pooled", "masks", "specs"])
 def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
-    """A loss that calls columns was left to the compiler over tensor, or one that does not was
+    """A loss that calls `columns` left to the compiler over tensor; one without `columns` that is
     not."""
     given = TOKENS if mode == "by hand" or loss is a_step_of_the_transformers else VECTORS
     shapes = batch_shapes(8, given["collate"], given["examples"])
@@ -639,8 +640,7 @@ def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
 
 
 def edited_mlp(w, h):
-    """model.mlp, as somebody edited it: minus the mean of the time, of which a device of tensor has
-    a part."""
+    """model.mlp after a fork's edit: minus the mean over the time, of which a device has a part."""
     return MLP(w, h - h.mean(1, keepdims=True))
 
 
@@ -648,8 +648,8 @@ MLP = model.mlp
 
 
 def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
-    """An edit of model.loss that is right on one device and another model on a mesh: nothing else
-    compares our own loss at the start of a run."""
+    """An edit of the model that is right on one device and another model on a mesh. Without --check
+    nothing compares our own loss at the start of a run."""
     config, lines = make(steps=2, check=True), []
     learn(config, "data=2,tensor=2", lines)
     assert any("those of one device" in line for line in lines)

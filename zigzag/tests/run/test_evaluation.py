@@ -1,5 +1,5 @@
-"""Held-out examples: each is predicted once, in order, whatever the mesh; what a metric makes of
-the predictions; the best checkpoint, which stays; samples."""
+"""Held-out examples, each predicted once and in order on any mesh; metrics of the predictions; the
+best checkpoint, which is kept; samples."""
 
 import collections
 import dataclasses
@@ -87,8 +87,8 @@ def test_every_held_out_example_is_predicted_in_its_order(mesh):
 
 @pytest.mark.parametrize("mesh", ["", "data=8"])
 def test_fewer_are_predicted_where_that_is_enough(mesh):
-    """A sample for a person that takes the time of all held-out text; as many rows as a mesh has
-    groups of devices."""
+    """A few predictions that take the time of all held-out text, or whose number depends on the
+    mesh."""
     shapes = []
 
     def predict(params, batch):
@@ -131,8 +131,8 @@ def digits_task(tmp_path_factory):
 
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_mesh(digits_task):
-    """203 answers of up to nine tokens; where a choice differs, it must have been between two that
-    are as likely."""
+    """203 answers of up to nine tokens that depend on the mesh. (A choice may differ only between
+    two equally likely tokens.)"""
     config, task, result, rows = digits_task
     sources, mask, want = result.outputs
     for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
@@ -156,7 +156,7 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
             assert abs(logits[got[2][i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
 
 
-# A task of one's own in several processes; each writes down what it is given.
+# A custom task in several processes; each records its arguments.
 TWO_PROCESSES = """
 import os, sys
 sys.path.insert(0, os.getcwd())
@@ -183,7 +183,8 @@ run_main(main)
 
 @pytest.mark.slow
 def test_every_process_has_all_predictions(tmp_path):
-    """Each process would have those of its own rows; and save another step as the best."""
+    """A process with the predictions of only its own rows, which then saves another step as the
+    best."""
     file = tmp_path / "two.py"
     file.write_text(TWO_PROCESSES)
     words = ("--steps", 4, "--eval_every", 1, "--batch", 8, "--best", "largest:own", "--warmup", 1,
@@ -208,7 +209,7 @@ def test_every_process_has_all_predictions(tmp_path):
 # Metrics
 
 def test_a_metric_is_of_all_predictions_and_is_logged():
-    """A metric that is averaged over batches, of padding too, or is nowhere to be read."""
+    """A metric that is averaged over batches, includes padding, or is not logged."""
     def metric(outputs, examples):
         assert examples is VECTORS and len(outputs["y"]) == 203
         return {"largest": outputs["y"].max(), "n": len(examples), "even": jnp.float32(2)}
@@ -255,7 +256,8 @@ def test_what_a_task_has_nothing_for_is_refused():
 
 @pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=2,tensor=2"])
 def test_other_sums_of_held_out_examples_are_logged(mesh):
-    """Only in training; or means of the batches' means, where the last batch is smaller."""
+    """Other sums that are logged only in training, or as means of batches' means, although the last
+    batch is smaller."""
     rows, result = learn(make(steps=1, batch=16), mesh, **OWN)
     error = np.abs(VECTORS @ np.asarray(result.params["w"]) - VECTORS)
     assert rows[-1]["eval_far"] == pytest.approx((error > 1).sum() / 203, rel=1e-6)
@@ -264,8 +266,8 @@ def test_other_sums_of_held_out_examples_are_logged(mesh):
 
 @pytest.mark.parametrize("mesh", [slow("data=2,pipe=2"), slow("fsdp=2,seq=2"), slow("tensor=2")])
 def test_other_sums_count_once_where_devices_have_the_same_rows(mesh):
-    """Added up over the devices that have a part of the layers or of the time, or each all of the
-    rows: 13 do not divide."""
+    """Other sums that are added over devices with the same rows: those of one row's layers or time,
+    or all devices if rows (13) do not divide."""
     config = make(steps=1)
 
     def loss(params, batch, specs=None):
@@ -288,11 +290,11 @@ def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
 
 
 # -------------------------------------------------------------------------------------------
-# What is shown, and how much is evaluated
+# Shown outputs, and the number of evaluated examples
 
 def test_a_few_outputs_are_shown_and_all_are_returned():
-    """A show=str that prints a line for each of thousands of rows; outputs that are cut for fit's
-    own result, or for the metric."""
+    """A show=str that prints thousands of rows; outputs that are also cut in fit's result, or for
+    the metric."""
     shown, seen = [], []
 
     def predict(params, batch):
@@ -322,8 +324,8 @@ def test_evaluations_take_a_fifth_of_a_runs_time_at_most(steps, first, batch):
 
 
 def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
-    """More steps, and a held-out loss of other windows beside the earlier ones; a run of an earlier
-    version, whose record says nothing, with fewer than it had."""
+    """Held-out losses of other windows after a change of --steps; fewer windows for a run of an
+    earlier version, whose record does not say how many."""
     def continued(record, **given):
         (tmp_path / "config.json").write_text(json.dumps(record | {"tokenizer": "bytes"}))
         return train.continued({"out": str(tmp_path), "steps": 500} | given).eval_tokens
@@ -337,7 +339,7 @@ def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
-    """The parts are right and the command does not use them."""
+    """Correct parts that the command does not use."""
     run, found = tmp_path / "run", []
     for steps in (40, 44):
         done = command(*SMALL, "--data", text, "--eval_every", 20, "--out", run, "--steps", steps)
@@ -347,7 +349,7 @@ def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
 
 
 def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
-    """Fewer windows, all from the first of the files that are held out."""
+    """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
     with opened as corpus:
         held_out = train.language_task(config, corpus).held_out
@@ -366,7 +368,7 @@ def subsequences(words):
 
 
 def brute_rouge(p, r):
-    """By the definitions: common n-grams one by one, and all common subsequences."""
+    """ROUGE by its definitions: common n-grams one by one, and all common subsequences."""
     p, r = p.lower().split(), r.lower().split()
 
     def f(common, a, b):
@@ -391,7 +393,7 @@ def brute_rouge(p, r):
 
 
 def test_rouge_is_that_of_a_brute_force():
-    """A longest common subsequence that counts a word twice, or a string of neighbours alone."""
+    """A longest common subsequence that counts a word twice, or only adjacent words."""
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(["a", "B", "c", "d"], rng.integers(0, 9))) for _ in range(240)]
     predictions, references = texts[::2], texts[1::2]
@@ -425,15 +427,15 @@ def test_metrics_by_hand():
 # The best checkpoint, and the first evaluation
 
 def scored(scores):
-    """A metric that gives these, evaluation by evaluation."""
+    """A metric that returns these scores, one for each evaluation."""
     left = iter(scores)
     return lambda outputs, examples: {"score": next(left)}
 
 
 @pytest.mark.full
 def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
-    """The best weights are deleted, or not saved between two saves; a run that goes on takes its
-    first evaluation for the best; the later of two equal ones; a number that is not one."""
+    """Best weights that are deleted, or not saved between two saves; a continued run that takes its
+    first evaluation for the best; the later of two equal scores; a NaN as the best."""
     run = tmp_path / "run"
     config = dict(eval_every=1, save_every=4, keep=1, out=str(run), best="largest:score")
     nan = math.nan
@@ -449,7 +451,7 @@ def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     with pytest.raises(ConfigError, match="--best smallest:scor: .*did you mean 'score'"):
         learn(make(steps=11, **{**config, "best": "smallest:scor"}, eval_first=True), **OWN,
               metric=scored([8]))
-    # Its evaluation is in each checkpoint: another --best finds it.
+    # (Each checkpoint has its evaluation, so another --best can be found later.)
     config["best"] = "smallest:score"
     _, result = learn(make(steps=11, **config), **OWN, metric=scored([10]))
     assert result.best == best_step(run) == 10
@@ -461,18 +463,18 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     """A traceback, or the newest, taken for the best."""
     run = tmp_path / "run"
     learn(make(steps=1, out=str(run)), **OWN)
-    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest is of step 1"):
+    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest has step 1"):
         best_step(run)
     with pytest.raises(ConfigError, match="--init_from .*no run there"):
         best_step(tmp_path / "none", "--init_from")
     learn(make(steps=2, out=str(run), best="largest:score"), **OWN, metric=scored([math.nan]))
-    with pytest.raises(ConfigError, match="no checkpoint yet of an evaluation with a number for"):
+    with pytest.raises(ConfigError, match="no checkpoint yet has an evaluation with a number for"):
         best_step(run)
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
-    """A run that keeps nothing, and says so to nobody."""
+    """A run that silently keeps no best checkpoint."""
     rows = []
     with pytest.raises(ConfigError, match="--best largest:eval_fra: .*did you mean 'eval_far'"):
         learn(make(steps=1, best="largest:eval_fra", out=str(tmp_path / "a")), **OWN)
@@ -488,15 +490,15 @@ def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_
 
 
 def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
-    """Other numbers in training; a second line for a step that was evaluated, when a run goes on;
-    losses that are missing from the next evaluation's."""
+    """Other numbers in training; a second line for an evaluated step in a continued run; losses
+    that are missing from the next evaluation's mean."""
     losses = []
     for first in (False, True):
         out = tmp_path / f"run{first}"
         config = make(steps=6, eval_every=5, save_every=2, out=str(out), eval_first=first)
         learn(config, **OWN)
         for lost in ("checkpoints", "checkpoints/6") if first else ():
-            shutil.rmtree(out / lost)       # it begins anew, and goes on between two evaluations
+            shutil.rmtree(out / lost)       # it resumes between two evaluations
             learn(config, **OWN)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
         assert [r["step"] for r in evaluations(rows)] == [0] * first + [5, 6]
@@ -507,8 +509,8 @@ def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
 
 @pytest.mark.full
 def test_kills_leave_the_best_checkpoint(tmp_path, text):
-    """A moment at which the best is deleted and the new best is not there; or what was found before
-    the kill is not known after it."""
+    """A kill between the deletion of the old best checkpoint and the new one; a best that is
+    forgotten after a kill."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 15, "--keep", 1,
              "--eval_every", 3, "--eval_first", "true", "--best", "smallest:eval_loss",
              "--data", text)
@@ -568,8 +570,8 @@ def corpus_of(tmp_path, text, **changes):
 
 @pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), slow("")])
 def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
-    """Prompts of different lengths that see each other's padding; samples of an evaluation that is
-    made again twice in the file, or after a run went on gone."""
+    """Prompts that see each other's padding; samples that are twice in the file after an evaluation
+    is repeated, or lost when a run continues."""
     (tmp_path / "prompts.txt").write_text("3 and\r\nbala 17 and f\n\n x\n")
     config, opened = corpus_of(tmp_path, text, steps=4, eval_every=2, save_every=2, layers=1,
                                sample_prompts=str(tmp_path / "prompts.txt"),
@@ -600,7 +602,7 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
         (tmp_path / name).write_text(content)
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xe9")
     for name, says in {"gone.txt": "No such file", "none.txt": "no text in it",
-                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*no text",
+                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*not text",
                        "b.jsonl": "not JSON", "c.jsonl": "half a character",
                        "d.jsonl": "a prompt is empty", "e.jsonl": "no.* an object"}.items():
         config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
@@ -616,7 +618,7 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
 
 @pytest.mark.slow
 def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
-    """Samples that change what is learned."""
+    """Samples that change the training."""
     (tmp_path / "prompts.txt").write_text("3 and\n")
     found = []
     for name, prompts in (("a", ""), ("b", str(tmp_path / "prompts.txt"))):

@@ -1,4 +1,4 @@
-"""Tasks of one's own: functions that train.fit is given, and what it refuses of them."""
+"""Custom tasks: the functions given to train.fit, and its refusals."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
 
 
 def test_own_functions_reach_the_update():
-    """A custom loss gives params - lr * grad of that loss, whatever the mesh."""
+    """An update that is not params - lr * grad of the custom loss, on some mesh."""
     target = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
 
     def loss(params, batch):
@@ -40,13 +40,13 @@ def test_own_functions_reach_the_update():
 
 
 def test_a_mean_for_a_loss_is_a_clear_error():
-    """It ended as a TypeError: cannot unpack."""
+    """A loss that returns a mean, and ends in TypeError: cannot unpack."""
     with pytest.raises(ConfigError, match=r"two scalars.*it returned float32\[\]: instead of a m"):
         learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
 
 
 def test_counts_may_be_fractions_and_integers_are_no_weights():
-    """Divided by max(count, 1), a batch of small weights would learn too slowly."""
+    """A division by max(count, 1), with which a batch of small weights trains too slowly."""
     def loss(p, b):
         return jnp.sum(p["w"]) * 0.25, jnp.float32(1 / 32) * len(b["x"])
 
@@ -58,7 +58,7 @@ def test_counts_may_be_fractions_and_integers_are_no_weights():
 
 
 def test_a_collate_whose_shapes_change_is_refused(tmp_path):
-    """The second batch ended inside jax, after the folder of the run was made."""
+    """A second batch of another shape, which ends inside jax after the run's folder was made."""
     def pad(e):
         longest = max(map(len, e))
         return {"x": np.stack([np.pad(x, (0, longest - len(x))) for x in e])}
@@ -72,7 +72,7 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
 
 
 def test_a_collate_that_counts_otherwise_is_refused():
-    """Rows and examples that do not match would be seeds and numbers of other examples."""
+    """Rows that do not match the examples, and get seeds of other examples."""
     with pytest.raises(ConfigError, match=r"\(1, 4\) from 1 examples|\(4,\) from 1 examples"):
         learn(make(), loss=lambda p, b: (jnp.sum(p["w"]), 1),
               **{**ONE, "collate": lambda e: {"x": np.zeros(4)}})
@@ -81,8 +81,8 @@ def test_a_collate_that_counts_otherwise_is_refused():
 @pytest.mark.parametrize("mesh, function", [
     ("pipe=2", "shard.pipelined_loss"), ("seq=2", "shard.attend"), ("expert=2", "shard.experts")])
 def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
-    """Each stage would take its layers for all of them, each device its time for all of it, its
-    experts for all that there are."""
+    """A stage that takes its layers for all layers, or a device its part of the time, or of the
+    experts, for all of it."""
     def loss(params, batch, specs=None):
         x = params["embed"][batch["tokens"]]
         layer = jax.tree.map(lambda w: w[0], params["layers"])
@@ -112,11 +112,11 @@ def own_pipeline(params, batch, specs=None, **more):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_count_of_the_part_that_the_head_is_given_is_a_part(schedule):
-    """Each stage's head has a part of the time: a count by its size was added up as if of all.
+    """A count of a stage's part of the time, added as if it were the count of all of it.
 
-    In a process of its own: in workers with hundreds of tests behind them the two devices of gpipe
-    have waited for each other for ever (about one suite in ten; why is not known); alone they never
-    did, in 20 runs and 3,300 executions."""
+    In a process of its own: in workers that had run hundreds of tests, the two devices of gpipe
+    waited for each other for ever (in about one suite in ten, for an unknown reason); alone they
+    never did, in 20 runs and 3,300 executions."""
     done = subprocess.run(
         [sys.executable, "-c", f"from zigzag.tests.run.test_tasks import assert_counts_are_parts\n"
          f"assert_counts_are_parts({schedule!r})"], cwd=ROOT, capture_output=True, text=True)
@@ -140,16 +140,16 @@ def assert_counts_are_parts(schedule):
     ("data=2", lambda p, b: (*net.loss(p, b, make()), {"tokens": jnp.ones(())}),
      "'tokens' is taken")])
 def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
-    """A constant count of one device's part of the time; layers of which every stage takes all; a
-    sum logged in the place of another."""
+    """A constant count of one device's part of the time; layers that every stage runs; a sum logged
+    under the name of another."""
     with pytest.raises(ConfigError, match=says):
         learn(make(steps=1), mesh, loss=loss)
 
 
 @pytest.mark.full
 def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
-    """What a function calls shows in its computation, not in whether Python runs; what of a batch
-    has the tokens' time is split with it, whatever its name."""
+    """Calls of shard.py that are found only if Python runs, and missed in a cached trace; an array
+    of the batch with the tokens' time that is not split with it, because of its name."""
     config = make(steps=3)
 
     def collate(e):
@@ -170,7 +170,8 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
 
 @pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
 def test_evaluation_is_exact_for_any_number_of_examples(mesh):
-    """Dropping the remainder, or a mean of batch means, depends on how many devices there are."""
+    """A held-out loss that depends on the number of devices: a dropped remainder, or a mean of
+    batches' means."""
     config = make(steps=1, batch=8)
     held_out = [e[:5 + i] for i, e in enumerate(tokens_of(config, 13, 5))]      # 13, uneven
     held_out[-1] = tokens_of(config, 1, 6)[0]           # the odd one out weighs as the others do
@@ -181,8 +182,8 @@ def test_evaluation_is_exact_for_any_number_of_examples(mesh):
 
 @pytest.mark.full
 def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
-    """Weights that were gathered differ in type from those that are stored whole: a TypeError at
-    the first evaluation."""
+    """A TypeError at the first evaluation, because the type of a gathered weight differs from that
+    of a weight that was never split."""
     config = make(experts=4, layers=2, steps=1)
     held = tokens_of(config, 13, 5)
     one, other = (learn(config, mesh, held_out=held)[0][-1]["eval_loss"]
@@ -191,7 +192,7 @@ def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
 
 
 def test_an_evaluation_tells_the_mean_training_loss_since_the_last():
-    """Averaged over all of the run, a held-out loss that rises while training falls looked well."""
+    """A training loss averaged over the whole run, with which overfitting cannot be seen."""
     config = make(steps=5, eval_every=2)
     rows, _ = learn(config, held_out=tokens_of(config, 4, 5))
     losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
@@ -201,7 +202,8 @@ def test_an_evaluation_tells_the_mean_training_loss_since_the_last():
 
 
 def test_other_sums_are_logged_beside_the_loss():
-    """Divided by the count as the loss is, over micro-batches and devices; taken names refused."""
+    """Other sums that are not divided by the count over all micro-batches and devices, as the loss
+    is; names that are already taken."""
     config = make(steps=2, accumulate=2)
 
     def loss(params, batch):

@@ -1,4 +1,4 @@
-"""The step, the loop and what they keep: the update is optax's, whatever the mesh, and what is not
+"""The step and the loop: the update is optax's, whatever the mesh, and a gradient that is not
 finite changes nothing."""
 
 import gzip
@@ -57,14 +57,14 @@ def losses_of(rows):
 @pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2)],
                          ids=["accumulate", "jit"])
 def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone):
-    """A mean of the micro-batches' means, gradients summed twice by fsdp's reduce-scatter."""
+    """A mean of micro-batches' means; gradients summed twice by fsdp's reduce-scatter."""
     assert losses_of(learn(make(**changes), mesh)[0]) == pytest.approx(losses_of(alone), rel=5e-5)
 
 
 @in_float64()
 def test_adamw_schedule_and_clipping_equal_optax():
-    """And the rate in the metrics is the one that was applied. In float64: where a gradient is
-    rounding alone, Adam, which divides by its size, makes a step of it."""
+    """An update that differs from optax's, or a rate in the metrics that was not applied. (In
+    float64: Adam divides by the size of a gradient, and makes a full step of a rounding error.)"""
     config = make(clip=0.5, steps=12, warmup=4)
     rows, result = learn(config)
     rate = optax.warmup_cosine_decay_schedule(config.lr / 4, config.lr, 3, 11, config.lr / 50)
@@ -100,8 +100,8 @@ def test_adamw_schedule_and_clipping_equal_optax():
 
 @pytest.mark.parametrize("mesh", ["", "data=2,tensor=4", slow("fsdp=2,expert=2,tensor=2")])
 def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
-    """As it acts on the activations, each layer's and each expert's by itself; for the rest,
-    Nesterov's Adam. A mesh that repeats key heads had others for matrices."""
+    """Muon on other matrices than the ones that act on activations, separately for each layer and
+    expert (a mesh with repeated key heads once had others); for the rest, Nesterov's Adam."""
     config = make(optimizer="muon", steps=1, warmup=1, weight_decay=0.0, experts=4,
                   shared_experts=1, kv_heads=2)
     before = by_path(train.language(config)[0](jax.random.key(0)))
@@ -123,8 +123,8 @@ def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
 
 
 def test_the_optimizers_state_is_split_over_data():
-    """ZeRO 1: half the moments on each of two devices; the gradients scattered, the weights
-    gathered, and nothing more."""
+    """ZeRO 1 that saves no memory or sends more: each of two devices has half the moments,
+    gradients are scattered and weights gathered, and nothing more is sent."""
     program = program_of(make(zero=1), "data=2,tensor=2")
     moments, params = program.state["opt"][1].mu, program.state["params"]
     for m, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params)):
@@ -140,12 +140,13 @@ def test_the_optimizers_state_is_split_over_data():
 
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "fsdp=2,data=2"])
 def test_the_optimizers_state_split_over_data_changes_nothing(mesh, alone):
-    """Clipped by the norm of a part, or scattered along one dimension and stored along another."""
+    """ZeRO 1 that clips by the norm of a part, or scatters along another dimension than it
+    stores."""
     assert losses_of(learn(make(zero=1), mesh)[0]) == pytest.approx(losses_of(alone), rel=5e-5)
 
 
 def test_the_smallest_weight_that_fsdp_splits_may_be_chosen(alone):
-    """Read in one place and not in another, a weight would be gathered that is not split."""
+    """--fsdp_min read in one place and not in another: a gather of a weight that is not split."""
     config = make(fsdp_min=16, zero=1)
     program = program_of(config, "fsdp=2,data=2")
     assert all("fsdp" in d.spec for d in jax.tree.leaves(program.plan.decisions))
@@ -154,8 +155,8 @@ def test_the_smallest_weight_that_fsdp_splits_may_be_chosen(alone):
 
 @pytest.mark.parametrize("dtype, kind", [("", "bf16"), ("float32", "f32")])
 def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype, kind):
-    """The text said float32, and gradients were added up in bfloat16. (What jax is asked for: a
-    CPU's compiler adds 16 bits up in 32.)"""
+    """Gradients summed in bfloat16 although the text says float32. (Read from the jaxpr: a CPU's
+    compiler sums 16 bits in 32.)"""
     program = program_of(make(dtype="bfloat16", sum_dtype=dtype, d_ff=128), "fsdp=4")
     with jax.set_mesh(program.mesh):
         text = program.step.lower(program.state, program.batch).as_text()
@@ -164,7 +165,7 @@ def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype, kind):
 
 
 def test_the_metrics_have_each_experts_load():
-    """Added up over devices that have the same rows, shares would be above one."""
+    """Loads above one, summed over devices that have the same rows."""
     rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
     load = np.array(rows[0]["expert_load"])
     assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4)
@@ -172,8 +173,8 @@ def test_the_metrics_have_each_experts_load():
 
 
 def test_the_speed_counts_the_tokens_that_are_computed():
-    """A run on rows that are mostly padding seemed to be slow; one whose task has no tokens, to
-    have none."""
+    """A speed that does not count padding, so that padded rows look slow; no speed for a task
+    without tokens."""
     def collate(examples):
         batch = data.collate(examples, 16)
         batch["weights"][:, 4:] = 0
@@ -193,7 +194,7 @@ def test_the_speed_counts_the_tokens_that_are_computed():
 
 
 # -------------------------------------------------------------------------------------------
-# What is not finite, and what is not asked
+# Losses and gradients that are not finite
 
 # Updates whose gradient is not finite.
 POISON = {3, 4, 10, 11, 12, 13}
@@ -214,8 +215,8 @@ def poisoned(config):
 
 @pytest.mark.parametrize("mesh", ["", slow("data=2,pipe=2"), slow("fsdp=2,tensor=2")])
 def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
-    """Clipping would spread it to every weight. The run goes on, and ends when it comes again and
-    again."""
+    """A NaN in one gradient that clipping spreads to every weight. (The run continues, and ends if
+    this happens again and again.)"""
     run = tmp_path / "run"
     config = make(layers=4, max_skipped=4, out=str(run), save_every=2)
     given = dict(examples=poisoned(config), collate=collate_with_poison)
@@ -239,8 +240,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
 
 
 def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
-    """Its numbers are finite, their squares are not: to clip by that would be to learn nothing,
-    with a moment of 1e30."""
+    """A gradient with finite numbers whose squares are not: clipping by that norm would learn
+    nothing, and leave a moment of 1e30."""
     examples = [np.full(1, 1 + 1e30 * (i == 2), np.float32) for i in range(6)]
     rows, result = learn(make(steps=6, batch=1), init=lambda key: {"w": jnp.ones(4)},
                          examples=examples, collate=lambda e: {"x": np.stack(e)},
@@ -250,7 +251,7 @@ def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
 
 
 def test_a_count_of_zero_changes_nothing():
-    """Weights decayed, and moments faded."""
+    """An update without tokens that decays weights and moments."""
     def loss(p, b):
         return jnp.sum((b["x"] @ p["w"]).sum(-1) * b["mask"]), jnp.sum(b["mask"])
 
@@ -274,7 +275,7 @@ def test_a_count_of_zero_changes_nothing():
 
 
 def test_a_loss_that_jumps_is_said():
-    """A batch that is spoiled goes by unseen between thousands of lines."""
+    """A spoiled batch that goes unnoticed between thousands of lines."""
     lines, made = [], []
 
     def collate(examples):
@@ -301,7 +302,7 @@ def test_a_trace_of_some_steps(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------
-# How weights are stored
+# The storage of weights
 
 def test_interleaved_stages_hold_runs_of_layers():
     """By hand: 4 stages of 2 chunks; the way back undoes it, and one chunk has no order."""
@@ -319,8 +320,8 @@ MESHES_FOR_OVERRIDES = [
 
 
 def drawn_overrides(count, seed=0):
-    """Meshes, models and overrides at random: of any leaf, one or two axes on any dimensions, some
-    in a tuple."""
+    """Random meshes, models and overrides: for any leaf, one or two axes on any dimensions, some in
+    a tuple."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(count):
         mesh, what = MESHES_FOR_OVERRIDES[rng.integers(len(MESHES_FOR_OVERRIDES))]
@@ -348,9 +349,9 @@ def without_overrides():
     for i, d in enumerate(drawn_overrides(16))])
 def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries,
                                                             without_overrides):
-    """Of twelve that were tried five passed validation and ended inside jax: `data`, tuples,
-    `pipe` off the stack, `fsdp` on the layers. By hand, tensor on a dimension that the model's code
-    does not split is stored so, and gathered."""
+    """Overrides that pass validation and end inside jax, as five of twelve did: `data`, tuples,
+    `pipe` off the stack, `fsdp` on the layers. By hand, a weight with tensor on a dimension that
+    the model's code does not split is stored that way, and gathered."""
     sizes = mesh_sizes(mesh)
     config = make(layers=4, steps=6, batch=16, accumulate=2, **what)
     flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
@@ -367,13 +368,13 @@ def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, sh
 
 
 def test_a_mesh_that_pipe_or_seq_cannot_split_is_refused_with_the_numbers():
-    """Layers that no stage has were dropped without a word."""
+    """Layers that no stage has, silently dropped."""
     for mesh, changes, says in (
             ("pipe=2", dict(layers=3), "--layers 3 does not divide into 2.*--layers 4"),
             ("seq=2", dict(seq_len=18), "--seq_len 18 does not divide into 4.*--seq_len 16"),
             ("expert=2", dict(experts=3), "expert=2 does not divide --experts 3"),
             ("data=4", dict(batch=6), "--batch 6 does not divide among 4 groups.*--batch 8"),
             ("pipe=2", dict(microbatches=3), "--microbatches 3 does not divide the 8 rows"),
-            ("pipe=2", dict(step="jit"), "with --step jit a compiler splits no work over it")):
+            ("pipe=2", dict(step="jit"), "with --step jit the compiler splits no work over it")):
         with pytest.raises(ConfigError, match=says):
             train.check_transformer(make(**changes), mesh_of(mesh))

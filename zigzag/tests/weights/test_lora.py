@@ -1,4 +1,5 @@
-"""Low-rank adapters: they begin as nothing, learn as the formula says, alone, and leave merged."""
+"""Low-rank adapters: they are zero at first, only they are trained, by the formula, and an export
+merges them."""
 
 import functools
 import json
@@ -77,8 +78,8 @@ ROWS = ("wo", "w_down", "e_down", "cross_wo")
 
 @pytest.mark.parametrize("changes", [{}, slow(EXPERTS), slow(BIASES), slow(LATENT)])
 def test_a_run_begins_as_the_model_without_adapters(changes):
-    """Adapters that are not zero at first, or whose names change others' first values: the model
-    that was to be tuned is gone before the first step."""
+    """Adapters that are not zero at first, or that change the first values of other weights: the
+    model is another one before the first step."""
     config = adapted(**changes)
     batch, key = masked_batch(config), jax.random.key(0)
     params, usual = (jax.jit(functools.partial(net.init, c))(key)
@@ -98,8 +99,8 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
 
 @functools.lru_cache(maxsize=None)
 def of_the_formula(config):
-    """Weights, and the gradients of adapters by autodiff of the model of weights w + a b, in
-    float64: of a dW b^T, of b a^T dW."""
+    """Weights, and the float64 gradients of adapters by autodiff of the model of weights w + a b:
+    dW b^T for a, and a^T dW for b."""
     params = jax.device_get(moved(config, jax.jit(functools.partial(net.init, config))(
         jax.random.key(0))))
     batch = masked_batch(config)
@@ -127,7 +128,7 @@ MESHES = [
     full("tensor=4", dict(parallel_block=True, **BIASES), {}),
     full("tensor=2", LATENT, {}), slow("expert=2,tensor=2", EXPERTS, {}),
     full("fsdp=2,expert=2", EXPERTS, dict(remat="selective")),
-    # Of a matrix and its adapters some are stored otherwise, and some not split.
+    # Overrides of only some of a matrix and its adapters.
     slow("tensor=2", {}, dict(override=("wo_a=-", "w_up$=-,tensor", "wq_b=-", "w_down$=-"))),
     full("fsdp=2,tensor=2", {}, dict(override=("w[qkvo]$=-", "_a=-,fsdp"), fsdp_min=1)),
     full("data=2,tensor=2", {}, dict(step="jit"))]
@@ -135,8 +136,9 @@ MESHES = [
 
 @pytest.mark.parametrize("mesh, what, rest", MESHES)
 def test_gradients_are_those_of_the_sum(mesh, what, rest):
-    """x w + (x a) b on a mesh beside w + a b on one device: a rank that is split, a part of a row
-    that meets another, a gradient that is not summed over tensor, or twice."""
+    """x w + (x a) b on a mesh that differs from w + a b on one device: a rank that is split, a part
+    of a row multiplied with another part, a gradient that is summed over tensor twice or not at
+    all."""
     config = adapted(batch=16, **{**(dict(heads=4) if "heads" not in what else {}), **what})
     with in_float64():
         params, (want, wanted) = of_the_formula(config)
@@ -157,8 +159,8 @@ def on_one_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2"])
 def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
-    """Frozen weights that decay, or are clipped, masked or rounded on their way through a step;
-    adapters that an optimizer moves otherwise on another mesh."""
+    """Frozen weights that a step decays, clips, masks or rounds; adapters that an optimizer moves
+    differently on another mesh."""
     got, want = run_updates(adapted(), mesh, 4)[0], on_one_device()
     assert got.losses == pytest.approx(want.losses, rel=2e-6)
     assert got.losses[-1] < got.losses[0]
@@ -172,8 +174,8 @@ def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
 # What is trained
 
 def test_only_adapters_are_trained():
-    """A gradient of every weight that is made, and thrown away: a third of the arithmetic, and
-    moments and sums over devices a hundred times as large."""
+    """Gradients of all weights, computed and thrown away: a third of the arithmetic, and moments
+    and reductions a hundred times as large."""
     sizes = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128)
     config = adapted(**sizes)
     program, usual = (program_of(c, "data=2") for c in (config, plain(config)))
@@ -197,7 +199,8 @@ def test_only_adapters_are_trained():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.slow
 def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
-    """1F1B makes its gradients itself, and would carry those of all weights from tick to tick."""
+    """1F1B, which computes its own gradients, carrying those of frozen weights from tick to
+    tick."""
     sizes = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128, batch=16)
     rest = dict(microbatches=2, schedule=schedule)
     done, usually = (hlo.arithmetic(compiled(program_of(c, "pipe=2")))
@@ -209,7 +212,7 @@ def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
                                   dict(expert=2, fsdp=2, tensor=2)], ids=str)
 def test_the_rule_splits_adapters_with_their_weights(mesh):
     """A low rank that the rule takes for the narrow side of an MLP; a weight that is split
-    otherwise because it has adapters."""
+    differently because it has adapters."""
     mesh = abstract_mesh(mesh)
     for changes, rank in (({}, 4), (EXPERTS, 4), (dict(heads=6, head_dim=32), 16), (BIASES, 16),
                           (LATENT, 16)):
@@ -246,7 +249,8 @@ def test_no_more_is_sent_than_adapters_need(mesh, changes):
 
 
 def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
-    """Float32 copies that nobody updates take twice the memory, and are rounded in each step."""
+    """Float32 copies of weights that are never updated: twice the memory, and a cast in each
+    step."""
     program = program_of(adapted(dtype="bfloat16"), "fsdp=2")
     for path, w in by_path(program.state["params"]).items():
         assert w.dtype == ("float32" if path[-2:] in ("_a", "_b") else "bfloat16"), path
@@ -257,7 +261,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
 
 @pytest.mark.slow
 def test_selective_remat_keeps_one_product_not_two():
-    """x w and (x a) b both kept of every matrix, where their sum is all that is needed."""
+    """x w and (x a) b both saved for every matrix, although only their sum is needed."""
     sizes = dict(d_model=64, d_ff=256, layers=8, seq_len=64, remat="selective")
     took = [compiled(program_of(c, "tensor=2")).memory_analysis().temp_size_in_bytes
             for c in (adapted(**sizes), make(**sizes))]
@@ -300,7 +304,7 @@ def test_a_checkpoint_has_adapters_alone(trained):
     full("pipe=2,data=2", dict(layers=4, microbatches=2, schedule="interleaved", chunks=2)),
     full("data=2,tensor=2", dict(dtype="bfloat16", zero=1, fsdp_min=1))])
 def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
-    """Adapters of another order of the layers, or beside weights that were made anew."""
+    """A continued run with adapters in another order of layers, or with new frozen weights."""
     for folder, stops in (("whole", [4]), ("stopped", [2, 4])):
         for steps in stops:
             config = language_run(tmp_path / folder, **changes)
@@ -318,7 +322,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
 
 @pytest.mark.slow
 def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
-    """Adapters beside other weights than theirs: a model that is neither, and says nothing."""
+    """Adapters that are silently combined with other weights than those of their run."""
     folder, _ = trained
     init = functools.partial(net.init, language_run(folder))
 
@@ -336,7 +340,7 @@ def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
 
 @pytest.mark.full
 def test_a_run_is_read_merged(trained, capsys):
-    """sample.py with the weights that the run began with, or with adapters that count twice."""
+    """sample.py with only the frozen weights, or with adapters added twice."""
     folder, fit = trained
     config, prompts = language_run(folder), [[1, 2, 3], [7]]
     want = sample.generate(fit.params, prompts, config, tokens=8, temperature=0)
@@ -364,7 +368,7 @@ def rewritten(folder, to, **changes):
 @pytest.mark.slow
 @pytest.mark.full
 def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, capsys):
-    """Adapters of a run or a published model that has moved, or was trained on since."""
+    """Adapters for a run or a published model that was moved, or trained further, since."""
     folder, _ = trained
     base = dict(seed=3, lora_rank=0, steps=2, save_every=1)
     _, usual = learn(language_run(tmp_path / "base", **base))
@@ -394,8 +398,7 @@ def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, caps
 
 @pytest.mark.parametrize("changes", [{}, slow(EXPERTS)])
 def test_adapters_are_merged_on_export(tmp_path, changes):
-    """A folder that transformers reads as the model that was to be tuned, not as what came of
-    it."""
+    """A folder that transformers reads as the model before fine-tuning."""
     pytest.importorskip("safetensors", reason="pip install -r requirements-peers.txt")
     changes = {k: v for k, v in changes.items() if k != "shared_experts"}
     config = adapted(dtype="float32", **changes)
@@ -416,8 +419,8 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
 
 @pytest.mark.full
 def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
-    """A loss that wraps the transformer's is compared with one device: gradients of adapters
-    beside those of all weights."""
+    """A check of a loss that wraps the transformer's, which compares gradients of adapters with
+    gradients of all weights."""
     config, lines = adapted(steps=3), []
 
     def loss(params, batch):
@@ -433,7 +436,7 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
 
 
 def test_a_start_tells_how_many_are_trained(capsys):
-    """A number of parameters that says nothing of what the run will cost."""
+    """A start with only the number of all parameters, which says little about the cost."""
     config = adapted()
     say = report.Reporter(1)
     loop.report_header(program_of(config, "tensor=2"), say, (1000, 1000), ())
@@ -451,7 +454,7 @@ def test_a_rank_below_zero_is_refused(capsys):
 
 
 def test_attention_to_an_encoder_has_adapters_too():
-    """README says "each matrix of attention", and those of cross-attention were left out."""
+    """Cross-attention without adapters, although README says "each matrix of attention"."""
     config = make(encoder_layers=2, lora_rank=4)
     adapters = by_path(lora.split(net.weight_shapes(config))[0])
     for name in ("wq", "wk", "wv", "wo"):
@@ -461,8 +464,8 @@ def test_attention_to_an_encoder_has_adapters_too():
 
 
 def test_a_model_with_adapters_generates_the_same_on_a_mesh():
-    """Specs of a weight and its adapters, where the cache asks for those of a weight; samples that
-    an evaluation of such a run writes."""
+    """Specs of a weight with its adapters, where the cache expects the spec of a weight; also in
+    the samples of an evaluation."""
     config = make(lora_rank=4, kv_heads=2).network
     params = moved(config, net.init(config, jax.random.key(0)))
     mesh = mesh_of("tensor=2")
