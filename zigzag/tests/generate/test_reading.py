@@ -9,7 +9,7 @@ import networks
 import sample
 from zigzag.core.mesh import shardings
 from zigzag.generate import cache, decoding, reading, rows
-from zigzag.tests.common import make, mesh_of, net
+from zigzag.tests.common import full, make, mesh_of, net
 
 GREEDY = decoding.Sampling(temperature=0)
 
@@ -54,8 +54,8 @@ def say(row, ids, tokens, seed=0, stop=()):
 
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("options, mesh", [
-    ({}, ""), ({"window": 8, "local_layers": "lg"}, ""), ({"kv_heads": 1}, "tensor=2"),
-    ({"positions": "learned", "position_rows": 48}, "data=2")])
+    ({}, ""), ({"window": 8, "local_layers": "lg"}, ""), full({"kv_heads": 1}, "tensor=2"),
+    full({"positions": "learned", "position_rows": 48}, "data=2")])
 def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
     """A prompt that is read at the wrong slots, or on top of what it does not begin with; ids of a
     chunk's end that are seen; a window that has lost what a query needs; a context that runs

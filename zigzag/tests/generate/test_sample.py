@@ -15,7 +15,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.generate import decoding
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
-from zigzag.tests.common import ends, hosts, learn, make, mesh_of, net, slow
+from zigzag.tests.common import ends, full, hosts, learn, make, mesh_of, net, slow
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
 
@@ -448,7 +448,7 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
 
 
 @pytest.mark.filterwarnings("ignore:.*context")
-@pytest.mark.parametrize("mesh", ["tensor=2", slow("data=2,fsdp=2"), slow("seq=2,pipe=2")])
+@pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
 def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
     """Rows that fill up a group of devices, which are full too; another order of random numbers."""
     params, config = moved

@@ -186,7 +186,7 @@ def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, mon
     assert "--out '': expected a folder" in refused(capsys, "--out", "", "--mesh", "data=8")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_processes_change_the_data_of_a_run(tmp_path, text):
     """One process that continues with the old text, or reads before the new text is written."""
     out, more = tmp_path / "run", tmp_path / "more.txt"

@@ -337,7 +337,7 @@ def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
     assert continued(record) == 2**17
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
     """Correct parts that the command does not use."""
     run, found = tmp_path / "run", []

@@ -30,7 +30,7 @@ def test_importing_takes_no_device():
 
 
 @pytest.mark.skipif(large_pages._glibc_version() < (2, 35), reason="another libc")
-@pytest.mark.parametrize("file", ["train.py", "sample.py"])
+@pytest.mark.parametrize("file", [pytest.param("train.py", marks=pytest.mark.full), "sample.py"])
 def test_a_command_starts_with_large_pages(file):
     """The restart lost in an edit (the CPU step takes a quarter longer), after jax is imported (the
     first command takes seconds longer), again and again, or though it was switched off."""
