@@ -11,7 +11,6 @@ import importlib
 import itertools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -325,11 +324,6 @@ def without_times(path):
     times = ("tokens_per_second", "mfu", "save_seconds")
     rows = [json.loads(line) for line in open(path)]
     return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows]
-
-
-def readme_blocks(kind):
-    """The blocks of code of one kind in README.md."""
-    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
 # -------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import networks
 import sample
 import train
 from zigzag.core.errors import ConfigError
-from zigzag.tests.common import KeepRows, command, make, mesh_of, readme_blocks, run_of
+from zigzag.tests.common import KeepRows, command, make, mesh_of, run_of
+from zigzag.tests.readme import block
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +81,21 @@ def test_forward_takes_one_row(plain):
             forward(params, np.array([row]), config, positions=given["positions"][None])[0])
 
 
-def test_readmes_notebook(fitted, monkeypatch, tmp_path):
-    """Five lines of README that do not run; maps of another attention than the model's."""
-    block, = (b for b in readme_blocks("python") if "maps.append" in b)
-    monkeypatch.chdir(tmp_path)
-    found = {}
-    exec(block.replace('"out"', repr(str(fitted[0]))).replace("The sea is", "bala 3"), found)
+def test_the_pages_calls_from_python(fitted):
+    """The calls in docs/generation.md that no longer run, or give answers of another form."""
+    code, found = block("docs/generation.md", "sample.beam_search"), {}
+    code = code.replace('"smollm2"', repr(str(fitted[0]))).replace("tokens=64", "tokens=4")
+    exec(code.replace("The capital of France is", "bala 3").replace("def main(", "3 and"), found)
+    assert all(len(ids) <= 4 for ids in found["ids"]) and len(found["texts"]) == 2
+    assert all(len(rows) == 4 for rows in found["best"])
+    assert all(total < 0 < count for total, count in found["scores"])
+
+
+def test_the_pages_notebook(fitted):
+    """The notebook in docs/generation.md that does not run; maps of another attention than the
+    model's."""
+    code, found = block("docs/generation.md", "maps.append"), {}
+    exec(code.replace('"out"', repr(str(fitted[0]))).replace("The sea is", "bala 3"), found)
     params, config, ids = found["params"], found["config"], found["ids"]
     np.testing.assert_allclose(found["logits"], model.forward(params, ids, config), atol=1e-6)
     maps = found["maps"]

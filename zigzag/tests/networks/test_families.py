@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
 from zigzag.hub import gpt, llama, published
 from zigzag.tests.common import mean_loss, mesh_of, net, peer, run_of, sums_and_gradients
-from zigzag.tests.readme import README
+from zigzag.tests.readme import block
 from zigzag.tests.rule.test_rule import no_worse_than_by_hand
 
 # -------------------------------------------------------------------------------------------
@@ -380,10 +379,10 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.slow
-def test_another_family_is_as_short_as_the_readme_says(monkeypatch):
-    """README's example of a family, which no code of ours runs, broken: in under 25 lines it must
-    compute what transformers does."""
-    code = re.search(r"This adds Phi.*?```python\n(.*?)```", README.read_text(), re.S)[1]
+def test_another_family_is_as_short_as_the_page_says(monkeypatch):
+    """The example of docs/networks.md, which no code of ours runs: it computes what transformers
+    computes, in under 25 lines."""
+    code = block("docs/networks.md", 'GPT["phi"]')
     assert len([line for line in code.splitlines() if line.strip()]) < 25
     there = {**vars(gpt), "GPT": {}}
     exec(code, there)

@@ -1,4 +1,4 @@
-"""Commands as a person gives them, each in a process of its own, and what README says of them."""
+"""Commands as a person gives them, each in a process of its own, and the page of their flags."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from networks import transformer
 from zigzag.core import large_pages, mesh
 from zigzag.core.flags import flag_rows
 from zigzag.tests.common import ROOT, SMALL, command, mesh_of
-from zigzag.tests.readme import FLAGS
+from zigzag.tests.readme import FLAGS, FLAGS_PAGE, block
 
 
 def test_importing_takes_no_device():
@@ -72,7 +72,7 @@ def test_the_table_of_a_big_model_needs_no_memory():
 
 
 def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
-    """The commands of the README, on a small model and a tokenizer of its own: a folder that one
+    """The commands of the first run, on a small model and a tokenizer of its own: a folder that one
     command leaves and the next cannot read; weights that only our code can open."""
     folder, out = tmp_path / "tokens", tmp_path / "out"
     done = command(text, "--out", folder, "--vocab_size", 400, file="data.py")
@@ -92,9 +92,9 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     texts = {command("--run", out, "--prompt", "3 and", "--shards", n, "--tokens", 20,
                      file="sample.py").stdout for n in (1, 4)}
     assert len(texts) == 1 and texts.pop().startswith("3 and")
-    code = (f"import orbax.checkpoint as ocp, numpy as np\n"
-            f"p = ocp.StandardCheckpointer().restore({str(out / 'checkpoints/4/params')!r})\n"
-            f"assert np.asarray(p['layers']['wq']).shape == (2, 32, 4, 8), p\nprint('read')")
+    code = block("docs/running.md", "orbax").replace("/full/path/to/out/checkpoints/900/params",
+                                                     str(out / "checkpoints/4/params"))
+    code += "assert weights['layers']['wq'].shape == (2, 32, 4, 8), weights\nprint('read')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
                           text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert "read" in done.stdout, done.stderr
@@ -103,11 +103,11 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     assert "layers 2" in other.stderr
 
 
-def test_readme_has_every_flag_and_its_default():
-    """A table that tells of flags that are gone, and nothing of new ones. It is written anew by
-    python -m zigzag.tests.readme flags."""
-    table = FLAGS.search((ROOT / "README.md").read_text())
-    assert table, "README.md has no <!-- flags --> ... <!-- end of flags -->"
+def test_the_page_of_flags_has_every_flag_and_its_default():
+    """A table that names flags that are gone, or misses new ones. (python -m zigzag.tests.readme
+    flags writes it again.)"""
+    table = FLAGS.search(FLAGS_PAGE.read_text())
+    assert table, "docs/flags.md has no <!-- flags --> ... <!-- end of flags -->"
     rows = re.findall(r"^\| `--(\w+)` \| `?([^|`]*?)`? *\|", table[0], re.M)
     own = [row[:2] for row in flag_rows((model.Config, train.Config))]
     assert rows[:len(own)] == own
