@@ -159,7 +159,7 @@ def split_rows(tree: Any, count: int) -> Any:
 
 
 def pick(tree: Any, index: Any) -> Any:
-    """Entry `index` of each array, clipped to those that exist (idle ticks ask for others)."""
+    """Entry `index` of each array, clipped to the existing ones (idle ticks ask for others)."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
