@@ -486,7 +486,7 @@ def test_an_option_that_was_changed_is_not_exported(tmp_path, model_type, option
     params, config = networks.load_hf(tmp_path / "m")
     config = dataclasses.replace(config, seq_len=9, dropout=0.1)
     networks.save_hf(tmp_path / "a", params, config)
-    with pytest.raises(ConfigError, match=f"{option} 3.0 is not what the published config.json"):
+    with pytest.raises(ConfigError, match=f"{option} is 3.0, but the published config.json"):
         networks.save_hf(tmp_path / "b", params, dataclasses.replace(config, **{option: 3.0}))
 
 
