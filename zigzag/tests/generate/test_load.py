@@ -31,8 +31,8 @@ def fitted(tmp_path_factory, text):
 
 
 def test_a_run_of_fit_is_sampled_and_exported(fitted, tmp_path, capsys):
-    """A run that cannot be sampled since nothing says what its ids mean; an export that says its
-    tokens were bytes."""
+    """A run that cannot be sampled because its tokenizer was not recorded; an export that says its
+    tokens are bytes."""
     run, tokenizer = fitted
     params, config, found = sample.load(run)
     assert config.seq_len == 16 and found.encode("bala 3").tolist() == tokenizer.encode(
@@ -51,7 +51,7 @@ def test_a_run_of_fit_is_sampled_and_exported(fitted, tmp_path, capsys):
 
 
 def test_a_run_without_a_tokenizer(tmp_path, capsys):
-    """A tokenizer of bytes, for a run whose ids are something else."""
+    """A tokenizer of bytes assumed for a run whose ids are something else."""
     config = make(steps=1, out=str(tmp_path / "run"))
     init, loss, _ = train.language(config)
     train.fit(config, init, lambda rows: data.collate(rows, 16), loss, mesh=mesh_of(""),
@@ -65,7 +65,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_forward_takes_one_row(plain):
-    """A list of ids that is taken for a batch of numbers."""
+    """A list of ids that is read as a batch of single numbers."""
     config = networks.config_of(dict(layers=1, d_model=16, heads=2, vocab_size=61)) if plain else (
         make())
     forward = model.forward if plain else networks.network_of(config).forward
@@ -81,7 +81,8 @@ def test_forward_takes_one_row(plain):
 
 
 def test_readmes_notebook(fitted, monkeypatch, tmp_path):
-    """Five lines of README that do not run; maps of another attention than the model's."""
+    """README's five lines that do not run; attention maps that differ from the model's
+    attention."""
     block, = (b for b in readme_blocks("python") if "maps.append" in b)
     monkeypatch.chdir(tmp_path)
     found = {}
