@@ -44,7 +44,7 @@ def batch_shapes(rows: int, collate: Callable, examples: Sequence) -> dict[str, 
 def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
     """A batch {name: array [rows, ...]} on the mesh. Rows are split over BATCH_AXES; if they do not
     divide, every device has all of them. make(first, last) makes the arrays for the rows first ...
-    last - 1, and is called with those that this process's devices hold."""
+    last - 1, and is called with the rows that this process's devices hold."""
     place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)

@@ -6,7 +6,7 @@
     tokenizer.json  TokenizerJson   a published model's, by the package tokenizers
 
 Each has `encode` and `decode`; `prompt`, the ids of a text after the ids that the model expects
-first; `with_ends`, the ids of a text with those that its tokenizer adds, at least an end;
+first; `with_ends`, the ids of a text with the ids that its tokenizer adds, at least an end;
 `separator`, the id before each document; `ends`, the ids that end a text, the usual one first; and
 `lengths`, the number of bytes of text that each id stands for. This file needs no jax.
 """

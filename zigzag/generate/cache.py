@@ -1,8 +1,8 @@
 """The KV cache: the keys and values of all tokens so far.
 
     [B, K, S, N]    keys and values of a layer. Token p of the padded row is in slot p mod S
-    a window        S is the window plus one chunk of a prompt: new tokens overwrite those that have
-                    left the window
+    a window        S is the window plus one chunk of a prompt: new tokens overwrite the ones that
+                    have left the window
     latent          one vector for all heads, from which keys and values are made
     on a mesh       tensor splits the heads K. If it does not divide them, it splits the slots S:
                     each device attends with all heads to its own slots, and the results are joined

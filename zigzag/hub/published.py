@@ -518,7 +518,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if process_allgather(is_taken)[0]:      # (process 0 checked before it writes)
         raise ConfigError(f"{path} is not empty; give a new folder")
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r}: weights can be saved in one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)
     placed = {part.path for parts in expected.values() for part in parts}
     if lost := weights.keys() - placed:

@@ -147,7 +147,7 @@ def asked_in(names: Iterable[str]) -> list[Asked]:
 
 def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     """Text that says how shard.attend computes this on a mesh. The rows and heads of `asked` are
-    those that the traced code sees: a device's own over axes that are `manual`, and all of them
+    the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
     sizes, (rows, heads, T, S) = mesh.shape, asked[3:7]
     if sizes["seq"] > 1:

@@ -77,7 +77,7 @@ def _blocks(counts, rows, usual):
 def _loop(size, blocks, make, put, start, *rows):
     """Loop over the blocks: made = make(group, *rows of the block), then the carry `out` (at first
     `start`) becomes put(out, group, first row, made). The slices of `rows` always have `size` rows,
-    with zeros for those that are not the block's own. Empty blocks skip `make`."""
+    with zeros for rows that are not the block's own. Empty blocks skip `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):

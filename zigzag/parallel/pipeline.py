@@ -51,8 +51,8 @@ class Loss(NamedTuple):
 # The timetable
 
 def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """The number of ticks of the forward loop, and V, the chunks of layers in a stage (1 unless
-    the schedule is interleaved)."""
+    """(the number of ticks, V): the turns of the loop, which goes only forward except in 1f1b, and
+    the chunks of layers in a stage, which are 1 unless the schedule is interleaved."""
     if schedule == "1f1b":
         return microbatches + 2 * stages - 1, 1
     V = chunks if schedule == "interleaved" else 1
@@ -159,7 +159,7 @@ def split_rows(tree: Any, count: int) -> Any:
 
 
 def pick(tree: Any, index: Any) -> Any:
-    """Entry `index` of each array, clipped to those that exist (idle ticks ask for others)."""
+    """Entry `index` of each array, clipped to the existing ones (idle ticks ask for others)."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
@@ -179,7 +179,8 @@ def _skip_idle(busy, work, x, idle=None):
     it lists, and would wait for the idle stages for ever. With seq > 1 every stage therefore
     computes both sides, and a `where` selects.
 
-    Both branches must have the same type, so both are marked as varying where either does."""
+    Both branches must have the same type, so both results are marked as varying over every axis
+    over which either result, or `busy`, varies."""
     idle = idle or functools.partial(zeros_of, work)
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
                          jax.eval_shape(idle, x))

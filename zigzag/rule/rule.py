@@ -33,8 +33,8 @@ a residual connection, x + y:
      cost a reduction of h, which is larger: (64 KiB + 256 KiB) / 32,768 = 10.
   4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each one that shares no
      weight with a group already taken. Ties go to the group with more weight elements, then to the
-     one used first. Afterwards a group of about the same price may replace those that exclude it,
-     if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
+     one used first. Afterwards a group of about the same price may replace the groups that exclude
+     it, if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
      comes from, or leads to, nothing that is split.
 
 Taking F makes w_up a column and w_down a row. The two alternate by themselves, because tensor
@@ -337,7 +337,7 @@ class _Choice:
 
     def independent(self, ranked):
         """The chosen groups, no two of which share a weight. The first round takes them greedily,
-        cheapest first. Two more rounds let a group replace those that share a weight with it
+        cheapest first. Two more rounds let a group replace the ones that share a weight with it
         (`out`) if it has over 1.25 times their weight elements, at no more than 1.25 times their
         average price."""
         owner = {}     # {leaf: the chosen group that splits it}
@@ -354,7 +354,7 @@ class _Choice:
         return set(owner.values())
 
     def begun(self, groups, refused):
-        """The groups, without those that no weight makes and that are not reached by a reshard of
+        """The groups, without any that no weight makes and that is not reached by a reshard of
         one that is: a matrix that reads four neighbouring positions of a residual stream side by
         side would be split along its input, which nothing before it has split."""
         reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")

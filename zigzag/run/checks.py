@@ -80,8 +80,8 @@ def _check_hosts(c):
                           "and --process_id I (from 0), or only --distributed under SLURM, Open "
                           "MPI or on a TPU pod")
     if all(given) and c.distributed:
-        raise ConfigError("--distributed finds the coordinator by itself: give --distributed or "
-                          "--coordinator, not both")
+        raise ConfigError("--distributed finds the coordinator by itself, and --coordinator names "
+                          "it: give one of them")
     if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
                               and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
         raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "

@@ -38,7 +38,7 @@ class Trained(NamedTuple):
     build: Callable         # (config, mesh) -> Program
     network: Callable       # config -> the Network
     flops: Callable         # config -> FLOPs of an update
-    count: Callable         # Program -> (all parameters, those that a token visits)
+    count: Callable         # Program -> (all parameters, parameters that a token visits)
     vocab_size: int         # the vocabulary if there are no data
     optimizer: Callable     # (config, decisions) -> an optax optimizer
     hidden: tuple[str, ...]     # fields of the configuration that are not shown

@@ -34,8 +34,8 @@ def kept_gradient():
 
 
 def run_updates(config, mesh, count, times=1):
-    """So many updates by the whole step, from the start, each time with the same program. The rows
-    of a batch have masks that differ much, so that a mean of means is not the mean."""
+    """`count` updates by the whole step, from the start; `times` times with the same program. The
+    rows of a batch have very different masks, so that a mean of means is not the mean."""
     weights = np.random.default_rng(0).random((config.batch, config.seq_len)) < np.linspace(
         0.1, 1, config.batch)[:, None]
     optimizer, runs = train.optimizer, []
@@ -61,7 +61,7 @@ def run_updates(config, mesh, count, times=1):
 
 
 def assert_same_gradient(got, want):
-    """Leaf by leaf, to rounding."""
+    """Assert that gradients are equal up to rounding, leaf by leaf."""
     total, want = float(optax.tree.norm(want)), by_path(want)
     assert by_path(got).keys() == want.keys()
     for path, a in by_path(got).items():
@@ -70,7 +70,7 @@ def assert_same_gradient(got, want):
 
 
 def assert_same_copies(params):
-    """Devices that have the same part of a weight have the same bits of it."""
+    """Assert that devices with the same part of a weight have the same bits."""
     for path, leaf in by_path(params).items():
         copies = {}
         for piece in leaf.addressable_shards:

@@ -33,7 +33,7 @@ from zigzag.weights.table import Weight
 
 def with_adapters(table: Any, rank: int) -> Any:
     """The table of weights with adapters of this rank (0: none) beside each matrix of a layer that
-    leads into a block or out of it: those that tensor may split and that are not only looked up.
+    leads into a block or out of it: each one that tensor may split and that is not only looked up.
 
     A column matrix contracts its first dimension after those of layers and experts. A row matrix,
     of which tensor may split that dimension, contracts all but its last."""

@@ -41,7 +41,7 @@ Params = dict[str, Any]
 class Computed:
     """How a network is computed: options that change no result, except for rounding and for which
     weights are trained. The base class of every network's configuration."""
-    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU alone
+    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU only
     remat: str = "none"           # what to recompute in the backward pass: none, selective or full
     kernel: bool = True           # use the device's own kernel for attention, where it has one
     microbatches: int = 1         # parts into which a device's rows are cut for the pipeline

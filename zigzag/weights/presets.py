@@ -123,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a preset, without those that depend on a width that is given."""
+    """The fields of a preset, except fields that depend on a given width."""
     if name not in PRESETS:
         raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
                           f"{', '.join(PRESETS)}" + did_you_mean(name, PRESETS))

@@ -1,5 +1,5 @@
-"""Generation of every family that writes text: with a cache as without one, on any mesh; beams and
-greedy texts as transformers finds them."""
+"""Generation with every family that writes text: the same with a cache as without one, on any mesh;
+beams and greedy texts equal to transformers'."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cac
 
 @functools.cache
 def loaded(name):
-    """(params, config, what the encoder is given as generate takes it) of a tiny model."""
+    """(params, config, the encoder's input in the form of generate) of a tiny model."""
     if name not in PAIRS:
         return *networks.load_hf(test_families.reference(name).folder), None
     params, config, *_ = test_pairs_families.loaded(name)
@@ -50,12 +50,12 @@ def compiled_forward(config):
 
 
 def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5):
-    """Each new id is what forward, which has no cache, thinks likeliest after those before it (or
-    as likely but for rounding), and its log-probability is forward's."""
+    """Assert that each new id is the likeliest by forward, which has no cache (up to rounding), and
+    that its log-probability is forward's."""
     P = padded_length(max(map(len, prompts)))
     new = max(len(ids) for ids, _ in found)
     length = max(len(p) + len(ids) for p, (ids, _) in zip(prompts, found))
-    if config.rope_scaling:     # some follow from the length
+    if config.rope_scaling:     # (some scalings depend on the length)
         length = networks.network_of(config).decoding_length(
             config, P + new, P + padded_length(new)) or config.seq_len
     tokens = np.zeros((len(prompts), length), np.int32)
@@ -100,7 +100,7 @@ def test_every_family_writes_what_forward_says(name):
     for name in (*MIXED_KINDS, *(n for n in (*PAIRS, *test_families.CASES)
                                  if n not in MIXED_KINDS))])
 def test_every_family_writes_so_on_a_mesh(name, mesh):
-    """Heads or slots of another device; a source of which a device sees a part."""
+    """Another device's heads or slots; a device that sees only a part of a source."""
     assert_writes_as_forward(name, mesh)
 
 
@@ -125,7 +125,7 @@ def small_chunks(monkeypatch):
         ("smollm3", ""), ("olmo2", "tensor=2"),
         ("mixtral", "expert=2"), ("deepseek_v3", "tensor=2"), ("gpt_neo", "data=2")))])
 def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh):
-    """A new token that takes the slot of one which a query of the same chunk still sees."""
+    """A new token that overwrites a token which a query of the same chunk still sees."""
     params, config, source = loaded(name)
     config = change(config, seq_len=64)
     prompts = prompts_of(config, (40, 9, 23, 1))
@@ -145,7 +145,8 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
 @pytest.mark.parametrize("mesh", ["", "tensor=4"])
 @pytest.mark.full
 def test_a_window_rolls_at_the_real_size(mesh):
-    """The same with the real chunks: of 1088 slots a window of 100 keeps 512."""
+    """The same fault with chunks of the real size: for 1088 tokens, a window of 100 keeps 512
+    slots."""
     config = make(layers=2, seq_len=1088, window=100, local_layers="lg", heads=4, kv_heads=2)
     params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
     layer = transformer.cache_layer(config, 0)
@@ -173,8 +174,8 @@ def log_probabilities(params, config, texts, given=None):
     pytest.param(name, mesh, marks=pytest.mark.slow) for name, mesh in (
         ("whisper", ""), ("t5", "tensor=2"), ("gemma3", "data=2"), ("deepseek_v3", "seq=2")))])
 def test_score_is_the_sum_of_forwards_log_probabilities(name, mesh):
-    """The first id, or padding, that counts; a text longer than the context, of which an id counts
-    twice, or never."""
+    """A first id, or padding, that counts; an id that counts twice or never, in a text longer than
+    the context."""
     params, config, source = loaded(name)
     config = change(config, seq_len=16)
     texts = prompts_of(change(config, seq_len=40), (16, 3, 37, 1))
@@ -193,7 +194,7 @@ def test_score_is_the_sum_of_forwards_log_probabilities(name, mesh):
 
 
 # -------------------------------------------------------------------------------------------
-# Beams, as transformers finds them
+# Beams, compared with transformers
 
 @functools.cache
 def their_model(name):
@@ -232,7 +233,8 @@ def their_beams(name, prompts, tokens, eos, **options):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart"])
 @pytest.mark.slow
 def test_beams_are_those_of_transformers(name, length_penalty, early_stop):
-    """A score over another length; a beam that ends and goes on; a search that ends too early."""
+    """A score divided by another length; a beam that continues after its end; a search that ends
+    too early."""
     params, config, source = loaded(name)
     prompts = prompts_of(config, (4, 9, 1, 6))
     greedy = sample.generate(params, prompts, config, 6, temperature=0, source=source)
@@ -252,7 +254,7 @@ def test_beams_are_those_of_transformers(name, length_penalty, early_stop):
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_one_beam_is_greedy(name):
-    """A beam whose first id is another one's, or that ends elsewhere."""
+    """A single beam whose first id, or whose end, differs from greedy decoding."""
     params, config, source = loaded(name)
     prompts = prompts_of(config)
     greedy = sample.generate(params, prompts, config, NEW, temperature=0, logprobs=True,

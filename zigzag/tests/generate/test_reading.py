@@ -1,4 +1,4 @@
-"""A conversation's row and its cache: it writes what generate writes after the same ids."""
+"""The row of a conversation and its cache: its answers equal generate's after the same ids."""
 
 import itertools
 
@@ -16,7 +16,7 @@ GREEDY = decoding.Sampling(temperature=0)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Chunks of 8, and a cache that begins with 16 slots."""
+    """Chunks of 8 ids, and a cache that begins with 16 slots."""
     monkeypatch.setattr(reading, "READ", 8)
     monkeypatch.setattr(reading, "SLOTS", 16)
     for module in (cache, rows, sample, reading):
@@ -57,9 +57,9 @@ def say(row, ids, tokens, seed=0, stop=()):
     ({}, ""), ({"window": 8, "local_layers": "lg"}, ""), full({"kv_heads": 1}, "tensor=2"),
     full({"positions": "learned", "position_rows": 48}, "data=2")])
 def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
-    """A prompt that is read at the wrong slots, or on top of what it does not begin with; ids of a
-    chunk's end that are seen; a window that has lost what a query needs; a context that runs
-    over."""
+    """A prompt read at the wrong slots, or after cached ids with which it does not begin; padding
+    of a chunk that is seen; a window that has overwritten keys that a query needs; a context that
+    overflows."""
     row, params, config = begin(options, mesh)
 
     def check(ids, tokens):
@@ -80,8 +80,8 @@ def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
 
 
 def test_a_turn_reads_only_what_is_new_and_compiles_nothing(small, caplog):
-    """All of the conversation, read again with each turn; a program for each length of a turn, or
-    for another --tokens."""
+    """The whole conversation read again in each turn; a program compiled for each length of a turn,
+    or for another --tokens."""
     seen = []
     row, _, _ = begin({"seq_len": 64}, seen=seen, sampling=decoding.Sampling(0.7, top_k=9))
     row.slots = 64
@@ -111,7 +111,7 @@ def test_an_answer_that_fills_the_context_is_sampled_as_generate_does(small):
 
 
 def test_an_end_ends_an_answer(small):
-    """An end that is given out, or that the next turn takes for read."""
+    """An end id that is returned, or that the next turn assumes to be in the cache."""
     row, params, config = begin({})
     want, = sample.generate(params, [[5, 6, 7]], config, 9, 0)
     assert say(row, [5, 6, 7], 9, stop=[want[3]]) == want[:want.index(want[3])]

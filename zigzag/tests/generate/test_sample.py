@@ -1,4 +1,4 @@
-"""Generation: with a cache, on any mesh, and what is refused."""
+"""Generation with a cache, on any mesh, and refusals."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def trained():
 
 
 def test_greedy_is_the_argmax_without_a_cache(trained):
-    """A cache read at the slot about to be filled gives other ids; so does padding that is seen."""
+    """A cache read at the slot that is about to be filled; padding that is seen."""
     params, config = trained
     got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
     drawn = sample.generate(params, PROMPTS, config, tokens=8, temperature=1.5, seed=7)
@@ -75,8 +75,9 @@ def generated(trained):
     "tensor=2", slow("tensor=4"), slow("tensor=8"), slow("data=2,fsdp=2,tensor=2"), slow("fsdp=8"),
     slow("pipe=2,seq=2")])
 def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
-    """Ids that devices choose from their own part of the vocabulary; a last position that is the
-    last of a part; rows or keys of another device. (8 devices do not divide 4 heads nor 4 rows.)"""
+    """Ids chosen from only a device's own part of the vocabulary; the last position of a part taken
+    for the last one; another device's rows or keys. (8 devices divide neither 4 heads nor 4 rows.)
+    """
     assert_generates_the_same(*trained, mesh, generated)
 
 
@@ -86,7 +87,8 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
     slow("tensor=4", dict(heads=4, kv_heads=2)),
     slow("expert=2,tensor=2", dict(experts=4, shared_experts=1))])
 def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
-    """A cache of other heads than the keys that come into it, where tensor does not divide them."""
+    """A cache with other heads than the keys that are written to it, if tensor does not divide
+    them."""
     config = make(**changes)
     params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
     params = jax.device_get(jax.tree.map(lambda w: 3 * w, params))      # (so that few ids are near)
@@ -97,8 +99,7 @@ def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
     ("tensor=4", {}, (1, 32, 8)), ("tensor=4", dict(kv_heads=2), (2, 8, 8)),
     ("tensor=2", dict(kv_rank=8, rotary_dim=4, head_dim=8, v_head_dim=8), (1, 16, 12))])
 def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
-    """Keys and values of all heads, or of all tokens, on every device: memory is what tensor is
-    taken for."""
+    """A cache with all heads, or all tokens, on every device: tensor would save no memory."""
     config = make(**changes)
     params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
@@ -110,7 +111,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
 
 
 # -------------------------------------------------------------------------------------------
-# Choosing
+# Choosing ids
 
 def test_choices_are_limited_and_seeded(trained):
     """top_p that drops the id which crosses the share, top_k one too many; or a seed that is not
@@ -125,8 +126,8 @@ def test_choices_are_limited_and_seeded(trained):
 
 
 def test_a_full_beam_finds_the_best_of_all_continuations(trained):
-    """A beam that goes on from another's past. With a beam per continuation nothing is pruned:
-    compare with trying every one."""
+    """A beam that continues another's past. (With a beam for each continuation nothing is pruned,
+    so the result must equal an exhaustive search.)"""
     params, config = trained
     config = change(config, vocab_size=8)      # the other ids can no longer be said
     prompt = [1, 2, 3]
@@ -142,7 +143,7 @@ def test_a_full_beam_finds_the_best_of_all_continuations(trained):
 
 
 def filtered(logits, sampling, seen=()):
-    """The distribution that an id is drawn from, one rule after the other."""
+    """The distribution from which an id is drawn: one rule after the other."""
     logits = np.array(logits, np.float64)
     for i in seen:
         logits[i] *= (1 / sampling.repetition_penalty if logits[i] > 0 else
@@ -172,8 +173,8 @@ def assert_drawn_from(share, ids):
     dict(min_p=0.2), dict(repetition_penalty=1.7),
     dict(temperature=1.5, top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.2)], ids=str)
 def test_draws_are_from_the_distribution_that_is_left(options):
-    """top_p that drops the id which crosses the share, top_k one too many; a filter that knows
-    nothing of the one before it."""
+    """top_p that drops the id which crosses the share, top_k one too many; a filter that ignores
+    the previous one."""
     sampling, seen = decoding.Sampling(**options), [0, 2, 9]
     logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
     is_seen = jnp.zeros((1, 12), bool).at[0, jnp.array(seen)].set(True)
@@ -188,7 +189,7 @@ def test_draws_are_from_the_distribution_that_is_left(options):
 @pytest.mark.parametrize("options", [
     dict(top_p=1e-40), dict(temperature=1e-39), dict(temperature=1e-30, top_p=0.5, min_p=0.9)])
 def test_what_is_nearly_greedy_is_greedy(options):
-    """A top_p or temperature that float32 takes for 0: all logits were infinite, and the id 0."""
+    """A top_p or temperature that is 0 in float32: all logits become infinite, and every id 0."""
     logits = jnp.array([[-3e3, 5.0, 5.1, -2.0], [9.0, 1.0, 2.0, 3.0]])
     keys = jax.random.split(jax.random.key(0), 2)
     assert sample.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
@@ -206,7 +207,7 @@ def test_generate_draws_from_that_distribution(trained):
 
 
 def test_a_text_follows_from_its_prompt_and_its_seed(trained):
-    """Numbers that follow from the place in the batch; the same text for the same prompt twice."""
+    """Random numbers that depend on the index in the batch; the same text for equal prompts."""
     params, config = trained
     options = dict(tokens=10, temperature=2.0)
     whole = sample.generate(params, [*PROMPTS, PROMPTS[0]], config, **options, seed=5)
@@ -219,10 +220,10 @@ def test_a_text_follows_from_its_prompt_and_its_seed(trained):
 
 
 # -------------------------------------------------------------------------------------------
-# What is compiled
+# Compiled programs
 
 def test_prompts_up_to_a_length_share_a_program(trained, caplog):
-    """A program for each length of a prompt, or for each call."""
+    """A program compiled for each length of a prompt, or for each call."""
     params, config = trained
 
     def compiled(*given, **options):
@@ -238,7 +239,8 @@ def test_prompts_up_to_a_length_share_a_program(trained, caplog):
 
 
 def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
-    """A loop that goes on for all tokens that were asked for; or that ends with the first row."""
+    """A loop that runs for all --tokens although all rows have ended, or that ends with the first
+    row."""
     params, config = trained
     greedy, ends = sample.generate(params, PROMPTS, config, 40, 0), []
     decode = sample._decode
@@ -257,7 +259,7 @@ def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
 
 @pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
 def test_the_cache_is_donated(trained, mesh):
-    """Twice the memory."""
+    """A cache that is copied in each call: twice the memory."""
     params, config = trained
     params = placed(params, config, mesh_of(mesh)) if mesh else params
     with decoding.mesh_of_weights(params):
@@ -276,7 +278,8 @@ def test_the_cache_is_donated(trained, mesh):
 
 
 def test_a_text_ends_an_answer(trained):
-    """A text that several ids spell, or a row that goes on because another does."""
+    """A stop text that is missed because several ids spell it; a row that continues because another
+    does."""
     params, config = trained
 
     class Letters:      # an id is a letter
@@ -306,8 +309,7 @@ SEEDS = list(range(13))
     slow("data=2"), pytest.param("data=8", marks=pytest.mark.full),
     pytest.param("tensor=2", marks=pytest.mark.full)])
 def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
-    """Rows that fill up a group of devices, and count: as seeds, as repetitions, or in what is
-    given out."""
+    """Rows of padding that count: in seeds, as repetitions, or in the result."""
     params, config = trained
     on = placed(params, config, mesh_of(mesh))
     for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS)):
@@ -315,7 +317,7 @@ def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
             params, THIRTEEN, config, 8, **options)
 
 
-# The same in several processes, each of which writes down what it is given.
+# The same in several processes, each of which writes its results to a file.
 IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
@@ -335,7 +337,7 @@ with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2"])
 def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
-    """A process that has the texts of its own rows alone, or waits for ever for the other's."""
+    """A process with the texts of only its own rows, or that waits for ever for the other's."""
     config = make(steps=60, out=str(tmp_path / "run"), save_every=60)
     params = jax.device_get(learn(config)[1].params)
     file = tmp_path / "two.py"
@@ -351,7 +353,7 @@ def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
 
 
 # -------------------------------------------------------------------------------------------
-# What is refused
+# Refusals
 
 @pytest.mark.parametrize("options, words", [
     (dict(seed=[1]), "2 prompts and 1 seeds"), (dict(seed=[1, 2, 3]), "2 prompts and 3 seeds"),
@@ -360,14 +362,14 @@ def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
     (dict(min_p=2), "min_p 2"), (dict(top_k=-1), "top_k -1"),
     (dict(repetition_penalty=0), "repetition_penalty 0")], ids=str)
 def test_bad_options_are_refused(trained, options, words):
-    """One seed for all, silently; a text that is never found."""
+    """One seed silently used for all prompts; a stop text that is never found."""
     params, config = trained
     with pytest.raises(ConfigError, match=words):
         sample.generate(params, [[1], [2]], config, tokens=1, **options)
 
 
 def test_what_is_too_much_is_refused(trained):
-    """A beam that has no first id; a prompt that is searched from its end alone."""
+    """A beam without a first id; a prompt that is silently cut for a beam search."""
     params, config = trained
     for beams in (0, 62):
         with pytest.raises(ConfigError, match=f"beams {beams}: expected 1 to 61"):
@@ -387,7 +389,8 @@ def test_what_is_too_much_is_refused(trained):
 
 
 def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
-    """An end of 2**31 or more, as a tokenizer of more ids may have, does not fit into 32 bits."""
+    """An end id of 2**31 or more, which a tokenizer may have, and which does not fit into 32
+    bits."""
     params, config = trained
     want = sample.generate(params, PROMPTS, config, 6, 0)
     assert sample.generate(params, PROMPTS, config, 6, 0, stop=[2**32, -1, 61]) == want
@@ -398,7 +401,7 @@ def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
 
 @pytest.mark.parametrize("length_penalty", [-100.0, -9.0, 100.0])
 def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
-    """Scores below that of a beam that does not exist: all beams were lost."""
+    """Beams that are lost because their scores are below that of a beam that does not exist."""
     params, config = trained
     found, = sample.beam_search(params, PROMPTS[:1], config, 3, 30, eos=7,
                                 length_penalty=length_penalty)
@@ -434,8 +437,8 @@ LONG = [[3, 4, 5], list(range(20, 36)), [7], list(range(30, 55))]
 
 
 def test_a_full_context_goes_on_from_its_last_half(moved):
-    """Positions beyond training, where text turns to gibberish; a row that is cut when another is
-    full; a prompt of which the beginning is read."""
+    """Positions beyond the trained ones, where text turns to gibberish; a row that is cut when
+    another is full; the beginning of a long prompt read instead of its end."""
     params, config = moved
     with pytest.warns(UserWarning) as said:
         got = sample.generate(params, LONG, config, 4 * 16, 0)
@@ -450,7 +453,7 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
 def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
-    """Rows that fill up a group of devices, which are full too; another order of random numbers."""
+    """Rows of padding that count as full; random numbers in another order."""
     params, config = moved
     for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
         want = sample.generate(params, LONG, config, 40, **options)
@@ -462,7 +465,7 @@ def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
 
 @pytest.mark.filterwarnings("ignore:.*context")
 def test_a_text_may_end_with_the_context(moved):
-    """Rows that end when the first is full, or when the last is."""
+    """Rows that all end when the first one is full, or only when the last one is."""
     params, config = moved
     got = sample.generate(params, LONG, config, 40, 0, stop_at_context=True)
     assert [len(new) for new in got] == [14, 1, 16, 1]
@@ -474,7 +477,7 @@ def test_a_text_may_end_with_the_context(moved):
     (["a"], "encode a text"), ([1, 2], "into a list"), ("a", "encode a text"), ([[]], "empty"),
     ([[61]], "61"), ([[-1]], "-1"), ([], "empty")])
 def test_a_bad_prompt_is_refused(trained, prompts, word):
-    """An id that does not exist would look up the last row of the table."""
+    """An id that does not exist, which would look up the last row of the table."""
     params, config = trained
     with pytest.raises(ConfigError, match=word):
         sample.generate(params, prompts, config, tokens=1)

@@ -1,8 +1,8 @@
-"""sample.py as a command: prompts from everywhere, text as it grows, a conversation at a real
-terminal, scores, and what is refused.
+"""The command sample.py: prompts from all inputs, text printed while it is generated, a
+conversation at a real terminal, scores, and refusals.
 
-The engine is tested in test_sample.py. Here, where only the command matters, a fake one takes its
-place, whose model "writes" text that the test gives.
+The engine is tested in test_sample.py. Here a fake model takes its place, whose answers are given
+by the test.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def write_ids(text, tokenizer=Bytes()):
 
 
 class FakeModel:
-    """Takes the place of a model and the engine: each prompt is answered with the next of the
-    `answers`, pieces of ids, after a pause."""
+    """A stand-in for a model and the engine. It answers each prompt with the next of the `answers`,
+    pieces of ids, after a pause."""
 
     def __init__(self, patch, answers, tokenizer=None, pause=0.0, **config):
         self.answers, self.pause, self.seen = list(answers), pause, []
@@ -62,13 +62,13 @@ class FakeModel:
 
 
 def sampled(capsys, *words):
-    """What a command line prints."""
+    """The output of a command line."""
     sample.main([str(word) for word in words])
     return capsys.readouterr().out
 
 
 def given_input(monkeypatch, raw):
-    """Standard input that is no terminal."""
+    """Set standard input to these bytes; it is not a terminal."""
     reader, writer = os.pipe()
     os.write(writer, raw)
     os.close(writer)
@@ -76,10 +76,10 @@ def given_input(monkeypatch, raw):
 
 
 # -------------------------------------------------------------------------------------------
-# Text as it grows
+# Text while it is generated
 
 def grown(tokenizer, prompt, ids, stop=(), tokens=10**6):
-    """All that is shown of an answer, id by id."""
+    """The shown text of an answer after each id."""
     answer = Answer(tokenizer.decode, Prompt("", prompt), tokens, stop)
     shown = [answer.shown()]
     for i in [*[[i] for i in ids], []]:
@@ -91,7 +91,8 @@ def grown(tokenizer, prompt, ids, stop=(), tokens=10**6):
 
 
 def test_characters_are_never_split():
-    """Half of a character on the screen, and half of it lost; or an end that never comes."""
+    """Half of a character on the screen, and the other half lost; text that is held back for
+    ever."""
     text = "naïve 😀👍🏽 – 漢字"
     shown, answer = grown(Bytes(), [256, 65], write_ids(text))
     assert answer.text == text and answer.reason == "stop"
@@ -104,7 +105,7 @@ def test_characters_are_never_split():
 
 @pytest.mark.parametrize("text", ["The quick – brown  fox 😀 jumps\n\n  ", "naïve漢字 " * 9])
 def test_grown_text_is_the_text(tmp_path, text):
-    """Spaces that are lost where the window over the last ids begins, or text twice."""
+    """Spaces that are lost, or text that is repeated, where the window over the last ids begins."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a").write_text("the quick brown fox jumps over the lazy dog " * 9)
     folder = published_files(tmp_path / "model", tmp_path / "text")
@@ -115,8 +116,8 @@ def test_grown_text_is_the_text(tmp_path, text):
 
 
 def test_text_ends_before_a_stop():
-    """A stop that is seen only when it is on the screen, that is missed between two pieces, or that
-    is found in the prompt."""
+    """A stop text that is noticed only when it is on the screen, missed between two pieces, or
+    found in the prompt."""
     shown, answer = grown(Bytes(), write_ids("##"), write_ids("# a #b ###c"), ["###", "zz"])
     assert (answer.text, answer.reason) == ("# a #b ", "stop")
     assert shown[-1] == "# a #b " and not any(part.endswith("##") for part in shown)
@@ -126,22 +127,22 @@ def test_text_ends_before_a_stop():
 
 
 def test_answers_come_in_order(capsys, monkeypatch):
-    """Two texts mixed, a short one that waits for ever, or the last batch left out."""
+    """Two texts mixed, a short one that waits for ever, or a missing last batch."""
     FakeModel(monkeypatch, ["bcdef", "", "yz"])
     given_input(monkeypatch, b"a\n\n123\nx\n")
     assert sampled(capsys, "--batch", 2) == "abcdef\n123\nxyz\n"
 
 
 # -------------------------------------------------------------------------------------------
-# Prompts, and what is printed
+# Prompts and output
 
 @pytest.mark.parametrize("raw, want", [
     (b"one\r\n\n two\x0c\n", ["one", " two\x0c"]),
     (b'\xef\xbb\xbf{"prompt": "one\\ntwo", "n": 1}\n\n{"prompt": "\xc3\xa4"}', ["one\ntwo", "ä"]),
     (b'{"text": "x"}\nlast', ['{"text": "x"}', "last"]), (b"", [""])])
 def test_prompts_are_read(capsys, monkeypatch, tmp_path, raw, want):
-    """A line that ends with what only str.splitlines takes for an end; JSON that is continued as
-    text; nothing at all."""
+    """A prompt that is cut at a character that only str.splitlines treats as a line end; JSON that
+    is continued as text; an empty input."""
     fake = FakeModel(monkeypatch, [])
     given_input(monkeypatch, raw)
     sampled(capsys)
@@ -155,7 +156,7 @@ def test_prompts_are_read(capsys, monkeypatch, tmp_path, raw, want):
 
 
 def test_a_json_object_for_each_answer(capsys, monkeypatch):
-    """Numbers of ids that the text does not have; a reason that is the wrong one."""
+    """A wrong number of ids in the JSON, or a wrong reason."""
     fake = FakeModel(monkeypatch, ["é#x", "abc", "abcd"])
     given_input(monkeypatch, b"1\n2\n3")
     lines = sampled(capsys, "--json", "--tokens", 4, "--stop", "#", "--seed", 5).splitlines()
@@ -167,7 +168,7 @@ def test_a_json_object_for_each_answer(capsys, monkeypatch):
 
 
 def test_a_prompt_that_is_there_twice_has_two_answers(capsys, monkeypatch):
-    """The same text for the same line, where a person wants several; or another one with another
+    """The same text for equal lines, although a person wants several; other texts with another
     --batch."""
     fake = FakeModel(monkeypatch, [])
     for batch in (1, 2, 4):
@@ -179,7 +180,7 @@ def test_a_prompt_that_is_there_twice_has_two_answers(capsys, monkeypatch):
 
 
 def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatch):
-    """An answer that is shorter because another prompt of the batch is long, without a word."""
+    """An answer that is silently cut because another prompt of the batch is long."""
     fake = FakeModel(monkeypatch, ["a" * 20, "b" * 20, "c" * 20, "d" * 20], positions="learned",
                      position_rows=CONTEXT)
     given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
@@ -202,7 +203,7 @@ def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatc
 
 
 def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
-    """Those of ids after a stop, or in another order than the ids."""
+    """Log-probabilities of ids after a stop, or in another order than the ids."""
     FakeModel(monkeypatch, [])
     monkeypatch.setattr(sample, "generate", lambda *_, **options: [
         (write_ids("ab#c"), [-1.0, -2.0, -0.5, -9.0])] * options["logprobs"])
@@ -212,7 +213,7 @@ def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
 
 
 def test_beams_are_shown_with_their_scores(capsys, monkeypatch):
-    """Beams of one prompt under another."""
+    """Beams of one prompt printed for another."""
     FakeModel(monkeypatch, [])
 
     def beams(params, prompts, *_, **__):
@@ -227,8 +228,8 @@ def test_beams_are_shown_with_their_scores(capsys, monkeypatch):
 
 
 def test_texts_are_scored(capsys, monkeypatch, tmp_path):
-    """A perplexity of all that is the mean of perplexities; an encoder's text as the target; each
-    line of a story by itself, which nothing comes before."""
+    """A total perplexity that is the mean of perplexities; an encoder's text scored as the target;
+    each line of running text scored without the lines before it."""
     FakeModel(monkeypatch, [])
     seen = []
 
@@ -260,10 +261,11 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
 
 
 # -------------------------------------------------------------------------------------------
-# What is refused
+# Refusals
 
 def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
-    """A traceback; a model that is read for minutes before; a flag that is silently ignored."""
+    """A traceback; a refusal only after minutes of reading a model; a flag that is silently
+    ignored."""
     def says(*words):
         return refused(capsys, *words, main=sample.main)
 
@@ -303,7 +305,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
 
 
 def test_the_context_is_that_of_the_positions():
-    """A context that is shorter than the model was published for; positions that do not exist."""
+    """A context shorter than the published model's; positions that do not exist."""
     def context(c):
         return context_of(networks.network_of(c), c)
 
@@ -336,8 +338,8 @@ class WithFolder(Bytes):
 
 
 def test_a_conversation_has_a_memory(tmp_path):
-    """Turns that the model does not see, or sees twice; a system message that is forgotten; an end
-    of all talk where the context is full."""
+    """Turns that the model does not see, or sees twice; a system message that is forgotten; a
+    conversation that ends when the context is full."""
     said, c = [], config_of(vocab_size=257, seq_len=CONTEXT)
     talk = chat.conversation(model.NETWORK, WithFolder(tmp_path), c, "S")
 
@@ -360,8 +362,8 @@ def test_a_conversation_has_a_memory(tmp_path):
 
 
 def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path):
-    """An answer that is left out of the conversation; a turn that waits for the one before it to
-    end; Ctrl-C that waits for what compiles."""
+    """An interrupted answer that is missing from the conversation; a turn that waits for the end of
+    the previous answer; Ctrl-C that waits for a compilation."""
     fake = FakeModel(monkeypatch, ["abc" * 9, "d"], WithFolder(tmp_path), pause=0.1)
 
     def converse(_, answer, commands, preparing):
@@ -379,8 +381,9 @@ def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path
     assert len(before[1]) < 30 and text.endswith("\nd\n")
 
 
-def test_ctrl_c_does_not_wait_for_what_compiles(capsys):
-    """A prompt that comes back when a step of half a minute has ended; a status that stays."""
+def test_ctrl_c_does_not_wait_for_a_compilation(capsys):
+    """A prompt that returns only after a step of half a minute; a status line that is not
+    erased."""
     ends, pressed = threading.Event(), []
 
     def items():
@@ -404,8 +407,8 @@ def terminal_error():
     raise ConfigError("no")
 
 
-# A terminal of its own, and a model that answers each line with 40 letters, a tenth of a second
-# each; its first answer has a character of four bytes.
+# A model that answers each line with 40 letters, one in a tenth of a second, at a terminal of its
+# own. Its first answer has a character of four bytes.
 TALKS = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)    # (tests in the background ignore it)
@@ -440,7 +443,7 @@ class Terminal:
         os.write(self.mine, text.encode())
 
     def until(self, text, within=60):
-        """Wait for this text after what was waited for before; what came before it."""
+        """Wait for this text. Returns the output before it, since the last wait."""
         end = time.monotonic() + within
         while text.encode() not in self.raw:
             ready = select.select([self.mine], [], [], max(0, end - time.monotonic()))[0]
@@ -450,7 +453,7 @@ class Terminal:
         return before.decode()
 
     def end(self):
-        """Its exit status, and what came at last."""
+        """(the exit status, the remaining output)."""
         with contextlib.suppress(OSError):      # (that is how its end shows)
             while more := os.read(self.mine, 1000):
                 self.raw += more
@@ -460,8 +463,8 @@ class Terminal:
 
 @pytest.mark.slow
 def test_a_conversation_at_a_terminal(tmp_path):
-    """Ctrl-C that ends the program; text that comes when all of it is there; control characters
-    that clear the screen; commands that the model is told."""
+    """Ctrl-C that ends the program; text that is printed only when it is complete; control
+    characters that clear the screen; commands that are sent to the model."""
     person = Terminal(tmp_path)
     try:
         assert "Ctrl-C stops an answer or clears the line, Ctrl-D or /exit" in person.until("> ")
@@ -495,7 +498,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_lines_are_continued_at_a_terminal():
-    """Without a template; and Ctrl-D, an end without an error."""
+    """A model without a template that cannot be used at a terminal; an error after Ctrl-D."""
     person = Terminal("")
     try:
         assert "Each line is continued" in person.until("> ")
@@ -509,8 +512,8 @@ def test_lines_are_continued_at_a_terminal():
 
 @pytest.mark.slow
 def test_answers_grow_at_a_terminal(tmp_path):
-    """A prompt, and then nothing until the whole answer is there; or a second answer that lacks
-    what came while the first was shown."""
+    """An answer that is printed only when it is complete; a second answer without the text that was
+    generated while the first was shown."""
     (tmp_path / "prompts").write_text("1 2\n3 4\n")
     person = Terminal("", "--prompts", tmp_path / "prompts")
     try:
@@ -524,7 +527,7 @@ def test_answers_grow_at_a_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_single_answer():
-    """With a traceback, or with a word about checkpoints."""
+    """Ctrl-C that prints a traceback, or advice about checkpoints."""
     person = Terminal("", "--prompt", "1 2")
     try:
         person.until("1 2ok")
@@ -537,7 +540,7 @@ def test_ctrl_c_ends_a_single_answer():
 
 @pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line():
-    """A traceback where the disk is full, stdout was closed, or its encoding lacks a character."""
+    """A traceback if the disk is full, stdout is closed, or its encoding lacks a character."""
     def run(shell, **env):
         return subprocess.run(
             ["bash", "-c", shell, "bash", sys.executable, "-c", TALKS, "", "--prompt", "é"],
@@ -556,7 +559,7 @@ def test_output_that_cannot_be_written_is_one_line():
 
 @pytest.mark.slow
 def test_a_pipe_that_closes_early_ends_quietly():
-    """A traceback where head -1 has seen enough."""
+    """A traceback after `| head -1`."""
     run = subprocess.Popen(
         [sys.executable, "-c", TALKS, "", "--batch", "1"], cwd=ROOT, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -569,5 +572,5 @@ def test_a_pipe_that_closes_early_ends_quietly():
 
 
 def test_no_shards_at_all_are_refused(capsys):
-    """0 was taken for "as many as there are"."""
+    """--shards 0 read as all devices."""
     assert "--shards 0: must be at least 1" in refused(capsys, "--shards", 0, main=sample.main)

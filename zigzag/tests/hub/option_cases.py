@@ -1,12 +1,12 @@
 """Cases for test_options.py: every option of every published family's configuration, each varied
 by itself from a few tiny models.
 
-A case is a base (a tiny model of transformers) with edits of its config.json: by path ("rope_theta"
-or "text_config.hidden_size") the new value. It is `made` (transformers is given the fields, makes a
-model and saves it, so that the shapes follow) or `edited` (the base is saved, and its config.json
-changed by hand). Which values an option takes follows from its present one and from its name, so
-an option that a new version of transformers brings has its cases at once; tables below have what no
-rule finds: kinds of rotary positions, names of classes, other names for the same.
+A case is a base (a tiny model of transformers) with edits of its config.json, {path: new value}
+with paths like "rope_theta" or "text_config.hidden_size". It is `made` (transformers makes a model
+from the fields and saves it, with fitting shapes) or `edited` (the base is saved, and its
+config.json changed by hand). The values of an option are derived from its present value and its
+name, so a new option in a new version of transformers has cases at once. Tables below have values
+that no rule finds: kinds of rotary positions, names of classes, other names of the same key.
 """
 
 import copy
@@ -26,7 +26,7 @@ from zigzag.tests.networks import (
 
 
 class Removed:
-    """The value of a key that is taken out of config.json: the class's default holds."""
+    """The value of a key that is removed from config.json, so that the class's default holds."""
     def __repr__(self):
         return "(removed)"
 
@@ -91,7 +91,7 @@ BASES = [name for name, *_ in _bases()]     # (known without transformers)
 
 @functools.cache
 def bases():
-    """By name all bases. (A family is a model_type.)"""
+    """{name: base} of all bases. (A family is a model_type.)"""
     done, seen = {}, set()
     for name, model, fields, kind in _bases():
         family = getattr(peer("transformers"), model).config_class.model_type
@@ -182,7 +182,7 @@ NAMED = {
 
 
 def values_of(name, value, few=False):
-    """Other values of an option that is this one now."""
+    """Other values of an option whose value is `value`."""
     last = name.rsplit(".", 1)[-1]
     if last in NAMED and not (last == "num_heads" and few):
         found = NAMED[last]
@@ -401,7 +401,7 @@ def _is_nested(config, name):
 
 
 def _fields_edits(base, config):
-    """Each field of a configuration, and of those within."""
+    """Edits of each field of a configuration and of the configurations inside it."""
     for name, value in config.to_dict().items():
         if name in usual_names() - TELLING and base.rank:
             continue
@@ -430,7 +430,7 @@ def _fields_edits(base, config):
 
 
 def _inside(name, record, few):
-    """What is in a field that is a dict, and in dicts within."""
+    """Edits inside a field that is a dict, and in dicts inside it."""
     for path, value in record.items():
         path = f"{name}.{path}"
         if isinstance(value, dict):
@@ -466,7 +466,7 @@ def _class_edits(base):
 
 
 def _special_edits(base):
-    """What goes together."""
+    """Edits of several fields that belong together."""
     if base.name == "bloom":
         yield (("slow_but_exact", True), ("pretraining_tp", 2))
     if base.family == "qwen2":

@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 # Folders
 
 def quiet(function):
-    """`function` without what transformers and torch say by the way."""
+    """`function` with the messages of transformers and torch silenced."""
     @functools.wraps(function)
     def call(*args, **kwargs):
         torch, transformers = peer("torch"), peer("transformers")
@@ -80,7 +80,7 @@ def _attention(base):
 
 
 def _make(base, folder, edits):
-    """A model that transformers makes of these fields, its numbers all random, saved."""
+    """Save a model that transformers makes from these fields, with all numbers random."""
     torch, transformers = peer("torch"), peer("transformers")
     config = base.config()
     fields, whole = dict(base.fields), config.to_dict()
@@ -122,7 +122,7 @@ def folder_of_base(name):
 
 
 def make_folder(case):
-    """The folder of a case, as somebody publishes it."""
+    """The folder of a case, in the form in which models are published."""
     folder = home() / "case"
     shutil.rmtree(folder, ignore_errors=True)
     if case.way == "made":
@@ -144,7 +144,7 @@ def _ids(rng, shape, low=2):
 
 
 def batch_of(base, config):
-    """What a model is given, by our names. Pictures are as its configuration says."""
+    """A model's inputs, under our names. Pictures have the size in its configuration."""
     rng, rows, time = np.random.default_rng(0), 2, 24
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 0)
@@ -217,7 +217,7 @@ def _class_of(base, record):
 
 
 class Random(Exception):
-    """Arrays that transformers makes at random, since a folder lacks them."""
+    """Raised for arrays that a folder lacks, which transformers makes at random."""
 
 
 # (A constant, which transformers makes where it is missing.)
@@ -225,7 +225,7 @@ MADE = ("relative_position_index",)
 
 
 def theirs(base, folder, batch=None, strict=False):
-    """What transformers makes of a folder, and the batch. `strict`: nothing may be left over."""
+    """(transformers' output for a folder, the batch). With `strict`, no array may be left over."""
     torch = peer("torch")
     record = json.loads((folder / "config.json").read_text())
     model, report = _class_of(base, record).from_pretrained(
@@ -276,25 +276,25 @@ def _program(config, *args):
 
 
 def key_of(config):
-    """A configuration as text, but for the config.json in it."""
+    """A configuration as text, without the config.json in it."""
     fields = {k: repr(v) for k, v in vars(config).items() if k != "published"}
     return json.dumps([networks.network_of(config).name, fields,
                        json.loads(config.published or "{}").get("model_type")], sort_keys=True)
 
 
 def far(got, want):
-    """How far apart, of the largest number."""
+    """The largest difference, as a share of the largest number."""
     if got.shape != want.shape:
         return float("inf")
     return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-9))
 
 
 # -------------------------------------------------------------------------------------------
-# What becomes of a case
+# The outcome of a case
 
 def their_doing(case):
-    """Why another result is transformers' doing: what its version 4 does not know of what its
-    version 5 writes and obeys, as we do."""
+    """Why a different result is transformers' fault: keys that its version 5 writes and obeys, as
+    we do, and that its version 4 ignores."""
     if not speaks_5() and any(name == "scale_decoder_outputs" for name, _ in case.edits):
         return "version 4 does not know whether T5 scales its outputs: it does where it is tied"
     return ""
@@ -302,7 +302,7 @@ def their_doing(case):
 
 @quiet
 def outcome_of(case):
-    """What becomes of a case."""
+    """The outcome of a case."""
     base = bases()[case.base]
     try:
         folder = make_folder(case)
@@ -386,7 +386,7 @@ def run(case):
 # Which cases
 
 def chosen(name, every=1):
-    """A base itself, and one in so many of its cases."""
+    """A base itself, and every `every`-th of its cases."""
     return [case for case in cases_of(name) if not case.edits or case.number % every == 0]
 
 

@@ -1,4 +1,4 @@
-"""Models that have their weights already: read in place of new ones, trained, and written back."""
+"""Fine-tuning: models whose weights are read instead of made, trained, and written back."""
 
 import dataclasses
 import functools
@@ -97,8 +97,8 @@ def tuned_alone(published):
     ("tensor=2", {}), slow("fsdp=2,tensor=4", {}), slow("data=2,fsdp=2", dict(zero=1)),
     slow("pipe=2,tensor=2", dict(schedule="interleaved", chunks=2, microbatches=2))])
 def test_training_begins_with_the_weights_that_it_is_given(published, tuned_alone, mesh, how):
-    """Weights of init's that stay, in part or on some mesh; a part of an array that is another
-    device's; layers that are not in the order of a pipeline's stages."""
+    """New weights that are not replaced, in part or on some mesh; another device's part of an
+    array; layers that are not in the order of a pipeline's stages."""
     config, want, first = tuned_alone
     assert want[0] == pytest.approx(first, rel=1e-6)
     config = change(config, **how)
@@ -108,7 +108,7 @@ def test_training_begins_with_the_weights_that_it_is_given(published, tuned_alon
 
 
 def test_first_weights_are_in_memory_once():
-    """A state that copies the weights that it is given, or makes random ones beside them."""
+    """A state that copies the given weights, or also makes random ones."""
     program = program_of(make(), "tensor=2")
     params = program.state["params"]
     memory = program.start.lower(jax.random.key(0), params).compile().memory_analysis()
@@ -117,8 +117,8 @@ def test_first_weights_are_in_memory_once():
 
 
 def test_a_short_row_keeps_the_table_of_positions(tmp_path):
-    """Learned positions of which only --seq_len rows are looked for: a folder that is refused. And
-    rows that are longer than the table, which all would get its last position."""
+    """A folder refused because only --seq_len rows of learned positions are expected; rows longer
+    than the table, whose last tokens would all get its last position."""
     peer("safetensors")
     record = dict(model_type="gpt2", n_layer=1, n_embd=16, n_head=2, n_positions=64, vocab_size=128,
                   layer_norm_epsilon=1e-5, activation_function="gelu_new")
@@ -147,8 +147,8 @@ def tuned(tmp_path_factory, published, text):
 
 @pytest.mark.slow
 def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tuned):
-    """The published weights once more, and the progress lost: here they were replaced by others,
-    and half of the run is gone."""
+    """A continued run that starts again from the published weights. (Here these were replaced, and
+    half of the run was deleted.)"""
     out, words = tuned
     half = shutil.copytree(out, tmp_path / "out")
     for step in (3, 4):
@@ -164,8 +164,8 @@ def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tune
 
 
 def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
-    """Rows as long as the folder's own default, a rate that is a new model's, or a run that is
-    refused because --model is left out; adapters that are not trained any more."""
+    """A continued run with the folder's seq_len, or with a new model's learning rate, or refused
+    because --model is not given; adapters that are no longer trained."""
     for more in ((), ("--lora_rank", "2")):
         config = train.parse(["--model", str(published), "--seq_len", "16", "--out", str(tmp_path),
                               "--batch", "4", *more])
@@ -183,8 +183,8 @@ def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, text):
-    """A tokenizer, or a configuration, that is still in the folder; a sample or an export of other
-    weights than the run's; an export that lacks what its model needs to read text."""
+    """A run that still needs the published folder for its tokenizer or configuration; a sample or
+    an export of other weights than the run's; an export without a tokenizer."""
     folder, out, mine = (tmp_path / name for name in ("theirs", "out", "mine"))
     config = fine_tune("--model", make_published(folder, text), "--data", text, *STEPS[:-4],
                        "--out", out)
@@ -216,7 +216,8 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text):
-    """New weights; or the old one's optimizer, schedule and step count; or text in other tokens."""
+    """--init_from with new weights, with the old run's optimizer, schedule and step count, or with
+    text in other tokens."""
     out, _ = tuned
     flags = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1)
     config = train.parse([str(w) for w in (*flags, "--out", tmp_path / "new")])
@@ -238,7 +239,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
 
 
 def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monkeypatch):
-    """A folder that seems to be complete."""
+    """An exported folder that seems to be complete, without a tokenizer."""
     peer("safetensors")
     config, run = config_of(**SHAPE), tmp_path / "run"
     run.mkdir()
@@ -255,8 +256,8 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monk
 
 @pytest.mark.full
 def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
-    """Adapters of random weights; a checkpoint with all weights; a run that goes on, is exported or
-    begun from without what it was trained beside."""
+    """Adapters for random weights; a checkpoint with all weights; a run that continues, is exported
+    or starts another run without its frozen weights."""
     out, words = tmp_path / "out", ("--model", published, "--data", text, "--lora_rank", 2, *STEPS)
     config = fine_tune(*words, "--out", out)
     assert config.lr == pytest.approx(0.5 / 24)
@@ -288,7 +289,8 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
 
 @pytest.mark.slow
 def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
-    """Beside its newest weights, which are others by then. Its folder is called as a preset is."""
+    """Adapters of a run combined with its newest weights, which have changed. (The folder has the
+    name of a preset.)"""
     monkeypatch.chdir(tmp_path)
     shape = ("--layers", 1, "--d_model", 16, "--heads", 2, "--seq_len", 16, "--batch", 8,
              "--save_every", 1, "--eval_every", 9, "--data", text)
@@ -307,7 +309,7 @@ def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
 
 
 def test_a_folder_may_be_called_as_a_preset_is(tmp_path, monkeypatch, published):
-    """New weights in place of those in the folder."""
+    """New weights instead of the folder's, because the folder has the name of a preset."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published, "gpt2")
     config = train.parse(["--model", "gpt2/"])
@@ -316,7 +318,8 @@ def test_a_folder_may_be_called_as_a_preset_is(tmp_path, monkeypatch, published)
 
 
 def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_path):
-    """Flags that are not heard; weights read into another shape; a run's folder left behind."""
+    """Flags that are silently ignored; weights read into another shape; a run's folder left
+    behind."""
     out = tmp_path / "out"
 
     def says(*words):
@@ -342,7 +345,7 @@ def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_pa
 
 @pytest.mark.full
 def test_commands_take_a_folder(published, tmp_path):
-    """What works in this process and not as a command: the table, the sample, the export."""
+    """The table, the sample or the export, which work in this process but not as commands."""
     done = command("--model", published, "--shards", 3, file="shard.py")
     assert done.returncode == 0 and "layers.wq" in done.stdout, done.stderr
     texts = [command("--model", published, "--shards", n, *GREEDY, file="sample.py").stdout
@@ -354,8 +357,7 @@ def test_commands_take_a_folder(published, tmp_path):
 
 @pytest.mark.full
 def test_several_processes_fine_tune_one_folder(tmp_path, published, text, tuned):
-    """Weights that one process reads for all, or its tokenizer; other numbers than one process
-    has."""
+    """Weights or a tokenizer that only one process reads; other numbers than with one process."""
     out, words = tuned
     runs = ends(hosts(2, *words, "--mesh", "tensor=2", "--out", tmp_path / "out"))
     assert [status for status, *_ in runs] == [0, 0], runs
@@ -364,7 +366,7 @@ def test_several_processes_fine_tune_one_folder(tmp_path, published, text, tuned
 
 @pytest.mark.slow
 def test_transformers_reads_what_a_run_exports(tmp_path, tuned):
-    """A folder that only our own code can read; other logits, ids or ends of text."""
+    """An export that only our own code can read, or with other logits, ids or ends of text."""
     torch, transformers = peer("torch"), peer("transformers")
     folders.export(networks.network_of_record, data.tokenizer_of,
                    ["--run", str(tuned[0]), "--export", str(tmp_path / "mine")])

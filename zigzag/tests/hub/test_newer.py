@@ -1,6 +1,6 @@
-"""Folders as transformers 5 writes them, beyond config.json: arrays under its own names, all
-experts in one array, tokenizers without special_tokens_map.json. Run with transformers 5 too
-(.ci/run does); with 4 those tests that need it are skipped."""
+"""Folders written by transformers 5, beyond config.json: arrays under new names, all experts in one
+array, tokenizers without special_tokens_map.json. Run with transformers 5 too (.ci/run does); with
+4, the tests that need it are skipped."""
 
 import json
 
@@ -28,8 +28,8 @@ def needs_5():
 
 @pytest.mark.parametrize("name", [name if name in RENAMED else full(name) for name in BASES])
 def test_what_is_not_saved_in_the_original_format_is_read(name, tmp_path):
-    """save_original_format=False: arrays have the names of transformers 5's classes, and experts
-    are in two arrays. A folder that nobody else reads, refused with a list of arrays."""
+    """A refusal of a folder saved with save_original_format=False, in which arrays have the names
+    of transformers 5's classes, and experts are in two arrays."""
     needs_5()
     base, folder = bases()[name], options.folder_of_base(name)
     want, batch = options.theirs(base, folder)
@@ -47,7 +47,7 @@ def test_what_is_not_saved_in_the_original_format_is_read(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_folder_in_half_precision(dtype, tmp_path):
-    """`dtype` in config.json, where version 4 had torch_dtype."""
+    """A refusal of `dtype` in config.json, which was torch_dtype in version 4."""
     torch, transformers = peer("torch"), peer("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.folder_of_base("llama"), dtype=getattr(torch, dtype))
@@ -63,8 +63,8 @@ def test_a_folder_in_half_precision(dtype, tmp_path):
 
 
 def test_a_tokenizer_that_transformers_saves(tmp_path):
-    """Version 5 has no special_tokens_map.json, and names another class: an end that is not found,
-    special tokens that are spelled out, or another id for a text."""
+    """An end that is not found, special tokens that are encoded as text, or another id for a text,
+    since version 5 writes no special_tokens_map.json and names another class."""
     tokenizers, transformers = peer("tokenizers"), peer("transformers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,7 +131,8 @@ def test_an_ignored_array_has_a_reason(name, array, value, words):
 
 
 def test_t5_that_is_untied_while_its_config_says_tied(tmp_path):
-    """Each T5 1.1 and Flan that version 5 saves: `tie_word_embeddings` is true in all of them."""
+    """A T5 1.1 or Flan read as tied: version 5 saves all of them with `tie_word_embeddings`
+    true."""
     needs_5()
     transformers, torch = peer("transformers"), peer("torch")
     base = bases()["t5 1.1"]

@@ -1,6 +1,6 @@
-"""Every option of every published family, each varied by itself: what we make of the folder is
-what transformers makes of it, or one line says why not. options.py says what may become of a case,
-and prints them; option_cases.py makes the cases."""
+"""Every option of every published family, varied one at a time: our results for the folder equal
+transformers', or one line says why not. options.py explains and prints the outcomes of cases;
+option_cases.py makes the cases."""
 
 import collections
 import json
@@ -27,15 +27,15 @@ from zigzag.tests.hub.option_cases import (
     values_of,
 )
 
-EVERY = 240     # (one case in so many, and all causes, takes less than a minute on two cores)
-PARTS = 3       # of a base's cases, so that workers have about as much each
+EVERY = 240     # (every 240th case, and all causes, take less than a minute on two cores)
+PARTS = 3       # parts of a base's cases, so that workers have about equal work
 # The least share of equal results among folders that transformers writes and reads. A lower share
 # would mean that we refuse models that we could compute.
 LEAST_EQUAL = 0.6
 
 
 # -------------------------------------------------------------------------------------------
-# What was silently wrong once, by cause
+# Faults that were once silent, by cause
 
 NESTED = {"full_attention": dict(rope_type="default", rope_theta=700.0),
           "sliding_attention": dict(rope_type="default", rope_theta=70.0)}
@@ -86,7 +86,8 @@ def found():
 # All cases
 
 def assert_outcomes(cases):
-    """None is silently wrong and none crashes; a model as it is loads; and enough do."""
+    """Assert that no case is silently wrong or crashes, that an unedited model loads, and that
+    enough others do."""
     kinds, written, bad = collections.Counter(), collections.Counter(), []
     for case in cases:
         got = options.run(case)
@@ -114,13 +115,13 @@ def test_a_sample_of_all_options(name):
 @pytest.mark.parametrize("name, part", [full(name, part) for name in BASES
                                         for part in range(PARTS)])
 def test_all_options(name, part):
-    """As the sample of them, of what nobody thought of."""
+    """The faults of the sample test, in cases that nobody thought of."""
     assert_outcomes([case for case in cases_of(name)
                      if not case.edits or case.number % PARTS == part])
 
 
 # -------------------------------------------------------------------------------------------
-# Keys that nobody reads
+# Keys that are not read
 
 WITHIN = ("rope_parameters", "rope_scaling", "text_config", "vision_config", "qformer_config")
 
@@ -135,7 +136,8 @@ def record_of(base):
 @pytest.mark.parametrize("value", [1, None, {"a": 1}], ids=str)
 @pytest.mark.parametrize("name", BASES)
 def test_a_key_that_nobody_reads_is_refused(name, value):
-    """Somebody's own option, at the top and in each part: it loads, and computes something else."""
+    """A fork's option in a config.json, at the top or in a part: the model would load, and compute
+    something else."""
     base = bases()[name]
     record, families = record_of(base), {base.family: EACH_FAMILY[base.family]}
     llama.fields_of(record, families)
@@ -148,20 +150,21 @@ def test_a_key_that_nobody_reads_is_refused(name, value):
 
 
 # -------------------------------------------------------------------------------------------
-# What is said to be neutral
+# Neutral keys
 
 EACH_FAMILY = {name: family for names in (FAMILIES, *(n.families for n in networks.KINDS.values()))
                for name, family in names.items() if name != "chatglm"}
 
 
 def neutral_keys(name):
-    """The keys of a family's config.json that are said not to change what it computes."""
+    """The keys of a family's config.json that are listed as neutral: they change no result."""
     return sorted({*getattr(EACH_FAMILY[name], "neutral", ()),
                    *getattr(published_config, "NEUTRAL", ())})
 
 
 def is_unread(case, name):
-    """Whether nobody here reads the key of a case. (Some families read a key in some models.)"""
+    """Whether our code does not read the key of a case. (Some families read a key only in some
+    models.)"""
     record = json.loads((options.make_folder(case) / "config.json").read_text())
     try:
         _, r = llama.read_record(with_usual_names(record, EACH_FAMILY[name].aliases),
@@ -215,5 +218,5 @@ def test_some_neutral_keys_are_neutral(name):
 
 @pytest.mark.parametrize("name", [full(name) for name in EACH_FAMILY])
 def test_neutral_keys_are_neutral(name):
-    """As some of them."""
+    """A key on the list of neutral ones that changes what transformers computes."""
     assert_neutral(name, 1)

@@ -1,6 +1,6 @@
-"""Folders of published models: how arrays lie, what is read of them, and what is refused.
+"""Folders of published models: the layouts of arrays, reading parts of them, and refusals.
 
-test_families.py compares what they compute with transformers; nothing here needs it."""
+test_families.py compares results with transformers; nothing here needs it."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ from zigzag.weights.table import Table
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
 
 # -------------------------------------------------------------------------------------------
-# How an array lies
+# The layout of an array
 
 SIZES = dict(D=6, H=6, K=3, g=2, N=4, M=2, F=5, R=3, U=2, Y=5)
 OWN = dict(wq="D H N", wk="D K N", wv="D K M", wo="H M D", w_gate="D F", w_up="D F", k_down="D R",
@@ -39,7 +39,7 @@ PATTERNS = ["(H N) D -> wq", "D (H M) -> wo", "(K M) D -> wv", "D F -> w_up", "F
 
 
 class Counted:
-    """An array that counts the numbers that are read of it."""
+    """An array that counts the numbers that are read from it."""
 
     def __init__(self, array):
         self.array, self.read = array, 0
@@ -52,8 +52,8 @@ class Counted:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_layout_is_written_and_read_back(pattern):
-    """A weight in another's place, transposed, or in part overwritten; of any range another one;
-    and more than its own numbers are read, where whole heads or groups of them are asked for."""
+    """A weight that is written to another's part, transposed, or partly overwritten; another range
+    than the one asked for; more numbers read than needed for whole heads or groups."""
     rng = np.random.default_rng(0)
     names = pattern.split("->")[1].split()
     own = {name: tuple(OWN[name].split()) for name in names}
@@ -114,7 +114,7 @@ def assert_same(got, want, rtol=0.0):
 @pytest.mark.parametrize("record", [LLAMA, FALCON], ids=["llama", "falcon"])
 @pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=2,tensor=2", "pipe=2"])
 def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
-    """A device that reads whole arrays needs the memory, and the time, of the whole model."""
+    """A device that reads complete arrays, and needs the memory and the time of the whole model."""
     save(tmp_path / "m", record)
     mesh = mesh and mesh_of(mesh)
     read, owned = [], []
@@ -138,7 +138,7 @@ def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_in_half_precision(tmp_path, dtype):
-    """bfloat16 is no type of numpy's own; bits read as another type are any numbers."""
+    """bfloat16, which numpy lacks, read as the bits of another type."""
     params = save(tmp_path / "m", LLAMA, dtype=dtype)
     arrays = safetensors.load_file(tmp_path / "m/model.safetensors")
     assert {str(a.dtype) for a in arrays.values()} == {dtype}
@@ -149,7 +149,7 @@ def test_weights_in_half_precision(tmp_path, dtype):
 
 
 def test_several_files(tmp_path, monkeypatch):
-    """A model that is larger than a file: an index, and each array in one of its files."""
+    """A model larger than one file: a wrong index, or an array in no file."""
     monkeypatch.setattr(published, "FILE_BYTES", 40_000)
     params = save(tmp_path / "m", LLAMA)
     files = sorted(tmp_path.glob("m/*.safetensors"))
@@ -166,7 +166,7 @@ def test_several_files(tmp_path, monkeypatch):
     (dict(dtype="float64"), "expected one of float32"),
     (dict(dtype="float16"), "too large for float16"), (dict(dtype="float32"), "not finite")])
 def test_what_is_not_saved(tmp_path, good, changes, words):
-    """A folder that no one can load, found out when somebody tries."""
+    """An exported folder that cannot be loaded, which is noticed only later."""
     params, config = networks.load_hf(good)
     params["norm"] *= 1e6 if changes["dtype"] == "float16" else jnp.nan
     with pytest.raises(ConfigError, match=words):
@@ -177,8 +177,8 @@ def test_what_is_not_saved(tmp_path, good, changes, words):
 
 
 def test_a_tied_head_may_be_there_once_more(tmp_path):
-    """Many published folders of tied models have their table twice. Where the two differ, one of
-    them is not what was trained."""
+    """A refusal of tied models whose table is in the folder twice, as in many; two tables that
+    differ, of which one is not the trained one."""
     save(tmp_path / "m", {**LLAMA, "tie_word_embeddings": True})
     file = tmp_path / "m/model.safetensors"
     arrays = safetensors.load_file(file)
@@ -194,7 +194,7 @@ def test_a_tied_head_may_be_there_once_more(tmp_path):
 
 
 def test_a_folder_of_the_bare_model(tmp_path, good):
-    """Names without their prefix, as a model without a head is saved: GPT-2 for one."""
+    """A refusal of names without a prefix, as in the folder of a model without a head (GPT-2)."""
     save(tmp_path / "m", {**LLAMA, "tie_word_embeddings": True})
     want, _ = networks.load_hf(tmp_path / "m")
     edit_arrays(tmp_path / "m", lambda arrays: {
@@ -396,7 +396,7 @@ def opened():
 
 
 def assert_refused(folder, words):
-    """In a line, and nothing of the folder was opened but what it is for, nor a file elsewhere."""
+    """Assert that a folder is refused in one line, and that only its own weights were opened."""
     OPENED.clear()
     with pytest.raises(ConfigError, match=words) as e:
         networks.load_hf(folder)
@@ -408,7 +408,7 @@ def assert_refused(folder, words):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused(tmp_path, good, name):
-    """A traceback, weights of which some are garbage, a file that was not asked for."""
+    """A traceback, garbage in some weights, a file elsewhere that is opened."""
     damage, words = HOSTILE[name]
     folder = shutil.copytree(good, tmp_path / "m")
     damage(folder)
@@ -417,8 +417,8 @@ def test_a_hostile_folder_is_refused(tmp_path, good, name):
 
 @pytest.mark.parametrize("changes, words", CONFIGS, ids=lambda value: str(value)[:60])
 def test_a_wrong_config_is_refused(tmp_path, good, changes, words):
-    """A traceback, all memory taken by a list of as many layers as a file says, a text that counts
-    as true."""
+    """A traceback, all memory taken by a list of the file's number of layers, a text that counts as
+    true."""
     folder = shutil.copytree(good, tmp_path / "m")
     edit_config(folder, **changes)
     assert_refused(folder, words)
@@ -460,7 +460,8 @@ def test_an_option_without_a_name_there_is_not_exported(tmp_path):
 
 
 def test_only_how_a_model_is_trained_may_be_given(tmp_path):
-    """rope_theta=3.0 was accepted, another model, and an export then had the original's config."""
+    """rope_theta=3.0 accepted for a published model: another model, exported with the original's
+    config."""
     peer("safetensors")
     config = config_of(layers=1, d_model=16, heads=2, vocab_size=11)
     networks.save_hf(tmp_path / "a", net.init(config, jax.random.key(0)), config)
@@ -471,7 +472,7 @@ def test_only_how_a_model_is_trained_may_be_given(tmp_path):
 
 
 def test_a_folder_made_from_a_gguf_file(tmp_path):
-    """transformers notes the name in the file beside what the model is."""
+    """A refusal of the key with a file's name that transformers adds to config.json."""
     save(tmp_path / "m", {**LLAMA, "_model_name_or_path": "Smollm2 135M"})
     networks.load_hf(tmp_path / "m")
 
@@ -480,18 +481,18 @@ def test_a_folder_made_from_a_gguf_file(tmp_path):
     ("llama", "rope_theta"), ("llama", "norm_eps"), ("qwen2", "rope_theta"),
     ("qwen2", "attn_scale")])
 def test_an_option_that_was_changed_is_not_exported(tmp_path, model_type, option):
-    """Another rope_theta after loading: the export said the old one."""
+    """Another rope_theta set after loading, and an export with the old one."""
     save(tmp_path / "m", {**LLAMA, "model_type": model_type})
     params, config = networks.load_hf(tmp_path / "m")
     config = dataclasses.replace(config, seq_len=9, dropout=0.1)
     networks.save_hf(tmp_path / "a", params, config)
-    with pytest.raises(ConfigError, match=f"{option} 3.0 is not what the published config.json"):
+    with pytest.raises(ConfigError, match=f"{option} is 3.0, but the published config.json"):
         networks.save_hf(tmp_path / "b", params, dataclasses.replace(config, **{option: 3.0}))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_ids_that_are_not_in_the_vocabulary(tmp_path, model_type):
-    """A lookup of any id gives numbers: those of the padding, or of the last row."""
+    """An id outside the vocabulary, for which a lookup returns padding or the last row."""
     save(tmp_path / "m", {**LLAMA, "model_type": model_type})
     params, config = networks.load_hf(tmp_path / "m")
     network = networks.network_of(config)
@@ -511,7 +512,7 @@ def test_ids_that_are_not_in_the_vocabulary(tmp_path, model_type):
     (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "decoder"),
     (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "transformer")])
 def test_a_folder_goes_to_the_network_that_has_its_options(tmp_path, changes, network):
-    """An option that the plain decoder lacks, dropped without a word."""
+    """An option that the plain decoder lacks, silently dropped."""
     record = dict(model_type="llama", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                   num_key_value_heads=2, intermediate_size=32, vocab_size=11) | changes
     (tmp_path / "config.json").write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""The plain decoder (model.py) beside the general network, and edits of it as a fork makes them."""
+"""The plain decoder (model.py) compared with the general network, and edits of a fork."""
 
 import ast
 import dataclasses
@@ -52,7 +52,7 @@ def in_general(config):
 
 @functools.cache
 def on_one_device(changes):
-    """The weights, a batch, and what the general network makes of them without a mesh."""
+    """The weights, a batch, and the general network's results for them without a mesh."""
     config = make(**dict(changes))
     params = jax.device_get(jax.jit(functools.partial(
         transformer.NETWORK.init, in_general(config).network))(jax.random.key(0)))
@@ -75,8 +75,8 @@ def assert_agree(got, want, rtol):
     LLAMA, {**LLAMA, "tied": True}, MIXTRAL, {**LLAMA, "lora_rank": 4}, {**MIXTRAL, "lora_rank": 4},
     dict(rope_scaling='{"rope_type": "linear", "factor": 2}')], ids=str)
 def test_both_networks_have_the_same_values_and_gradients(changes):
-    """A change of one of the two blocks that the other does not follow: a LLaMA that is another
-    model once an option is added to it."""
+    """A change in only one of the two blocks: a LLaMA would become another model when an option is
+    added to it."""
     config = make(**changes)
     values = jax.jit(functools.partial(model.NETWORK.init, config.network))(jax.random.key(0))
     params, batch, want = on_one_device(tuple(changes.items()))
@@ -93,7 +93,8 @@ def test_both_networks_have_the_same_values_and_gradients(changes):
 
 @pytest.mark.parametrize("name", ["positions", "segments", "mask"])
 def test_both_networks_obey_what_is_known_of_tokens(name):
-    """Documents that run together, padding that is seen, positions that are not the given ones."""
+    """Documents that see each other, padding that is seen, positions that are not the given
+    ones."""
     config, rng = make(kv_heads=2), np.random.default_rng(0)
     params = model.init(config.network, jax.random.key(0))
     tokens = jnp.asarray(batch_of(config)["tokens"][:2])
@@ -115,7 +116,7 @@ def test_both_networks_obey_what_is_known_of_tokens(name):
     slow("data=2,fsdp=2,tensor=2", {**LLAMA, "lora_rank": 4}),
     *(full(mesh, MIXTRAL) for mesh in MESHES if "expert" not in mesh)])
 def test_both_networks_agree_on_a_mesh(mesh, changes):
-    """A collective of one block that the other has not."""
+    """A collective that only one of the two blocks has."""
     more = dict(schedule="1f1b", microbatches=2) if "pipe=2,seq=2" in mesh else {}
     params, batch, want = on_one_device(tuple(changes.items()))
     assert_agree(sums_and_gradients(make(**changes, **more), mesh, params, batch), want, 2e-6)
@@ -182,8 +183,7 @@ def edit(monkeypatch):
 @pytest.mark.parametrize("name", EDITS)
 @in_float64()
 def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh):
-    """A mask or scores that a CPU obeys and a device with a kernel ignores: nothing that this file
-    could list tells a kernel of an edit."""
+    """An edited mask or scores that a CPU obeys and a device with a kernel ignores."""
     _, config = edit(name)
     batch, calls = batch_of(config), []
     want = gradients_of(config, "", batch)
@@ -203,8 +203,7 @@ def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh
 
 @pytest.mark.parametrize("name", EDITS)
 def test_decoding_obeys_an_edit(edit, name):
-    """A cache that attends as the model did before the edit: generation is worse than the loss
-    promises."""
+    """A cache that attends like the model before the edit: generation is worse than the loss."""
     module, config = edit(name)
     params = jax.tree.map(lambda w: 2 * w, module.init(config.network, jax.random.key(0)))
     forward = jax.jit(lambda row: module.forward(params, row, config.network)[0])
@@ -219,7 +218,7 @@ def test_decoding_obeys_an_edit(edit, name):
 
 
 def test_decoding_refuses_what_a_cache_cannot_do(edit, monkeypatch):
-    """Attention to later tokens, or documents that the cache does not know, silently left out."""
+    """Attention to later tokens, or documents, that a cache silently ignores."""
     for change in ("causal=False", "documents=batch['positions'] // 4"):
         monkeypatch.setitem(EDITS, change, [with_attend(change)])
         module, config = edit(change)
@@ -229,8 +228,8 @@ def test_decoding_refuses_what_a_cache_cannot_do(edit, monkeypatch):
 
 
 def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch, tmp_path):
-    """A fork's `window` of every other layer, and a published Mistral whose window is of all: the
-    folder went to the fork's decoder, and its export said that all layers have one."""
+    """A published Mistral, with a window in all layers, that goes to a fork's decoder whose
+    `window` is in every other layer; an export of that fork that says all layers."""
     monkeypatch.setitem(EDITS, "an option", [
         ("    experts: int = 0 ", "    window: int = 0              # of every other layer\n"
                                   "    experts: int = 0 ")])
@@ -244,8 +243,8 @@ def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch,
             networks.save_hf(tmp_path / "a", module.init(mine, jax.random.key(0)), mine)
 
 
-def test_a_weight_that_an_edit_took_away_is_no_traceback_at_export(edit, monkeypatch, tmp_path):
-    """An MLP without a gate, exported as a LLaMA: a KeyError of a path."""
+def test_a_weight_that_an_edit_took_away_is_one_line_at_export(edit, monkeypatch, tmp_path):
+    """A KeyError when an MLP without a gate is exported as a LLaMA."""
     monkeypatch.setitem(EDITS, "no gate", [
         ('layers |= {"w_gate": make("L D F", into, "F"),\n                   "w_up"',
          'layers |= {"w_up"')])
@@ -261,8 +260,8 @@ GELU = "an activation"
 @pytest.mark.parametrize("name", [GELU, "a norm", *sorted(LEAVES_THE_KERNEL)])
 def test_an_edit_that_keeps_the_weights_is_not_exported_as_a_llama(edit, monkeypatch, tmp_path,
                                                                    name):
-    """Code that computes something else with the options and weights of a LLaMA: a folder that
-    transformers reads, and that says another thing than the model that was trained."""
+    """Edited code with the options and weights of a LLaMA, exported as a LLaMA: transformers would
+    compute another model than the trained one."""
     text = (ROOT / "model.py").read_text()
     line = next(each for each in text.splitlines() if "jax.nn.silu(" in each)
     monkeypatch.setitem(EDITS, GELU, [(line, line.replace("silu", "gelu"))])
@@ -279,7 +278,7 @@ def test_an_edit_that_keeps_the_weights_is_not_exported_as_a_llama(edit, monkeyp
     LLAMA, MIXTRAL, dict(LLAMA, tied=True), dict(LLAMA, rope_scaling=json.dumps(dict(
         rope_type="linear", factor=2.0)))], ids=str)
 def test_the_reference_of_an_export_is_the_model(changes):
-    """Formulas in numpy that refuse a model as it should be, or that agree with anything."""
+    """Formulas in numpy that refuse a correct model, or accept any."""
     config = make(**changes).network
     params = model.init(config, jax.random.key(0))
     params, config = as_llama(params, config)
@@ -293,11 +292,11 @@ def test_the_reference_of_an_export_is_the_model(changes):
 
 
 # -------------------------------------------------------------------------------------------
-# What the machinery may know
+# Options that the machinery may read
 
 def test_the_machinery_reads_no_option_that_the_plain_decoder_lacks():
-    """A field of the general network that a wing reads by itself, and a fork's Config has not: what
-    a wing needs is a question that it asks the network."""
+    """A field of the general network that a wing reads directly, and that a fork's Config lacks. A
+    wing must call a function of the Network instead."""
     own = {f.name for f in dataclasses.fields(model.Config)}
     run = {f.name for f in dataclasses.fields(run_of())}
     foreign = {f.name for f in dataclasses.fields(transformer.Config)} - own - run

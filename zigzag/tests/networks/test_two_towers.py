@@ -1,6 +1,5 @@
-"""CLIP and BLIP-2, which are made of several transformers, against transformers: a tiny model with
-random weights has the same logits and the same gradients on any mesh, and what we export it
-reads."""
+"""CLIP and BLIP-2, which have several towers, compared with transformers: a tiny model with random
+weights has the same logits and gradients on any mesh, and transformers reads our exports."""
 
 import functools
 import json
@@ -81,7 +80,7 @@ def classes(name):
 
 
 def batch_for(name):
-    """Texts of several lengths; of BLIP-2 with a picture's tokens in them."""
+    """A batch with texts of several lengths; for BLIP-2, with a picture's tokens in them."""
     rng, fields = np.random.default_rng(0), CASES[name]
     tokens, targets = rng.integers(8, V - 2, (2, ROWS, T))
     ends, mask = [T - 1, 11, 5, 9], np.ones((ROWS, T), np.float32)
@@ -126,7 +125,7 @@ def theirs_on(model, name, batch):
 
 @functools.cache
 def reference(name):
-    """A model of transformers, saved; its logits, its loss and gradients."""
+    """A saved transformers model, its logits, loss and gradients."""
     torch = peer("torch")
     config, kind = classes(name)
     torch.manual_seed(1)
@@ -169,8 +168,8 @@ def assert_logits(name, got, want):
     pytest.param(name, n, marks=pytest.mark.slow if " " in name or n == 2 else [])
     for name in CASES for n in (1, 2, 4)])
 def test_logits_are_those_of_transformers(name, shards):
-    """A convention of a tower that is not the published one; a device that reads another part than
-    the one it has; heads, queries or a vocabulary that the shards do not divide."""
+    """A convention of a tower that is not the published one; a device that reads another part of an
+    array than its own; heads, queries or a vocabulary that the shards do not divide."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
     params, config = networks.load_hf(want.folder, mesh)
     assert_logits(name, logits_of(name, params, config, want.batch, mesh), want.logits)
@@ -191,7 +190,7 @@ def loaded(name):
 
 
 def assert_gradient(name, gradient):
-    """Array by array, as torch's. (A bias of keys has no gradient but rounding.)"""
+    """Assert that gradients equal torch's, array by array. (A key bias's is only rounding.)"""
     _, config, _, _ = loaded(name)
     family, want = network(name).families[json.loads(config.published)["model_type"]], (
         reference(name).gradients)
@@ -206,8 +205,8 @@ def assert_gradient(name, gradient):
 
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_are_those_of_torch(name):
-    """What the logits do not show: a vector that is used twice, a token that the picture replaces
-    and that must learn nothing, the pictures' half of the loss."""
+    """Faults that the logits do not show: in a vector that is used twice, in a token that the
+    picture replaces (it must have no gradient), in the pictures' half of the loss."""
     _, _, gradient, loss = loaded(name)
     assert loss == pytest.approx(reference(name).loss, rel=2e-6)
     assert_gradient(name, gradient)
@@ -257,8 +256,8 @@ BY_HAND = [(r"\.(cross_)?w([qkv]|_up)(_bias)?$", P(None, None, "tensor")),
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("name", EACH)
 def test_no_tower_sends_more_than_by_hand(name, shards):
-    """A product beside another tower's that the rule prices wrongly: more collectives. And an axis
-    that the table does not give to tensor: a weight that every device has whole."""
+    """A product of one tower that the rule prices wrongly, with more collectives; a weight that no
+    device splits, because its table names no dimension for tensor."""
     params, config, _, _ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
@@ -298,8 +297,7 @@ def test_captions_are_those_of_transformers(prompts):
     ("blip2", {"pipe": 2}, "pipe=2: BLIP-2 has layers of three kinds"),
     ("blip2", {"seq": 2}, "seq=2: BLIP-2 has layers of three kinds")])
 def test_what_would_be_another_loss_is_refused(name, changes, says):
-    """Micro-batches in which a text has fewer others to be told from; a stage of layers that
-    differ."""
+    """Micro-batches in which a text is compared with fewer others; a stage whose layers differ."""
     config = networks.hf_config(reference(name).folder)
     config = run_of(config, out="", batch=ROWS)
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}
@@ -348,7 +346,7 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, chan
 
 @pytest.mark.parametrize("name", ["clip", "blip2"])
 def test_what_a_config_leaves_out_is_its_default(name):
-    """A part of a published config.json leaves out most: another default here is another model."""
+    """A default that differs from the class's, in a part of config.json with few keys."""
     config, _ = classes(name)
     module = clip if name == "clip" else blip2
     whole = json.loads(config().to_json_string(use_diff=False))
@@ -363,7 +361,7 @@ def test_what_a_config_leaves_out_is_its_default(name):
 
 
 def test_an_older_config_of_clip_says_its_parts_twice():
-    """LAION's have both text_config and text_config_dict, of which the second counts."""
+    """text_config read although text_config_dict counts, in LAION's files, which have both."""
     config, _ = classes("clip")
     record = {"text_config": {"hidden_size": 64, "hidden_act": "gelu"},
               "text_config_dict": {"hidden_size": 96, "num_hidden_layers": 3},

@@ -1,4 +1,4 @@
-"""Precision: what is computed in bfloat16 and what is not, and gradients to twelve digits."""
+"""Precision: which values are computed in bfloat16, and gradients to twelve digits."""
 
 import os
 import re
@@ -24,8 +24,8 @@ from zigzag.tests.common import ROOT, batch_of, in_float64, learn, make, net, pr
     slow("tensor=4", dict(parallel_block=True, tied=True, remat="full")),
     slow("seq=2,expert=2,tensor=2", dict(experts=4))])
 def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
-    """A gradient of something else than the loss that a step prints. In float64, leaf by leaf, on
-    the mesh."""
+    """A gradient of something else than the printed loss. (In float64, leaf by leaf, on the
+    mesh.)"""
     with in_float64():
         monkeypatch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         monkeypatch.setattr(train, "learning_rate", lambda config, step: jnp.float64(1.0))
@@ -58,7 +58,7 @@ def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), "tensor=2",
                                   slow("fsdp=4")])
 def test_bfloat16_on_cpu(mesh, alone):
-    """Done naively the compiler aborts the process on a bfloat16 sum."""
+    """A process aborted by the compiler on a bfloat16 sum."""
     rows, _ = learn(make(dtype="bfloat16", accumulate=2), mesh)
     exact = alone[0]
     assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
@@ -83,7 +83,8 @@ for mesh, changes in %r:
                  marks=pytest.mark.full)])
 def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
     """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
-    compiler aborts: the transformer's has none, as it leaves nothing to it."""
+    compiler aborts. (The transformer leaves nothing to the compiler, so it needs no disabled
+    pass.)"""
     done = subprocess.run([sys.executable, "-c", WITH_ALL_PASSES % (cases,)], cwd=ROOT, text=True,
                           capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
@@ -103,8 +104,8 @@ def test_softmax_loss_and_sums_are_float32_under_bfloat16():
 
 
 def test_the_compute_precision_is_the_one_that_is_said():
-    """Resolved in one copy of the configuration and not in another, bfloat16 weights would be
-    cast back and every product made in float32."""
+    """A dtype that is resolved in one copy of the configuration and not in another: bfloat16
+    weights would be cast back, and every product computed in float32."""
     config, heads = make(dtype=""), r"bf16\[8,16,4,8\] = dot_general"
     params, batch = net.init(config, jax.random.key(0)), batch_of(config)
 
