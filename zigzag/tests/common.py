@@ -246,7 +246,7 @@ def in_float64():
         yield patch
 
 
-# Of what a sum is over devices, and how it is cut: the plain formula knows none of it.
+# (The plain formula knows nothing of sums over devices, or of how they are cut.)
 NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
                       "zero", "fsdp_min", "sum_dtype")
 
