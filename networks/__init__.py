@@ -112,7 +112,8 @@ def describe(config: Any) -> str:
     if network is model.NETWORK:
         return "decoder (model.py)"
     if network is not transformer.NETWORK:
-        return f"{network.name} (networks/): model_type {_model_type(config.published)}"
+        kind = config.published and f" (networks/): model_type {_model_type(config.published)}"
+        return network.name + kind
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]

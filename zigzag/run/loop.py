@@ -275,16 +275,21 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
 
 
 def describe_sizes(plan: Any) -> str:
-    """A line with the sizes of a network; '' for a custom loss, which may have others."""
+    """A line with the sizes that a network's configuration has; '' for a custom loss."""
     if plan.network is None:
         return ""
-    c, network = plan.config, plan.network
-    encoder, source = getattr(c, "encoder_layers", 0), network.source_shape(c.network)
-    parts = [f"layers {c.layers}" + (f" and {encoder} of the encoder" if encoder else ""),
-             f"d_model {c.d_model}",
-             f"{c.heads} heads" + (f" ({c.kv_heads} kv_heads)" if c.kv_heads != c.heads else ""),
-             f"d_ff {c.d_ff}", c.experts and f"{c.experts} experts, {c.experts_per_token} a token",
-             c.vocab_size and f"vocabulary {c.vocab_size:,}",
+    c, network = plan.config.network, plan.network
+    layers, encoder, d_model, heads, kv_heads, d_ff, experts, vocab_size = (
+        getattr(c, name, None) for name in ("layers", "encoder_layers", "d_model", "heads",
+                                            "kv_heads", "d_ff", "experts", "vocab_size"))
+    source = network.source_shape(c)
+    parts = [layers and f"layers {layers}" + (f" and {encoder} of the encoder" if encoder else ""),
+             d_model and f"d_model {d_model}",
+             heads and f"{heads} heads" + (
+                 f" ({kv_heads} kv_heads)" if kv_heads and kv_heads != heads else ""),
+             d_ff and f"d_ff {d_ff}",
+             experts and f"{experts} experts, {c.experts_per_token} a token",
+             vocab_size and f"vocabulary {vocab_size:,}",
              source and f"source {' x '.join(map(str, source))}",
              "tokens" in plan.batch and f"context {plan.batch['tokens'].shape[1]:,} tokens"]
     return "sizes    " + ", ".join(filter(None, parts))

@@ -203,8 +203,8 @@ def sections():
     found, title, lines = {}, "", (ROOT / "shard.py").read_text().splitlines()
     for i, line in enumerate(lines):
         begins = re.match(r"# (\w[\w ]*)", line)
-        if begins and lines[i - 1].startswith(("# ---", "")) and (
-                lines[i + 1] == "#" or lines[i - 1].startswith("# ---")):
+        if begins and (lines[i - 1].startswith("# ---") or
+                       lines[i - 1] == "" and lines[i + 1] == "#"):
             title = begins[1]
             found[title] = ([], [])
         if title:
