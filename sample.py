@@ -460,9 +460,9 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if not (tokenizer := _tokenizer_of_run(config.run)):
-        raise ConfigError(f"--run {config.run}: this run has no tokenizer to read and write text "
-                          f"with (fit(tokenizer=...) keeps one; sample.load and sample.generate "
-                          f"work with ids)")
+        raise ConfigError(f"--run {config.run}: a run of another task, or one that has no tokenizer "
+                          f"to read and write text with (fit(tokenizer=...) keeps one; sample.load "
+                          f"and sample.generate work with ids)")
     params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))
     return for_decoding(params, c), c, tokenizer
 
