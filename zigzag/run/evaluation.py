@@ -45,7 +45,7 @@ def check_task(config: Any, program: Program, task: Task) -> None:
         if task.metric:
             raise ConfigError("fit was given a metric, and no held-out examples to predict")
     if task.metric and not task.predict:
-        raise ConfigError("metric compares the outputs of predict: give fit a predict, too")
+        raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if config.metric and not task.metric:
         raise ConfigError(f"--metric {config.metric}: the command line has metrics only for pairs "
                           f"of texts (a model with an encoder); give fit a metric of your own")

@@ -359,8 +359,8 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
                           f"(arrays); it returned {shapes}" + (
                               ": instead of a mean, return the sum and the count" * is_one))
     if taken := LOGGED & aux.keys():
-        raise ConfigError(f"the loss returned another sum with the name {min(taken)!r}, which a "
-                          f"step logs itself: the names taken are {', '.join(sorted(LOGGED))}")
+        raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
+                          f"a step itself logs {', '.join(sorted(LOGGED))}")
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 

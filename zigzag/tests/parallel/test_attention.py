@@ -332,7 +332,7 @@ def test_attention_to_a_part_of_the_time_is_refused():
     shape fits if it is broadcast."""
     q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
     k, info = jnp.zeros((1, 8, 2, 8)), {"slot": info}
-    with pytest.raises(ValueError, match="queries of 1 tokens beside info of 8"):
+    with pytest.raises(ValueError, match="1 queries and query_info of 8 tokens"):
         shard.attend(PLAIN, q, k, k, MASK, info, info)
 
 
@@ -346,7 +346,7 @@ def test_a_time_slice_is_of_all_of_the_time(time):
     call = jax.shard_map(local, in_specs=(P(None, "tensor"), P()), out_specs=P(None, "tensor"))
     x, a = jnp.zeros((2, 8, 3)), jnp.arange(2 * time).reshape(2, time)
     with jax.set_mesh(mesh_of("tensor=2")):
-        with pytest.raises(ValueError, match=f"time {time} beside a stream that has 4 on each"):
+        with pytest.raises(ValueError, match=f"time {time} beside a stream with time 4 on each"):
             jax.jit(call)(x, a)
         right = jnp.arange(16).reshape(2, 8)
         np.testing.assert_array_equal(jax.jit(call)(x, right), right)
