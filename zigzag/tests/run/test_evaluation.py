@@ -246,7 +246,7 @@ def test_what_a_task_has_nothing_for_is_refused():
     for changes, given, says in (
             (dict(eval_first=True), dict(held_out=()), "--eval_first True: there are no held-out"),
             (dict(best="smallest:eval_loss"), dict(held_out=()), "--best .*no held-out examples"),
-            (dict(metric="exact"), {}, "--metric exact: .*pairs of texts alone"),
+            (dict(metric="exact"), {}, "--metric exact: .*only for pairs of texts"),
             ({}, dict(held_out=(), metric=len), "a metric, and no held-out examples"),
             (dict(sample_prompts="x"), {}, "--sample_prompts x: this task writes no text"),
             ({}, dict(metric=len, predict=None), "give fit a predict")):
