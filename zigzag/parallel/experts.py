@@ -61,9 +61,9 @@ def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
 
 def _blocks(counts, rows, usual):
     """Cut the groups of rows into blocks of at most `size` rows, each within one group. Returns
-    size, a power of two near a quarter of a usual group, and arrays [n] with each block's group,
-    first row and number of rows. n is static, so it is an upper bound: the last blocks have 0 rows.
-    """
+    size, a power of two of at most a quarter of a usual group, and arrays [n] with each block's
+    group, first row and number of rows. n is static, so it is an upper bound: the last blocks have
+    0 rows."""
     E = len(counts)
     size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
