@@ -460,7 +460,7 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         return networks.read_hf(config.model, c, shapes), c, tokenizer
     _check_writes(networks.config_of_run(config.run), f"--run {config.run}")
     if not (tokenizer := _tokenizer_of_run(config.run)):
-        raise ConfigError(f"--run {config.run}: a run of another task, or one that has no tokenizer "
+        raise ConfigError(f"--run {config.run}: a run of another task, or one without a tokenizer "
                           f"to read and write text with (fit(tokenizer=...) keeps one; sample.load "
                           f"and sample.generate work with ids)")
     params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))

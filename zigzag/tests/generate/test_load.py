@@ -60,7 +60,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
     params, c, tokenizer = sample.load(tmp_path / "run", mesh_of("tensor=2"))
     assert tokenizer is None and c.layers == config.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated
-    with pytest.raises(ConfigError, match="no tokenizer .*tokenizer="):
+    with pytest.raises(ConfigError, match="without a tokenizer .*tokenizer="):
         sample.load_model(sample.Config(run=str(tmp_path / "run")))
 
 
