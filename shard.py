@@ -52,18 +52,20 @@ applies to gradients:
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw other rows. That would send
-the gradients of every micro-batch. So train.py marks the weights itself, before it differentiates;
-their gradients then stay local through all micro-batches, and `sum_gradients` sums them once. The
-scale of a norm under tensor parallelism needs no code at all: it does not vary over tensor, the
-stream that it multiplies is split over tensor by time and does, and so jax's mark adds up what the
-devices found.
+the gradients of every micro-batch. So the training step marks the weights itself, before it
+differentiates (`bind` in zigzag/run/plan.py); their gradients then stay local through all
+micro-batches, and `sum_gradients` sums them once. The scale of a norm under tensor parallelism
+needs no code at all. It does not vary over tensor; the stream that it multiplies varies, because
+tensor splits its time. So jax marks the scale, and the transpose of that mark sums its gradient.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
-- Its type says that it varies, although the values are equal (it was computed from gathered parts).
-  lax.pmean gives 3.0, which does not vary, and each device a quarter of the gradient.
-- Its type says that it does not vary, and it is about to be added to sums that do (a loss of the
-  first token alone, with seq). `keep_on_first` leaves 3.0 on the first device and 0.0 on the
-  others, so that the psum to come counts it once. `local_sums` in zigzag/run/plan.py does this.
+- All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
+  says that they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass
+  each device gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
+- All devices computed 3.0 from an array that does not vary (a loss of the first token alone, which
+  `whole_time` gives to every device of seq), and a psum over seq is still to come. `keep_on_first`
+  leaves 3.0 on the first device and 0.0 on the others, so that this psum gives 3.0. It is called by
+  `local_sums` in zigzag/run/plan.py.
 
 Who has which part of the time
 ------------------------------
@@ -161,11 +163,11 @@ def own_part(x: Array, dim: int) -> Array:
 #   more        train.make_step calls it; docs/parallelism.md
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all axes whose devices saw other rows, layers or time. An
-    axis that cuts this weight (its spec names it) is left out: there every device has the gradient
-    of its own part, and the transpose of fsdp's gather has summed it already. Where `moments`, the
-    specs of the optimizer's state, cut a weight over data (--zero 1), each device gets its part of
-    the sum."""
+    """Each gradient, summed over `axes`: all axes whose devices saw other rows, layers or time.
+    Axes that cut this weight (its spec names them) are left out, because each of their devices
+    holds another part of the weight. Over pipe and expert the gradient of a part is complete as it
+    is; over fsdp the transpose of `gather` has summed it already. Where `moments`, the specs of the
+    optimizer's state, cut a weight over data (--zero 1), each device gets its part of the sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
@@ -184,7 +186,8 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #   split       the rows of a batch, and every large weight along one dimension
 #   collective  an all-gather of a layer's weights where the layer uses them, and again in the
 #               backward pass; its transpose is a reduce-scatter of their gradients
-#   bytes       3 (n-1)/n of the weights, in the compute dtype, in each micro-batch
+#   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, in each micro-batch. The
+#               embedding and the head are gathered once for all micro-batches
 #   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
 #               that the devices found for their rows, and each device keeps its part of the sum
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
@@ -224,13 +227,14 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 #
 # A split weight has a type that varies over tensor, because its spec names tensor; a stream whose
 # time is split varies over it too. As the type does not say which dimension is split, only
-# `columns`, `row` and `embed_lookup` may make a stream vary over tensor, and only `whole_time` may
-# pick positions of it.
+# functions of this file may make a stream vary over tensor (`row`, `embed_lookup`, `experts` and
+# `residual_stream` do), and only `whole_time` may pick positions of it.
 #
-# Not every weight of a block divides. With tensor=2 and 3 kv heads, say, wq is split and wk is
-# whole. Then `columns` takes this device's part of the whole weight, so that all products of a
-# block have matching columns; and `row` sums what is split over devices, and adds what is whole
-# once.
+# A block may have whole weights beside split ones: an --override keeps one whole, or the rule finds
+# that it does not pay. Where tensor divides the columns of such a weight, `columns` takes this
+# device's part of them, so that all products of a block match. And `row` knows two kinds of
+# products: partial sums, which it sums over tensor, and products that every device has whole, which
+# count once.
 
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
@@ -486,7 +490,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # (Names leave no trace in the program. The header of a run reads the second one.)
+    # (Names leave no trace in the compiled program. A run's header reads what this one records.)
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
@@ -615,7 +619,8 @@ def _repeat_kv(w, heads):
     times = count // w.shape[1]
     if _size("tensor") > 1:
         return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE. It can follow a product.
+    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can trace through an
+    # einsum, and not through a repeat.
     return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 
@@ -668,7 +673,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     def step(x, layer):        # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    # (What a loop keeps for the backward pass it copies into arrays over all layers.)
+    # (A loop would copy what it keeps for the backward pass into arrays over all layers.)
     few = remat == "none" and jax.tree.leaves((weights, xs))[0].shape[0] <= UNROLLED
     return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
 
@@ -687,7 +692,7 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
     zigzag/parallel/pipeline.py; and the number of layers over all stages."""
     count = jax.tree.leaves(weights)[0].shape[0]
     if is_1f1b and count == 1 < _size("pipe"):
-        remat = "none"      # its backward pass comes right after its forward pass: nothing to save
+        remat = "none"      # the backward pass follows at once, so recomputing saves no memory
 
     def stack(weights, x, indices, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
@@ -761,7 +766,8 @@ def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs:
     """x [B, T, D] after a stack of layers, on every stage: an encoder in front of a pipelined_loss
     with the same stages. block(w, x, i, batch) is as there, and its aux is None."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype)
-    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:     # (generation)
+    # (When generating, every device has all layers, and no spec names pipe.)
+    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
         return stack(weights, x, jnp.arange(total // _size("pipe")), batch)[0]
     stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
     loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total), stages,

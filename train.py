@@ -266,9 +266,9 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
     (params, batch) -> gradients, sums, for tests that compare gradients."""
     def gradients(params, batch):
-        # On every device, for its rows. What is outside the layers is gathered here, once for all
-        # micro-batches; `scatter`, the transpose of that gather, takes gradients back to where
-        # the weights are stored.
+        # On every device, for its rows. Weights outside the layers are gathered here, once for all
+        # micro-batches. `scatter`, the transpose of that gather, takes the gradients of each
+        # micro-batch back to where the weights are stored.
         weights, gather, sums_and_gradient = plan.bind(params, functools.partial(
             gather_weights, plan))
         gathered, scatter = jax.vjp(gather, weights)
@@ -337,7 +337,8 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # Only this partial of the network's own loss is trusted. Anything else is a custom loss.
+    # Only this partial of the network's own loss runs without being compared with one device (the
+    # tests do that). Anything else is a custom loss.
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
@@ -492,8 +493,8 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 
 def check_program(program: Program, build_program: Callable, task: Task, say: Callable) -> Program:
-    """The program of a custom loss, compared with one device. If the loss is only right when every
-    device computes it as one device would, the program that does so."""
+    """Compare a custom loss with one device, and return its program. This is a new program if the
+    loss is right only when every device computes it as one device would."""
     hosts.watchdog.arm("compiling")
     make_batch = functools.partial(training_batch, program.config, program.mesh, task,
                                    program.batch)
