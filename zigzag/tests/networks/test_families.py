@@ -370,7 +370,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """A family's own part that a mesh splits wrongly: its loss, and torch's gradients."""
     params, config, _, loss = loaded(name)
     if getattr(config, "dense_layers", 0) and "pipe" in mesh:
-        with pytest.raises(ConfigError, match="--dense_layers 1 are not like the others"):
+        with pytest.raises(ConfigError, match="--dense_layers 1 differ from the others"):
             train.check_transformer(config, mesh_of(mesh))
         return
     batch = reference(name).batch
