@@ -634,9 +634,9 @@ def check(c: Config, mesh: Any) -> None:
                           "give fit a loss, or --head classes or masked")
     sizes = mesh.shape
     if c.dense_layers and sizes["pipe"] > 1:
-        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: the layers of all stages must have the "
-                          f"same weights, and --dense_layers {c.dense_layers} differ from the "
-                          f"others; give its devices to data, fsdp, expert or tensor")
+        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: the layers of all stages must have "
+                          f"weights of equal shapes, and --dense_layers {c.dense_layers} differ "
+                          f"from the others; give its devices to data, fsdp, expert or tensor")
     stages = sizes["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
