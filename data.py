@@ -373,7 +373,7 @@ def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
     Each epoch is a shuffle of all examples, without repeats. No list of them is ever made: a
     Feistel network permutes [0, 4^k), and permutes a number again while it falls outside."""
     if count < 1:
-        raise ConfigError("there are no examples to learn from")
+        raise ConfigError("there are no examples to train on")
     epoch, x = np.divmod(np.arange(first, first + size, dtype=np.uint64), count)
     half = max(1, (count - 1).bit_length() + 1 >> 1)        # bits
     mask = 2**half - 1

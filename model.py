@@ -39,10 +39,10 @@ class Config(Computed):
     layers: int = 4               # number of layers
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
-    kv_heads: int = 0             # key/value heads; 0: as many as heads
+    kv_heads: int = 0             # key/value heads; 0: same as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
+    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
     seq_len: int = 128            # context length: tokens in a training example
     tied: bool = False            # use the embedding as the head, too
     norm_eps: float = 1e-6        # added to the mean square in a norm
