@@ -143,6 +143,7 @@ def test_fewer_steps_than_were_made_are_refused(run, capsys):
     assert record_of(run) == before
 
 
+@pytest.mark.full
 def test_the_same_text_given_again_is_not_kept_twice(text, tmp_path, capsys):
     """A second copy on disk, after --change data with the text that the run already has."""
     run = tmp_path / "run"
