@@ -153,10 +153,10 @@ def own_part(x: Array, dim: int) -> Array:
 # data
 #
 #   split       the rows of a batch; every device has all weights
-#   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 a
-#               reduce-scatter in its place; each device updates its part of the weights; and an
-#               all-gather of the new weights, which no line here calls: the step's out_shardings
-#               (zigzag/run/plan.py) ask for whole weights, so the compiler inserts it
+#   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 it is a
+#               reduce-scatter, and each device updates only its part of the weights. No line here
+#               gathers the new weights: the step's out_shardings (zigzag/run/plan.py) ask for whole
+#               ones, so the compiler inserts that all-gather
 #   bytes       2 (n-1)/n of the gradients in float32, however many micro-batches there are
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and so is its gradient; both are divided once, by the count over all devices
@@ -352,6 +352,8 @@ def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -
     """float32 logits [B, T, V] with the whole vocabulary on every device, to choose tokens from.
     head is [D, V], or (head, bias [1, V]). Its columns beyond vocab_size are padding and get -1e30.
     softcap bounds the logits by softcap * tanh(logits / softcap); 0: no bound."""
+    if is_split(x) and not is_split(jax.tree.leaves(head)[0]):      # the same logits everywhere
+        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     logits = _capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
@@ -514,12 +516,12 @@ def sum_over_time(x: Array) -> Array:
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. A device has a slot for each
+#               back; the transpose of an all-to-all is an all-to-all. A device has room for each
 #               token of every device, with zeros where the token chose none of its experts. (An
 #               all-gather and a reduce-scatter would send as many bytes. But then results would be
 #               summed in the compute dtype, and some compilers make a reduce-scatter an all-reduce,
 #               which sends twice as much)
-#   bytes       4 (n-1) X a layer: no token is dropped, at the price of all these slots
+#   bytes       4 (n-1) X a layer: no token is dropped, at the price of all this room
 #   correct     an expert treats each token by itself, and the sum over a token's experts is the
 #               same wherever the experts are
 #   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md

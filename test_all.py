@@ -118,7 +118,7 @@ def test_the_loss_is_the_cross_entropy_of_forward(what):
     config = config_of(what)
     batch = {k: v for k, v in masked_batch(config).items() if k != "seeds"}     # not to learn from
     params = model.init(config, jax.random.key(0))
-    total, count = jax.jit(lambda p: model.loss(p, batch, config))(params)
+    total, count, *_ = jax.jit(lambda p: model.loss(p, batch, config))(params)
     want = jax.jit(lambda p: cross_entropy(p, batch, config))(params)
     assert count == batch["weights"].sum()
     assert float(total / count) == pytest.approx(float(want), rel=2e-6)

@@ -254,8 +254,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """Weights, placed by these decisions of the rule, as the loss takes them: whole over fsdp.
-    Layers that gather their own weights, one layer at a time, get them as they are."""
+    """Weights, stored by these decisions of the rule, as the loss takes them: whole over fsdp,
+    except for layers that gather their own weights, one layer at a time."""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -639,7 +639,7 @@ def continued(given: dict[str, Any]) -> Config:
 
 
 def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
-    """The fields that --model or --init_from asks for, beside the run `old` in --out. None if the
+    """The fields that --model or --init_from asks for, beside the run `old` in --out. {} if the
     run began with that model: other flags may have changed its fields since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return {}

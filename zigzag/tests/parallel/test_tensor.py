@@ -31,6 +31,24 @@ def test_a_bias_beside_its_weight(override):
     assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")
 
 
+def test_logits_of_a_whole_head_beside_a_split_stream():
+    """Equal logits whose type varies over tensor: a sum made of them (an entropy to log) counts
+    once for each device."""
+    x, head = jax.random.normal(jax.random.key(0), (2, 4, 8)), jnp.eye(8, 16)
+    mesh, spec = mesh_of("tensor=2"), P(None, "tensor")
+
+    def entropy(x, head):
+        logits = shard.vocab_logits(x, head, 16)
+        return -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits))
+
+    def on_mesh(x, head):       # (an output that varies would be refused)
+        return jax.shard_map(entropy, mesh=mesh, in_specs=(spec, P()), out_specs=P())(x, head)
+
+    for got, want in zip(jax.value_and_grad(on_mesh, (0, 1))(x, head),
+                         jax.value_and_grad(entropy, (0, 1))(x, head)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_the_weights_of_a_block_whole_and_the_rest_split():
     """`columns` that gives each device a part of a product that nothing joins."""
     assert_same_on("fsdp=2,tensor=2", override=("w_(up|gate|down)=-", "wo=-", "embed=-"),
