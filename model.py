@@ -149,9 +149,10 @@ def mixture_of_experts(w, h, i, batch, c):
 def router_loss(logits, chosen, i, batch, c):
     """What a layer's router adds to the loss, and a dict of what to log.
 
-    Balance: for each expert, the share of the row's tokens that visit it times the mean probability
-    that the router gives it; summed over experts, times their number. It is 1 if all experts are
-    equally busy. z: the squared log-sum-exp of the logits. Both are summed over rows and tokens
+    Balance: for each expert, the number of the row's tokens that visit it (an experts_per_token-th
+    for each visit) times the mean probability that the router gives it; summed over experts, times
+    their number. It is the number of tokens if all experts are equally busy. z: the squared
+    log-sum-exp of the logits. Both are summed over rows and tokens
     with the loss's weights, so the mesh does not change them."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
@@ -254,8 +255,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            ) -> tuple[Array, list[Params]]:
     """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
     with their keys and values. They go into the cache from `slot` on; rows begin at slots start
-    [B]. Here the layers of params and cache are lists. (length is for networks with positions that
-    depend on it.)"""
+    [B]. Here the layers of params and cache are lists. (Only networks whose positions scale with
+    the text's length use `length`.)"""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers

@@ -312,8 +312,8 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def time_of_block(x: Array) -> Array:
-    """An array [B, T, ...] whose time is cut like the stream's, with all of the time: what
-    `columns` gives its weights."""
+    """All of the time of an array [B, T, ...] that is cut like the stream: what `columns` gives to
+    its weights."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
@@ -694,7 +694,7 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
     zigzag/parallel/pipeline.py; and the number of layers over all stages."""
     count = jax.tree.leaves(weights)[0].shape[0]
     if is_1f1b and count == 1 < _size("pipe"):
-        remat = "none"      # the backward pass follows at once, so recomputing saves no memory
+        remat = "none"      # 1F1B recomputes the stage itself, right before its backward pass
 
     def stack(weights, x, indices, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
@@ -785,7 +785,7 @@ def _send(tree, step):
 
 def _share_time(x):
     """This stage's part of the time of x [B, T, D], which one stage has and the others have zeros
-    for. (Where tensor has split the time, this is a part of that part, if it divides.)"""
+    for. (Where tensor has split the time, it is a part of tensor's part, if pipe divides that.)"""
     stages = _size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = whole_time(x)

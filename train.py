@@ -254,8 +254,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """Weights, stored by these decisions of the rule, as the loss takes them: whole over fsdp,
-    except for layers that gather their own weights, one layer at a time."""
+    """Gather weights that are stored by these decisions of the rule, for the loss: the results are
+    whole over fsdp, except in layers that gather their own weights, one layer at a time."""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -337,8 +337,8 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # Only this partial of the network's own loss runs without being compared with one device (the
-    # tests do that). Anything else is a custom loss.
+    # The loss that `language` makes is not compared with one device: the tests do that. Any other,
+    # even if it only wraps that one, is a custom loss.
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
@@ -549,7 +549,7 @@ def check_transformer(config: Config, mesh: Any) -> None:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
                           f"learns from running text; to learn from pairs, give a T5 or BART as "
                           f"--model, or --model transformer --encoder_layers N")
-    # (Where the vocabulary will follow from the data, any that divides will do here.)
+    # (If the vocabulary is to follow from the data, this checks with one that every axis divides.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 

@@ -30,7 +30,7 @@ a residual connection, x + y:
      interconnect carries while one more reduction starts. F costs a reduction of y, over which
      w_down sums, and one of x's gradient (if x has one: here it is data). With B T = 64, D = 64,
      F = 256 in float32 that is (16 KiB + 256 KiB) / 32,768 = 8.5. D, if it were a candidate, would
-     cost a reduction of h, which is larger: (64 KiB + 256 KiB) / 32,768 = 10.
+     cost a reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
   4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each one that shares no
      weight with a group already taken. Ties go to the group with more weight elements, then to the
      one used first. Afterwards a group of about the same price may replace the groups that exclude

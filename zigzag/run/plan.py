@@ -87,8 +87,9 @@ class Plan:
 
     @property
     def pools(self) -> bool:
-        """Whether the loss calls shard.whole_time: it picks or pools positions, so its count may be
-        of rows, and every device of seq computes the same sum. `local_sums` then counts it once."""
+        """Whether the loss calls shard.whole_time, to pick or pool positions. Then every device of
+        seq computes the same sum, and its count may be a number of rows, which does not vary over
+        seq either; `local_sums` counts both once."""
         return "whole_time" in self.names
 
     @property
