@@ -11,7 +11,7 @@
               ^ all rows choose their first new id in the same slot
 
     generate -> stream -> _prefill -> _forward_chunk -> network.extend      for each chunk
-                       -> _decode -> next_logits -> network.extend          for each new id
+                       -> _decode -> network.extend                         for each new id
 
 The network is that of training; with a cache it is called `extend`. On a mesh each pass is one
 shard_map, as a training step is. A single token has no time to split, so its `shard.row` is an
@@ -345,17 +345,13 @@ def _sum_logprobs(params, rows, weights, config):
     return on_host(_prefill(params, rows, config, 0, chunk)[0]["sums"])
 
 
-def _append(sampling):
-    return functools.partial(decoding.append_ids, draw=draw, sampling=sampling)
-
-
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="state")
 def _choose_ids(state, logits, config, sampling):
     """The state with one more id in each row, chosen by these logits [B, V]. Before, `slot` is the
     one after the last id read; from here on, new id number n has the slot `slot` + n."""
     def choose(_, state):
         logits, slot = state.pop("logits"), state["slot"] - state["count"]
-        return _append(sampling)(state | {"slot": slot}, logits)
+        return decoding.append_ids(state | {"slot": slot}, logits, draw, sampling)
 
     layers = networks.network_of(config).cache_layers(config)
     return decoding.on_mesh(choose, {}, state | {"logits": logits}, layers, _specs(config), state)
@@ -364,32 +360,42 @@ def _choose_ids(state, logits, config, sampling):
 @jax.jit(static_argnames=("config", "length", "sampling"), donate_argnames="state")
 def _decode(params, state, limit, config, length, sampling):
     """The state with `limit` new ids in each row, or fewer if all rows end before."""
-    def decode(params, specs, state):
-        limit = state.pop("limit")
-        next_logits = _next_logits(params, state["start"], config, length, specs)
-        return decoding.decode_loop(next_logits, _append(sampling), state, limit)
-
-    return _on_mesh(decode, params, state | {"limit": limit}, config, state)
-
-
-def _next_logits(params, start, config, length, specs):
-    """The step of the loops in zigzag/generate/decoding.py: (ids [B, 1], cache, slot) -> logits
-    [B, V] and the new cache."""
     network = networks.network_of(config)
 
-    def next_logits(ids, cache, slot):
-        x, cache = network.extend(params, cache, ids, slot, start, config, length, specs)
-        return network.head_logits(params, x, config)[:, 0], cache
+    def decode(params, specs, state):
+        limit = state.pop("limit")
 
-    return next_logits
+        def write_one(carry):
+            state, _ = carry
+            last = jax.lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
+            x, cache = network.extend(params, state["cache"], last, state["slot"] +
+                                      state["count"] - 1, state["start"], config, length, specs)
+            logits = network.head_logits(params, x, config)[:, 0]
+            state = decoding.append_ids(state | {"cache": cache}, logits, draw, sampling)
+            return state, decoding.any_device(~state["ended"])
+
+        def goes_on(carry):
+            state, any_is_unfinished = carry
+            return any_is_unfinished & (state["count"] < limit)
+
+        begin = state, decoding.any_device(~state["ended"])
+        return jax.lax.while_loop(goes_on, write_one, begin)[0]
+
+    return _on_mesh(decode, params, state | {"limit": limit}, config, state)
 
 
 @jax.jit(static_argnames=("config", "length", "beams", "tokens", "length_penalty", "early_stop"))
 def _beam_search(params, state, config, length, beams, tokens, length_penalty, early_stop):
     """The best beams of each prompt: finished [B, beams, tokens], finished_scores and lengths."""
+    network = networks.network_of(config)
+
     def search(params, specs, state):
         start = jnp.repeat(state["start"], beams, 0)
-        next_logits = _next_logits(params, start, config, length, specs)
+
+        def next_logits(ids, cache, slot):
+            x, cache = network.extend(params, cache, ids, slot, start, config, length, specs)
+            return network.head_logits(params, x, config)[:, 0], cache
+
         result = decoding.beam_loop(
             next_logits, state["cache"], state["logits"], state["slot"], state["ends"], beams,
             tokens, state["limit"], length_penalty, early_stop)

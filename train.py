@@ -266,15 +266,16 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
     (params, batch) -> gradients, sums, for tests that compare gradients."""
     def gradients(params, batch):
-        # On every device, for its rows. Weights outside the layers are gathered here, once for all
-        # micro-batches. `scatter`, the transpose of that gather, takes the gradients of each
-        # micro-batch back to where the weights are stored.
-        weights, gather, sums_and_gradient = plan.bind(params, functools.partial(
-            gather_weights, plan))
-        gathered, scatter = jax.vjp(gather, weights)
+        # Every device runs this for its rows. It has its part of the trained weights; gather makes
+        # them whole, and sums_and_gradient differentiates the loss of a micro-batch.
+        weights, gather, sums_and_gradient = plan.bind(params, gather_weights)
+
+        # Gather, once for all micro-batches (layers gather their own weights, when they run).
+        # `scatter` is the transpose: it takes gradients back to where the weights are stored.
+        whole, scatter = jax.vjp(gather, weights)
 
         def add_micro_batch(total, micro_batch):
-            sums, grads = sums_and_gradient(gathered, micro_batch)
+            sums, grads = sums_and_gradient(whole, micro_batch)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
                                 (*scatter(grads), sums)), None
 

@@ -1,8 +1,7 @@
-"""The decoding loop, beam search, and both of them on a mesh.
+"""The state of the decoding loop, beam search, and both loops on a mesh.
 
-Both loops call next_logits(ids [B, 1], cache, slot) -> logits, cache, and carry the state, a dict
-of arrays. If rows are split over devices, all devices go on until the last row has ended, because
-they may have to gather weights together.
+The loops carry the state, a dict of arrays. If rows are split over devices, all devices go on until
+the last row has ended, because they may have to gather weights together.
 
 On a mesh, a forward pass is one shard_map, as a training step is. It takes the weights, which are
 split as in training except that each device has all layers, and the state: the rows (padded to a
@@ -119,21 +118,6 @@ def any_device(x: Array) -> Array:
     """Whether x has a True on any device."""
     x, axes = x.any(), tuple(sorted(varying(x)))
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
-
-
-def decode_loop(next_logits: Callable, append: Callable, state: dict[str, Any], limit: Array
-                ) -> dict[str, Any]:
-    """The state with `limit` ids in each row, or fewer if all rows end before. append(state,
-    logits) adds the next id to each row."""
-    def body(carry):
-        state, _ = carry
-        last = lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
-        logits, cache = next_logits(last, state["cache"], state["slot"] + state["count"] - 1)
-        state = append(state | {"cache": cache}, logits)
-        return state, any_device(~state["ended"])
-
-    return lax.while_loop(lambda carry: carry[1] & (carry[0]["count"] < limit), body,
-                          (state, any_device(~state["ended"])))[0]
 
 
 # -------------------------------------------------------------------------------------------

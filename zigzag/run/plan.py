@@ -192,14 +192,14 @@ class Plan:
             gathered = gather_trained(trained)          as the loss takes them
             sums, gradients = compute(gathered, batch)  gradients with respect to `gathered`
 
-        gather(weights, decisions) gathers any weights. Frozen weights (--lora_rank) have no
+        gather(plan, weights, decisions) gathers any weights. Frozen weights (--lora_rank) have no
         gradient: they are gathered here, once, and bound into `compute`."""
         trained, frozen = self.split(self.mark(cast(params, self.dtype)))
         of_trained, of_frozen = self.split(self.decisions)
-        frozen = gather(frozen, of_frozen)
+        frozen = gather(self, frozen, of_frozen)
         compute = self.on_device(functools.partial(sums_and_gradient, self.local_sums))
-        return (trained, functools.partial(gather, decisions=of_trained),
-                lambda weights, batch: compute(weights, frozen, batch))
+        return (trained, lambda trained: gather(self, trained, of_trained),
+                lambda whole, batch: compute(whole, frozen, batch))
 
     def zeros(self, trained: Any) -> tuple[Any, Any]:
         """Zeros to add a device's micro-batches to, in float32: gradients of its trained weights,
