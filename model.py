@@ -64,7 +64,11 @@ class Config(Computed):
 
 def weights(c: Config) -> Params:
     """Every weight: its dimensions, its initial standard deviation (None: all ones, 0.0: all
-    zeros), and the one dimension that tensor parallelism may split."""
+    zeros), and the one dimension that tensor parallelism may split.
+
+    Where a weight lives follows from its row: L is split over pipe, E over expert, the dimension
+    named last over tensor, and the largest of the others over fsdp. So wq, "L D H N" and "H", is
+    stored as P("pipe", "fsdp", "tensor", None). (python shard.py prints this for any mesh.)"""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.

@@ -18,7 +18,7 @@ import networks
 import sample
 from networks import transformer
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import by_path
+from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.hub.llama import as_llama
 from zigzag.hub.reference import llama_logits
 from zigzag.parallel import attention
@@ -309,3 +309,18 @@ def test_the_machinery_reads_no_option_that_the_plain_decoder_lacks():
                     ast.unparse(node.value).split(".")[-1] in ("c", "config", "network")):
                 found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(experts=4)], ids=["dense", "experts"])
+def test_where_a_weight_lives_follows_from_its_row(changes):
+    """What the docstring of model.weights says, and the rule does otherwise."""
+    config = model.Config(d_model=256, vocab_size=512, **changes)
+    mesh = abstract_mesh(dict(pipe=2, fsdp=2, expert=2, tensor=2))
+    decisions = by_path(model.NETWORK.plan_weights(config, mesh))
+    for path, row in by_path(model.weights(config)).items():
+        if row.tensor < 0:
+            continue
+        axes = [{"L": "pipe", "E": "expert"}.get(letter) for letter in row.axes]
+        axes[row.tensor] = "tensor"
+        axes[max((n for n, axis in enumerate(axes) if not axis), key=row.shape.__getitem__)] = "fsdp"
+        assert full_spec(decisions[path].spec, len(axes)) == axes, path
