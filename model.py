@@ -123,8 +123,9 @@ def block(w, x, i, batch, attend, c):
     the loss, and a dict of other sums to log (each is divided by the loss's count).
 
     i is the layer's number. It is traced, so an `if` cannot depend on it. attend(q, k, v) is causal
-    softmax attention: within the row in training, to the cache in decoding. For another mask or
-    other scores call attend(q, k, v, mask, scores), as shard.self_attend explains."""
+    softmax attention: in training to the keys of the row, in decoding to those of the cache. For
+    another mask or other scores call attend(q, k, v, mask, scores), as shard.self_attend
+    explains."""
     h = norm(x, w["attn_norm"], c)
     q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
     q, k = (rotary(a, batch["positions"], c) for a in (q, k))
@@ -153,11 +154,12 @@ def mixture_of_experts(w, h, i, batch, c):
 def router_loss(logits, chosen, i, batch, c):
     """What a layer's router adds to the loss, and a dict of what to log.
 
-    Balance: for each expert, the number of the row's tokens that visit it (an experts_per_token-th
-    for each visit) times the mean probability that the router gives it; summed over experts, times
-    their number. It is the number of tokens if all experts are equally busy. z: the squared
-    log-sum-exp of the logits. Both are summed over rows and tokens
-    with the loss's weights, so the mesh does not change them."""
+        balance = E * sum over experts of  visits(e) * probability(e)
+
+    visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
+    probability(e) is the router's mean probability for e. If all experts are equally busy, the sum
+    is the number of tokens. z is the squared log-sum-exp of the logits. Both are summed over rows
+    and tokens with the loss's weights, so the mesh does not change them."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
     busy = busy / c.experts_per_token
@@ -228,7 +230,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
     and a dict of sums to log comes third. With seq, a device has only a part of the time, out of
-    order. So make other targets in data.collate; shifting tokens here would be wrong."""
+    order, so shifting tokens here would be wrong: data.collate is the place to make targets."""
     def embed_tokens(params, batch):
         return embed(params, batch["tokens"], config)
 
@@ -249,8 +251,7 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 # Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
 def cache_layer(config: Config, i: int) -> Layer:
-    """What the cache keeps for layer i: names of arrays with the width of a head, and the number of
-    heads."""
+    """What the cache keeps for layer i: {name of an array: width of a head}, and how many heads."""
     return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
@@ -258,9 +259,9 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
     """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
-    with their keys and values. They go into the cache from `slot` on; rows begin at slots start
-    [B]. Here the layers of params and cache are lists. (Only networks whose positions scale with
-    the text's length use `length`.)"""
+    with their keys and values. They go into the cache from `slot` on. The slots before start[b] are
+    padding in row b. Here the layers of params and cache are lists. (Only networks whose positions
+    scale with the text's length use `length`.)"""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers

@@ -12,9 +12,9 @@
 
 Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
 alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py) and so decides what is
-split. The functions below send what the decision needs. Each parallelism is one section, which can
-be read alone: data, fsdp, tensor (and the vocabulary), seq, expert, pipe. Outside a mesh every
-function here is the plain computation.
+split. The functions below are the collectives for weights that are split so. Each parallelism is
+one section, which can be read alone: data, fsdp, tensor (and the vocabulary), seq, expert, pipe.
+Outside a mesh every function here is the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -32,7 +32,7 @@ value may differ from device to device. The array *varies* over these axes:
 
     def f(w, x):                            # in_specs=(P(), P("data", None))
         varying(w)                          # set()       P(): every device has the same w
-        varying(x)                          # {"data"}    every device has other rows
+        varying(x)                          # {"data"}    every device has different rows
         y = w * x                           # {"data"}    made from an array that varies
         return lax.psum(y.sum(), "data")    # set()       every device gets the same sum
 
@@ -51,8 +51,8 @@ applies to gradients:
 
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
-the gradient of w is summed over data, as it must be: each device saw other rows. That would send
-the gradients of every micro-batch. So the training step marks the weights itself, before it
+the gradient of w is summed over data, as it must be: each device saw different rows. That would
+send the gradients of every micro-batch. So the training step marks the weights itself, before it
 differentiates (`bind` in zigzag/run/plan.py); their gradients then stay local through all
 micro-batches, and `sum_gradients` sums them once. The scale of a norm under tensor parallelism
 needs no code at all. It does not vary over tensor; the stream that it multiplies varies, because
@@ -62,15 +62,15 @@ tensor splits its time. So jax marks the scale, and the transpose of that mark s
 - All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
   says that they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass
   each device gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
-- All devices computed 3.0 from an array that does not vary (a loss of the first token alone, which
-  `whole_time` gives to every device of seq), and a psum over seq is still to come. `keep_on_first`
-  leaves 3.0 on the first device and 0.0 on the others, so that this psum gives 3.0. It is called by
-  `local_sums` in zigzag/run/plan.py.
+- All devices computed 3.0 from an array that does not vary (`whole_time` gave the first token to
+  every device of seq, say, and the loss is of that token), and a psum over seq is still to come.
+  `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that this psum gives 3.0.
+  It is called by `local_sums` in zigzag/run/plan.py.
 
 Who has which part of the time
 ------------------------------
 The time of a row may be cut over seq (in zigzag order), then over tensor (only the residual stream,
-and only where T divides), and for the loss head over pipe. These functions convert:
+and only if T is a multiple of its size), and for the loss head over pipe. These functions convert:
 
     shard_time        a batch [B, T], whole            -> this device's part over seq, zigzag order
     own_time          a source or picture, whole       -> this device's part over seq, plain order
@@ -163,11 +163,12 @@ def own_part(x: Array, dim: int) -> Array:
 #   more        train.make_step calls it; docs/parallelism.md
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all axes whose devices saw other rows, layers or time.
+    """Each gradient, summed over `axes`: all axes whose devices saw different rows, layers or time.
     Axes that cut this weight (its spec names them) are left out, because each of their devices
     holds another part of the weight. Over pipe and expert the gradient of a part is complete as it
-    is; over fsdp the transpose of `gather` has summed it already. Where `moments`, the specs of the
-    optimizer's state, cut a weight over data (--zero 1), each device gets its part of the sum."""
+    is; over fsdp the transpose of `gather` has summed it already. `moments` are the specs of the
+    optimizer's state: if they cut a weight over data (--zero 1), each device gets its part of the
+    sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
@@ -219,8 +220,10 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 #   split       the columns F of the weights into a block and the rows F of those out of it, by
 #               their specs; between blocks the time of the residual stream, where T divides
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
-#               the other's transpose. Where T does not divide: nothing, and an all-reduce
-#   bytes       8 (n-1)/n X a layer: forward and backward, attention and MLP; X is the stream's
+#               the other's transpose. If T is no multiple of n, the stream stays whole: nothing is
+#               sent into a block, and an all-reduce out of it
+#   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); X is the bytes of the
+#               stream
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
 #   more        zigzag/rule/rule.py decides which weights are split; docs/parallelism.md
@@ -312,8 +315,8 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def time_of_block(x: Array) -> Array:
-    """All of the time of an array [B, T, ...] that is cut like the stream: what `columns` gives to
-    its weights."""
+    """All of the time of an array [B, T, ...] that is cut like the stream. (`columns` does this to
+    x.)"""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
@@ -427,14 +430,14 @@ def _sum_over_tensor(x):
 #   more        zigzag/parallel/attention.py; `shard_time` orders a batch; docs/parallelism.md
 
 def zigzag_order(time: int, devices: int) -> np.ndarray:
-    """The order of the time in which device 0, 1, ... hold a row, end to end. With 8 tokens on 2
-    devices: 0 1 6 7 | 2 3 4 5."""
+    """The slots of a row in the order of the devices that hold them. With 8 tokens on 2 devices:
+    0 1 6 7 | 2 3 4 5."""
     parts = np.arange(time).reshape(2 * devices, -1)
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
 
 
 def whole_length(tokens: Array) -> int:
-    """How long the rows are of which this device has the tokens [B, T]."""
+    """The length of whole rows, from this device's tokens [B, T]."""
     return tokens.shape[1] * _size("seq")
 
 
@@ -492,7 +495,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # (Names leave no trace in the compiled program. A run's header reads what this one records.)
+    # (Names leave no trace in the compiled program. A run's header reads the outer one.)
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
@@ -531,10 +534,10 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
     experts it has chosen [B, T, K], and their outputs are summed with the weights shares [B, T, K].
     An expert multiplies by its columns `into` (each [E, D, F]), applies between(...), and
-    multiplies by its rows `back` [E, F, D]. `beside`: further (h, w) pairs, as `row` takes them,
-    for what every token visits; they share the reduction over tensor."""
+    multiplies by its rows `back` [E, F, D]. `beside`: (h, w) pairs, as `row` takes them, of experts
+    that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
-    if any(map(is_split, (*into, back))):       # this device's part of what is whole beside these
+    if any(map(is_split, (*into, back))):       # if some are split, take our part of the whole ones
         into = on_columns(lambda w: w if is_split(w) else own_part(w, 2), into)
         back = on_rows(lambda w: w if is_split(w) else own_part(w, 1), back)
     if is_split(x):
@@ -586,8 +589,8 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: a row is one document), and
     of these the ones up to its own slot, or all of them with causal=False. To change that:
 
-        mask(query, key)               True where a query may see a key, besides. A window of 100
-                                       tokens is  query.slot - key.slot < 100
+        mask(query, key)               False where a query may not see a key that it would see. A
+                                       window of 100 tokens is  query.slot - key.slot < 100
         scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
                                        query heads, whose numbers are in heads [H]
 
@@ -675,7 +678,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     def step(x, layer):        # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    # (A loop would copy what it keeps for the backward pass into arrays over all layers.)
+    # (Why unroll: a loop copies what it keeps for the backward pass into arrays of all layers.)
     few = remat == "none" and jax.tree.leaves((weights, xs))[0].shape[0] <= UNROLLED
     return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
 
@@ -732,9 +735,10 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
     dict of other sums to log, which have no gradient.
 
-    Without pipe it is just that. Under pipe, each stage's head gets a part of the time of x and of
-    the batch, and its sum and count are of that part. A head that needs all of the time (it calls
-    whole_time) says all_time=True: then every stage computes the whole head, and it counts once."""
+    Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
+    part of the time of x and of the batch, and its sum and count are of that part. A head that
+    needs all of the time (it calls whole_time) says all_time=True: then every stage computes the
+    whole head, and it counts once."""
     stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype, schedule == "1f1b")
     if _size("pipe") == 1:
         x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)

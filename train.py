@@ -254,8 +254,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """Gather weights that are stored by these decisions of the rule, for the loss: the results are
-    whole over fsdp, except in layers that gather their own weights, one layer at a time."""
+    """The weights as the loss takes them, from weights stored according to these decisions of the
+    rule: whole over fsdp, except in layers that gather their own weights, one layer at a time."""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -300,7 +300,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
         # Update, unless the gradient is not finite (it would spoil every weight for good) or the
-        # batch asked nothing (weights would decay, and moments fade, for no reason).
+        # count is 0 (weights would decay, and moments fade, for no reason).
         params, opt = plan.trained(state["params"]), state["opt"]
         rate, norm = learning_rate(plan.config, state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -377,7 +377,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                                     beside --override; the last match wins
         tokenizer                   kept by the run, so that sample.py can read and write text
         record                      saved in config.json; must be the same when the run continues
-        flops, bits_per_nat         of an update, for MFU; from loss to bits per byte
+        flops                       the arithmetic of an update, for MFU
+        bits_per_nat                the held-out loss times this is bits per byte
         say                         reports to a person
     """
     stop: list[int] = []
@@ -494,15 +495,16 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 
 def check_program(program: Program, build_program: Callable, task: Task, say: Callable) -> Program:
-    """Compare a custom loss with one device, and return its program. This is a new program if the
-    loss is right only when every device computes it as one device would."""
+    """Compare the values of a custom loss on the mesh with its values on one device, and return the
+    program to run. If they differ, it is a program in which every device computes the loss as one
+    device would; if that differs too, the loss is refused."""
     hosts.watchdog.arm("compiling")
     make_batch = functools.partial(training_batch, program.config, program.mesh, task,
                                    program.batch)
     with jax.set_mesh(program.mesh):
         while not check_loss(program.plan, lambda plan: make_step(plan, None)[1], make_evaluate,
                              make_batch, len(task.held_out) > 0, say):
-            program = build_program(typed=False)        # (and this one is right, or refused)
+            program = build_program(typed=False)
         check_traceable(program)
     return program
 
@@ -614,7 +616,8 @@ def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any
 
 def continued(given: dict[str, Any]) -> Config:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
-    left out have the run's values, and flags that are given must have them too."""
+    left out have the run's values, and flags that decide the run's numbers must repeat its
+    values."""
     out = given.get("out", Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     continuing.check_change(given, out, is_run)
@@ -640,8 +643,8 @@ def continued(given: dict[str, Any]) -> Config:
 
 
 def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
-    """The fields that --model or --init_from asks for, beside the run `old` in --out. {} if the
-    run began with that model: other flags may have changed its fields since."""
+    """The fields that --model or --init_from asks for, if that is another model than the run `old`
+    began with; else {}, because other flags may have changed the fields of `old` since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return {}
     network, fields, run = chosen_network(given)

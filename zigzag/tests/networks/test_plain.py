@@ -322,5 +322,6 @@ def test_where_a_weight_lives_follows_from_its_row(changes):
             continue
         axes = [{"L": "pipe", "E": "expert"}.get(letter) for letter in row.axes]
         axes[row.tensor] = "tensor"
-        axes[max((n for n, axis in enumerate(axes) if not axis), key=row.shape.__getitem__)] = "fsdp"
+        others = [n for n, axis in enumerate(axes) if not axis]
+        axes[max(others, key=row.shape.__getitem__)] = "fsdp"
         assert full_spec(decisions[path].spec, len(axes)) == axes, path
