@@ -13,9 +13,9 @@
     generate -> stream -> _prefill -> _forward_chunk -> network.extend      for each chunk
                        -> _decode -> network.extend                         for each new id
 
-The network is that of training; with a cache it is called `extend`. On a mesh each pass is one
-shard_map, as a training step is. A single token has no time to split, so its `shard.row` is an
-all-reduce.
+The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
+pass is one shard_map, as a training step is. A single token has no time to split, so its
+`shard.row` is an all-reduce.
 
 In zigzag/generate/, rows.py pads prompts and says what fits into the context, cache.py keeps keys
 and values, decoding.py has the loops and splits weights, rows and cache over a mesh, and reading.py

@@ -467,7 +467,7 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
 
 
 def end_early(loop: Loop, stop: list[int]) -> None:
-    """Save, and say how to go on."""
+    """Save, and print how to continue."""
     folder, out = loop.folder, loop.program.config.out
     if folder:
         save(loop)

@@ -46,17 +46,17 @@ class Reporter:
         return took, saving
 
     def saved(self, seconds: float) -> None:
-        """A save held the loop up for so long."""
+        """Note that a save held up the loop for this many seconds."""
         self.saves.append(seconds)
         self.saving += seconds
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took this long. (Its time is no step's.)"""
+        """Note the seconds of an evaluation, and leave them out of the next step's time."""
         self.evaluations.append(seconds)
         self.start_clock()
 
     def note_loss(self, at: int, loss: float) -> None:
-        """Keep a step's loss, and say so if it is far above those before it."""
+        """Keep a step's loss, and print a line if it is far above the recent ones."""
         recent = self.recent
         if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
             self.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
