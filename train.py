@@ -29,7 +29,6 @@ import functools
 import math
 import shlex
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -47,7 +46,7 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change, check_shards, flat, help_text, parse_flags, show_help
+from zigzag.core.flags import change, flat
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import cast, keep_compiled, pmean_all, row_groups
 from zigzag.core.report import Reporter
@@ -60,7 +59,7 @@ from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import commands, continuing, help, init_from, metrics
+from zigzag.run import command_line, commands, continuing, init_from, metrics
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -78,7 +77,6 @@ from zigzag.run.evaluation import (
     evaluate,
     tokens_to_evaluate,
 )
-from zigzag.run.init_from import fields_with_weights
 from zigzag.run.loop import (
     Fit,
     Loop,
@@ -99,8 +97,7 @@ from zigzag.run.plan import (
     resolve_dtype,
     shapes_hash,
 )
-from zigzag.weights.network import COMPUTED, Network
-from zigzag.weights.presets import fields_of_preset
+from zigzag.weights.network import COMPUTED
 from zigzag.weights.table import count
 
 
@@ -573,45 +570,21 @@ def compile_step(config: Config) -> jax.stages.Compiled:
     return commands.ready_to_run(config, TRANSFORMER)[1]
 
 
-def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. --model and --init_from choose the network. (It does not
-    look at --out; `continued` does.)"""
-    given = read_flags(argv)
-    return config_of_flags(*chosen_network(given), given)
-
-
 def read_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The flags that were given, by name. With --help, print the help and exit."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
-    is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
-    if asks_help is not None:
-        words[asks_help:asks_help + 1 + is_all] = []
-    classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), Config
-    given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
-    check_shards(given)
-    if asks_help is not None:
-        network, fields, run = chosen_network(given)
-        values = {**dataclasses.asdict(network.config(**fields)), **run} if run else {}
-        others = networks.NETWORKS.values() if is_all else [network]
-        show_help(help_text((*(network.config for network in others), Config), help.groups_of(
-            model.Config, Config, others, is_all), help.LAST, values | {"published": ""}))
-    return given
+    return command_line.read_flags(argv, Config, networks)
 
 
-def config_of_flags(network: Network, fields: dict[str, Any], run: dict[str, Any],
-                    given: dict[str, Any]) -> Config:
-    """The configuration with these fields of a network and of a run, changed by the flags given."""
-    fields, own = dict(fields), {f.name for f in dataclasses.fields(network.config)}
-    for name, value in given.items():
-        if name in own:
-            fields[name] = value
-        elif name not in run:
-            has = [n.name for n in networks.NETWORKS.values()
-                   if name in {f.name for f in dataclasses.fields(n.config)}]
-            raise ConfigError(f"--{name} {value}: the network {network.name} has no such option; "
-                              f"--model {has[0]} has it, or add it to the Config that you train")
-    return Config(network=network.config(**fields), **run)
+def config_of_flags(given: dict[str, Any]) -> Config:
+    """The configuration of a new run. --model and --init_from choose the network and its fields;
+    the other flags change them."""
+    network, fields, source = networks.chosen(given)
+    return command_line.make_config(Config, networks, network, fields | given | source, given)
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """train.py's command line as a Config. (It does not look at --out; `continued` does.)"""
+    return config_of_flags(read_flags(argv))
 
 
 def continued(given: dict[str, Any]) -> Config:
@@ -622,57 +595,21 @@ def continued(given: dict[str, Any]) -> Config:
     is_run = bool(out) and (Path(out) / "config.json").exists()
     continuing.check_change(given, out, is_run)
     if not is_run:
-        return config_of_flags(*chosen_network(given), given)
+        return config_of_flags(given)
     continuing.check_steps(given, out)
     old = old_config(out)
-    asked, network = {**fields_of_other_model(given, old), **given}, networks.network_of(old)
+    asked, network = command_line.asked_of_run(given, old, networks), networks.network_of(old)
     values = {**continuing.left_out(asked, flat(old)), **asked, "out": out}
     check = functools.partial(
         check_run_folder, out, read_old=read_old, change=given.get("change", ()),
         needs=("tokenizer",) if reads_text(old) else ())
     try:
-        config = config_of_flags(network, *(
-            {f.name: values[f.name] for f in dataclasses.fields(cls)
-             if f.name in values and f.name != "network"} for cls in (network.config, Config)),
-            given)
+        config = command_line.make_config(Config, networks, network, values, given)
     except ConfigError:     # (first say that a value differs from the run's: that explains more)
         check({name: asked[name] for name in facts_of(old) if name in asked})
         raise
     check({**facts_of(config), "network": asked.pop("network", network.name)})
     return config
-
-
-def fields_of_other_model(given: dict[str, Any], old: Config) -> dict[str, Any]:
-    """The fields that --model or --init_from asks for, if that is another model than the run `old`
-    began with; else {}, because other flags may have changed the fields of `old` since."""
-    if given.keys().isdisjoint(("model", "init_from")):
-        return {}
-    network, fields, run = chosen_network(given)
-    source = run.get("init_from", "")
-    if (run.get("model", Config.model), source) == (old.model, old.init_from):
-        return {}
-    return {"network": network.name, "init_from": source, **fields}
-
-
-def chosen_network(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
-    """The network that the flags ask for, its fields by --model or --init_from, and the fields of
-    train.Config that were given. (gpt2 is the preset; gpt2/ is a folder.)"""
-    run = {f.name: given[f.name] for f in dataclasses.fields(Config) if f.name in given}
-    name, source = given.get("model", "tiny"), given.get("init_from", "")
-    if not source and (name in networks.PRESETS or not Path(name).is_dir()):
-        fields = fields_of_preset(name, given)
-        is_general = name == networks.transformer.NETWORK.name
-        return (networks.transformer.NETWORK if is_general else
-                networks.network_of_fields(fields)), fields, run
-    if source and "model" in given:
-        raise ConfigError(f"--model {name} --init_from {source}: both choose the model; give one "
-                          f"of them")
-    given |= {n: given[n].rstrip("/") for n in ("model", "init_from") if n in given}
-    config = (networks.config_of_run(source, "--init_from") if source else
-              networks.hf_config(name))
-    network = networks.network_of(config)
-    run |= {"model": given.get("model", ""), "init_from": given.get("init_from") or given["model"]}
-    return network, fields_with_weights(given, network, config), run
 
 
 def show_sharding(argv: Sequence[str] | None = None) -> None:
@@ -793,11 +730,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with hosts.exit_together():
         given = read_flags(argv)
         if given.get("topology"):       # (programs for absent hardware are not cached)
-            return commands.dry_run(config_of_flags(*chosen_network(given), given), TRANSFORMER)
+            return commands.dry_run(config_of_flags(given), TRANSFORMER)
         keep_compiled()
-        keeps_nothing = given.get("bench")
-        config = (config_of_flags(*chosen_network(given), given) if keeps_nothing else
-                  continued(given))
+        config = config_of_flags(given) if given.get("bench") else continued(given)
         config, _ = commands.choose_mesh(config, TRANSFORMER)
         mesh = commands.machine(config)
         check_transformer(config, mesh)

@@ -27,6 +27,7 @@ from zigzag.hub.published import read_config
 from zigzag.weights.network import Network, Params
 from zigzag.weights.positions import scaling_type
 from zigzag.weights.presets import PRESETS as FIELDS
+from zigzag.weights.presets import fields_of_preset, fields_of_weights
 
 NETWORKS: dict[str, Network] = {network.name: network for network in (
     model.NETWORK, transformer.NETWORK, blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK)}
@@ -132,6 +133,25 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 
 PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
+
+
+def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
+    """(the network that the flags `given` choose, its fields by --model or --init_from, and the
+    values of these two flags that a run records). The name gpt2 is a preset, gpt2/ is a folder."""
+    name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
+    if not run and (name in PRESETS or not Path(name).is_dir()):
+        fields = fields_of_preset(name, given)
+        is_general = name == transformer.NETWORK.name
+        network = transformer.NETWORK if is_general else network_of_fields(fields)
+        return network, fields, {"model": name, "init_from": ""}
+    if run and "model" in given:
+        raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give one of "
+                          f"them")
+    source = ({"model": "", "init_from": run} if run else
+              {"model": name.rstrip("/"), "init_from": name.rstrip("/")})
+    config = config_of_run(run, "--init_from") if run else hf_config(name)
+    network = network_of(config)
+    return network, fields_of_weights(given, network, config), source
 
 
 # -------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
-"""Starting a run from the weights of a published model or of another run.
-
-    fields_with_weights   the configuration of such a model
-    first_weights         a function that reads its weights, and its tokenizer
-"""
+"""Starting a run from the weights of a published model or of another run: a function that reads
+them, and the tokenizer."""
 
 import dataclasses
 import functools
@@ -13,31 +10,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
 from zigzag.hub.folders import read_hf, read_run_weights
-from zigzag.weights.network import COMPUTED, Network
-
-# The default seq_len when a published model is fine-tuned, whose own may be far longer.
-FINE_TUNING_LENGTH = 512
-
-
-def fields_with_weights(given: dict[str, Any], network: Network, config: Any) -> dict[str, Any]:
-    """The fields of a model that already has weights (a published one's, or a run's). The flags
-    `given` may change only how it is trained. `config` is the model's own configuration."""
-    source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
-    shape = network.source_shape(config)
-    source_len = ["source_len"] if shape and len(shape) == 1 else []
-    if given.get("init_from"):
-        base = {k: v for k, v in base.items() if k not in ("dtype", "lora_rank", *COMPUTED)}
-    else:
-        base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in ["seq_len", *source_len]}
-    base["remat"] = "full"      # (published models tend to fill the memory)
-    may = [*network.trained, "dtype", "lora_rank", *COMPUTED]
-    may = [name for name in may if name != "source_len" or source_len]
-    for name, value in given.items():
-        if name in base and name not in may and value != base[name]:
-            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
-                              f"weights need that; only options of training may change "
-                              f"(--{', --'.join(may)})")
-    return base
+from zigzag.weights.network import Network
 
 
 def first_weights(config: Any, network: Network, tokenizer_of: Callable | None

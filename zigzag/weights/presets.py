@@ -1,8 +1,18 @@
-"""Published shapes by name, as fields of a network's Config."""
+"""The fields of a network's Config that a model begins with.
 
+    PRESETS             published shapes by name
+    fields_of_preset    --model NAME
+    fields_of_weights   --model FOLDER and --init_from RUN: models that have weights already
+"""
+
+import dataclasses
 from typing import Any
 
 from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.weights.network import COMPUTED, Network
+
+# The default seq_len when a published model is fine-tuned, whose own may be far longer.
+FINE_TUNING_LENGTH = 512
 
 # The options that the models of a family share. (Only Gemma's embedding has a factor.)
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layer", norm_eps=1e-5, positions="learned",
@@ -130,3 +140,24 @@ def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     return {k: v for k, v in PRESETS[name].items() if k not in dropped}
+
+
+def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> dict[str, Any]:
+    """The fields of a model that already has weights (a published one's, or a run's). The flags
+    `given` may change only how it is trained. `config` is the model's own configuration."""
+    source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
+    shape = network.source_shape(config)
+    source_len = ["source_len"] if shape and len(shape) == 1 else []
+    if given.get("init_from"):
+        base = {k: v for k, v in base.items() if k not in ("dtype", "lora_rank", *COMPUTED)}
+    else:
+        base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in ["seq_len", *source_len]}
+    base["remat"] = "full"      # (published models tend to fill the memory)
+    may = [*network.trained, "dtype", "lora_rank", *COMPUTED]
+    may = [name for name in may if name != "source_len" or source_len]
+    for name, value in given.items():
+        if name in base and name not in may and value != base[name]:
+            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
+                              f"weights need that; only options of training may change "
+                              f"(--{', --'.join(may)})")
+    return base
