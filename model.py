@@ -35,7 +35,7 @@ from zigzag.weights.table import Table, padded
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """What a model is. Each field is also a flag. 0 means that it follows from the other fields."""
+    """What a model is. Each field is also a flag."""
     layers: int = 4               # number of layers
     d_model: int = 128            # width of the residual stream
     heads: int = 8                # query heads
@@ -157,9 +157,9 @@ def router_loss(logits, chosen, i, batch, c):
         balance = E * sum over experts of  visits(e) * probability(e)
 
     visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
-    probability(e) is the router's mean probability for e. If all experts are equally busy, the sum
-    is the number of tokens. z is the squared log-sum-exp of the logits. Both are summed over rows
-    and tokens with the loss's weights, so the mesh does not change them."""
+    probability(e) is the router's mean probability for e. If all experts are equally busy, balance
+    is the number of tokens. The second term, z, is the squared log-sum-exp of the logits. balance
+    and z are sums over rows and tokens, like the loss, and are divided by its count."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
     busy = busy / c.experts_per_token
@@ -181,7 +181,7 @@ def embed(params, tokens, c):
 
 
 def layer(w, x, i, batch, c):
-    """A block with attention within whole rows, as the loss and `forward` use it."""
+    """A block for training and `forward`: all tokens of the rows are here, so it needs no cache."""
     w = lora.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}

@@ -52,20 +52,22 @@ applies to gradients:
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. That would
-send the gradients of every micro-batch. So the training step marks the weights itself, before it
-differentiates (`bind` in zigzag/run/plan.py); their gradients then stay local through all
-micro-batches, and `sum_gradients` sums them once. The scale of a norm under tensor parallelism
-needs no code at all. It does not vary over tensor; the stream that it multiplies varies, because
-tensor splits its time. So jax marks the scale, and the transpose of that mark sums its gradient.
+send the gradients of every micro-batch. So the training step marks the weights itself, outside the
+function that it differentiates (`bind` in zigzag/run/plan.py). Then no mark is transposed, the
+gradients stay local through all micro-batches, and `sum_gradients` sums them once.
+
+The scale of a norm under tensor parallelism needs no code at all. It does not vary over
+tensor; the stream that it multiplies varies, because tensor splits its time. So jax marks the
+scale, and the transpose of that mark sums its gradient.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
   says that they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass
   each device gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
-- All devices computed 3.0 from an array that does not vary (`whole_time` gave the first token to
-  every device of seq, say, and the loss is of that token), and a psum over seq is still to come.
-  `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that this psum gives 3.0.
-  It is called by `local_sums` in zigzag/run/plan.py.
+- All devices computed 3.0 from an array that does not vary. A loss on the first token of each row
+  is an example: `whole_time` gives that token to every device of seq. But the step will sum every
+  loss over seq. `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the
+  sum is 3.0. (`local_sums` in zigzag/run/plan.py calls it for you.)
 
 Who has which part of the time
 ------------------------------
@@ -218,7 +220,7 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # tensor, with sequence parallelism
 #
 #   split       the columns F of the weights into a block and the rows F of those out of it, by
-#               their specs; between blocks the time of the residual stream, where T divides
+#               their specs; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If T is no multiple of n, the stream stays whole: nothing is
 #               sent into a block, and an all-reduce out of it
@@ -233,9 +235,9 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # functions of this file may make a stream vary over tensor (`row`, `embed_lookup`, `experts` and
 # `residual_stream` do), and only `whole_time` may pick positions of it.
 #
-# A block may have whole weights beside split ones: an --override keeps one whole, or the rule finds
-# that it does not pay. Where tensor divides the columns of such a weight, `columns` takes this
-# device's part of them, so that all products of a block match. And `row` knows two kinds of
+# A block may have unsplit weights beside split ones: an --override keeps one unsplit, or the rule
+# finds that splitting it does not pay. If n divides the number of its columns, `columns` uses only
+# this device's share of them, so that all products of a block match. And `row` knows two kinds of
 # products: partial sums, which it sums over tensor, and products that every device has whole, which
 # count once.
 
@@ -278,7 +280,7 @@ def _products(pairs):
 
 def _into_stream(partial, whole):
     """The residual stream [B, T, D] from products [B, T, D]: `partial` ones are summed over tensor,
-    `whole` ones are equal on all its devices and count once. Where T divides, each device gets its
+    `whole` ones are equal on all its devices and count once. If n divides T, each device gets its
     part of the time."""
     n, total = _size("tensor"), []
     split_time = n > 1 and (partial or whole)[0].shape[1] % n == 0
@@ -495,7 +497,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # (Names leave no trace in the compiled program. A run's header reads the outer one.)
+    # (Labels in the jaxpr, of which the compiled program has no trace. By "attend", make_plan knows
+    # that this loss may be split over seq; a run's header prints the other one.)
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
@@ -589,16 +592,16 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: a row is one document), and
     of these the ones up to its own slot, or all of them with causal=False. To change that:
 
-        mask(query, key)               False where a query may not see a key that it would see. A
-                                       window of 100 tokens is  query.slot - key.slot < 100
+        mask(query, key)               False where the query may not see the key. A window of 100
+                                       tokens is  query.slot - key.slot < 100
         scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
                                        query heads, whose numbers are in heads [H]
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
     The argument heads is the number of query heads over all devices.
 
-    A device's own attention kernel computes plain causal attention, so it is used only where none
-    of these was asked for."""
+    The fused attention kernels of TPUs and GPUs compute plain causal attention, so they are used
+    only without `mask`, `scores`, `documents` and causal=False."""
     is_usual = causal and mask is None and scores is None and documents is None
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
@@ -624,8 +627,8 @@ def _repeat_kv(w, heads):
     times = count // w.shape[1]
     if _size("tensor") > 1:
         return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # Only the rule comes here, when it plans for a mesh of TENSOR_SIZE: it can trace through an
-    # einsum, and not through a repeat.
+    # (For the rule, which traces the block before there is a mesh; tensor will have TENSOR_SIZE
+    # devices. It can trace through an einsum, and not through a repeat.)
     return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 
@@ -652,8 +655,8 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 # -------------------------------------------------------------------------------------------
 # The stack of layers
 
-# On a single CPU, up to this many layers are unrolled instead of a loop: 5 to 10% faster with 6, 12
-# and 16 layers (measured), for half a second to two of compiling.
+# On a single CPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers: a step is
+# 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer.
 UNROLLED = 16
 
 
@@ -715,7 +718,8 @@ def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
 #               transpose sends their gradients back. After the last stage a reduce-scatter over
 #               time, so that all stages share the work of the loss head (an all-reduce where the
 #               head needs all of the time, and for the output of an encoder)
-#   bytes       2 X times ticks / microbatches, and 2 (n-1)/n X
+#   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
+#               reduce-scatter (both forward and backward)
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over
 #               microbatches and tokens, so each stage adds its part of it
 #   more        zigzag/parallel/pipeline.py (gpipe, interleaved, 1f1b, and what each keeps in
@@ -788,8 +792,9 @@ def _send(tree, step):
 
 
 def _share_time(x):
-    """This stage's part of the time of x [B, T, D], which one stage has and the others have zeros
-    for. (Where tensor has split the time, it is a part of tensor's part, if pipe divides that.)"""
+    """This stage's part of the time of x [B, T, D]. One stage has x, and the others have zeros. (If
+    tensor has split the time already, each of its parts is cut again, unless pipe does not divide
+    its length: then x is first made whole over tensor.)"""
     stages = _size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = whole_time(x)

@@ -251,8 +251,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """The weights as the loss takes them, from weights stored according to these decisions of the
-    rule: whole over fsdp, except in layers that gather their own weights, one layer at a time."""
+    """Gather stored weights over fsdp, for the loss; but not those of layers, if the layers gather
+    them one at a time. `decisions`, the rule's, say how each weight is stored."""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -468,7 +468,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
     folder, out = loop.folder, loop.program.config.out
     if folder:
         save(loop)
-    # A run of the command line, in one process, continues by its folder alone.
+    # config.json has all flags of a run that the command line made, so --out is enough. It records
+    # no coordinator, so several processes need their command again.
     by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
     again = f"python train.py --out {out}" if by_folder else "the same command"
     loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
@@ -493,8 +494,8 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 def check_program(program: Program, build_program: Callable, task: Task, say: Callable) -> Program:
     """Compare the values of a custom loss on the mesh with its values on one device, and return the
-    program to run. If they differ, it is a program in which every device computes the loss as one
-    device would; if that differs too, the loss is refused."""
+    program to run: this one, if they are equal. Else it tries a program in which every device
+    computes the loss as one device would, and refuses the loss if that differs too."""
     hosts.watchdog.arm("compiling")
     make_batch = functools.partial(training_batch, program.config, program.mesh, task,
                                    program.batch)
@@ -549,7 +550,8 @@ def check_transformer(config: Config, mesh: Any) -> None:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
                           f"learns from running text; to learn from pairs, give a T5 or BART as "
                           f"--model, or --model transformer --encoder_layers N")
-    # (If the vocabulary is to follow from the data, this checks with one that every axis divides.)
+    # (If the data will decide vocab_size, this takes a size that every axis divides, and so refuses
+    # nothing because of the vocabulary.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
