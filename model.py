@@ -41,7 +41,7 @@ class Config(Computed):
     heads: int = 8                # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
-    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, rounded up to 64s
     vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
     seq_len: int = 128            # context length: tokens in a training example
     tied: bool = False            # use the embedding as the head, too
@@ -66,8 +66,8 @@ def weights(c: Config) -> Params:
     """Every weight: its dimensions, its initial standard deviation (None: all ones, 0.0: all
     zeros), and the one dimension that tensor parallelism may split.
 
-    Where a weight lives follows from its row: L is split over pipe, E over expert, the dimension
-    named last over tensor, and the largest of the others over fsdp. So wq, "L D H N" and "H", is
+    Where a weight lives follows from its row: L is split over pipe, E over expert, the third
+    argument over tensor, and the largest of the others over fsdp. So wq, with "L D H N" and "H", is
     stored as P("pipe", "fsdp", "tensor", None). (python shard.py prints this for any mesh.)"""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
@@ -155,11 +155,11 @@ def router_loss(logits, chosen, i, batch, c):
     """What a layer's router adds to the loss, and a dict of what to log.
 
         balance = E * sum over experts of  visits(e) * probability(e)
+        z = sum over tokens of  logsumexp(logits) ** 2
 
     visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
     probability(e) is the router's mean probability for e. If all experts are equally busy, balance
-    is the number of tokens. The second term, z, is the squared log-sum-exp of the logits. balance
-    and z are sums over rows and tokens, like the loss, and are divided by its count."""
+    is the number of tokens. Both are sums over tokens, divided by the loss's count."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
     busy = busy / c.experts_per_token
@@ -181,7 +181,7 @@ def embed(params, tokens, c):
 
 
 def layer(w, x, i, batch, c):
-    """A block for training and `forward`: all tokens of the rows are here, so it needs no cache."""
+    """A block for training and `forward`, which see every token of a row and need no cache."""
     w = lora.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
@@ -229,8 +229,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     the sum of those weights. They are divided when both are summed over devices and micro-batches.
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
-    and a dict of sums to log comes third. With seq, a device has only a part of the time, out of
-    order, so shifting tokens here would be wrong: data.collate is the place to make targets."""
+    and a dict of sums to log comes third. With seq, each device has only some of the row's
+    tokens, not in order, so shifting them here would be wrong: make targets in data.collate."""
     def embed_tokens(params, batch):
         return embed(params, batch["tokens"], config)
 

@@ -1,7 +1,8 @@
 """Generation.
 
-    generate_slowly   the whole text through the network for every new id: ten lines, the reference
-    generate          the same ids, many times faster: a cache, batches of prompts, meshes
+    generate_slowly   the whole text through the network for every new id: the reference
+    generate_simply   the same ids with a cache of keys and values: one row, one device, a loop
+    generate          the same ids again, compiled: batches of prompts, any mesh
 
     prompts of any lengths -> padded on the left -> prefill: chunk by chunk into a cache
                            -> decode: one compiled loop that appends an id to each row
@@ -91,6 +92,26 @@ def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int
         logits = forward(params, row)[:, at - 1]
         row[:, at] = draw(logits, decoding.keys_of(seeds, count), sampling)
     return row[0, len(prompt):].tolist()
+
+
+def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
+                    temperature: float = 1.0, seed: int = 0) -> list[int]:
+    """The ids that `generate` adds to this prompt, found by a loop with a cache: the network reads
+    the prompt, and then each new id. (For a decoder, on one device.)"""
+    network, sampling = networks.network_of(config), decoding.Sampling(temperature)
+    params, start = for_decoding(params, config), np.zeros(1, int)
+    seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
+    cache = decoding.empty_cache(network.cache_layers(config), 1, len(prompt) + tokens,
+                                 params["embed"].dtype, None)
+    extend = jax.jit(functools.partial(network.extend, config=config))
+    x, cache = extend(params, cache, np.array([prompt]), 0, start)
+    ids = []
+    for count in range(tokens):
+        logits = network.head_logits(params, x[:, -1:], config)[:, 0]
+        new = draw(logits, decoding.keys_of(seeds, count), sampling)
+        ids.append(int(new[0]))
+        x, cache = extend(params, cache, new[:, None], len(prompt) + count, start)
+    return ids
 
 
 def draw(logits: Array, keys: Array, sampling: decoding.Sampling) -> Array:

@@ -51,14 +51,13 @@ applies to gradients:
 
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
-the gradient of w is summed over data, as it must be: each device saw different rows. That would
-send the gradients of every micro-batch. So the training step marks the weights itself, outside the
-function that it differentiates (`bind` in zigzag/run/plan.py). Then no mark is transposed, the
-gradients stay local through all micro-batches, and `sum_gradients` sums them once.
-
-The scale of a norm under tensor parallelism needs no code at all. It does not vary over
-tensor; the stream that it multiplies varies, because tensor splits its time. So jax marks the
-scale, and the transpose of that mark sums its gradient.
+the gradient of w is summed over data, as it must be: each device saw different rows. This is
+right, but it happens in every micro-batch. So over data (and fsdp, seq, pipe and expert) the
+training step marks the weights itself, outside the function that it differentiates (`bind` in
+zigzag/run/plan.py). Then no mark is transposed, the gradients stay local through all micro-batches,
+and `sum_gradients` sums them once. Over tensor it leaves the marks to jax. The scale of a norm, for
+example, does not vary over tensor, and the stream that it multiplies does, because tensor splits
+its time: jax marks the scale, and the transpose of that mark sums its gradient.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
@@ -71,8 +70,8 @@ scale, and the transpose of that mark sums its gradient.
 
 Who has which part of the time
 ------------------------------
-The time of a row may be cut over seq (in zigzag order), then over tensor (only the residual stream,
-and only if T is a multiple of its size), and for the loss head over pipe. These functions convert:
+The time of a row may be cut over seq (in zigzag order), then over tensor (only in the residual
+stream, and only if tensor divides T), and for the loss head over pipe. These functions convert:
 
     shard_time        a batch [B, T], whole            -> this device's part over seq, zigzag order
     own_time          a source or picture, whole       -> this device's part over seq, plain order
@@ -198,7 +197,10 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
-    ('': in the weights' own)."""
+    ('': in the weights' own).
+
+    `layers` calls this in its loop, just before a block uses its weights. (model.loss ->
+    loss_of_layers -> layers -> gather.) train.gather_weights gathers all others, once an update."""
     if specs is None or _size("fsdp") == 1:
         return weights
 
@@ -219,11 +221,11 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 # -------------------------------------------------------------------------------------------
 # tensor, with sequence parallelism
 #
-#   split       the columns F of the weights into a block and the rows F of those out of it, by
-#               their specs; between blocks the time of the residual stream, if n divides T
+#   split       F, by the specs of the weights: a block's first weights [D, F] by columns, its last
+#               [F, D] by rows; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
-#               the other's transpose. If T is no multiple of n, the stream stays whole: nothing is
-#               sent into a block, and an all-reduce out of it
+#               the other's transpose. If n does not divide T, the stream stays whole: no
+#               collective into a block, and an all-reduce out of it
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); X is the bytes of the
 #               stream
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
@@ -270,9 +272,9 @@ def _products(pairs):
     tensor, and those that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
-        if h.shape[2] > w.shape[0]:         # w has this device's rows only: take the same part of h
+        if h.shape[2] > w.shape[0]:     # if w has only this device's rows, take their part of h
             h = own_part(h, 2)
-        # h has this device's columns only: take the same rows of w
+        # If h has only this device's columns, take the rows of w that match.
         w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
@@ -466,8 +468,8 @@ def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
-    """Attention of queries q [B, T, H, N] to keys and values [B, S, K, N], over whatever axes their
-    time is split: [B, T, H, N].
+    """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
+    split over seq. Returns [B, T, H, N].
 
         attention_fn(q, k, v, mask)    attention to some of the keys: a pair of the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
@@ -497,8 +499,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # (Labels in the jaxpr, of which the compiled program has no trace. By "attend", make_plan knows
-    # that this loss may be split over seq; a run's header prints the other one.)
+    # Two labels in the jaxpr, of which nothing is left in the compiled program. "attend" tells
+    # make_plan that a loss may be split over seq; a run's header prints what name_of returns.
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
 
 
@@ -513,7 +515,7 @@ def own_time(tree: Any) -> Any:
 
 
 def sum_over_time(x: Array) -> Array:
-    """A sum over this device's part of the time, summed over all of the time."""
+    """The sum over all of the time, from each device's sum over its own part."""
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
 
 
@@ -522,8 +524,9 @@ def sum_over_time(x: Array) -> Array:
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. A device has room for each
-#               token of every device, with zeros where the token chose none of its experts. (An
+#               back; the transpose of an all-to-all is an all-to-all. A device receives a slot
+#               for each token of every device, which holds zeros if the token chose none of the
+#               experts there. (An
 #               all-gather and a reduce-scatter would send as many bytes. But then results would be
 #               summed in the compute dtype, and some compilers make a reduce-scatter an all-reduce,
 #               which sends twice as much)
@@ -535,7 +538,8 @@ def sum_over_time(x: Array) -> Array:
 def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
             between: Callable, back: Array, *beside: tuple[Array, Array]) -> Array:
     """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
-    experts it has chosen [B, T, K], and their outputs are summed with the weights shares [B, T, K].
+    experts `chosen` [B, T, K], and their outputs, each times its share, are added up: `shares` is
+    [B, T, K].
     An expert multiplies by its columns `into` (each [E, D, F]), applies between(...), and
     multiplies by its rows `back` [E, F, D]. `beside`: (h, w) pairs, as `row` takes them, of experts
     that every token visits; they share the reduction over tensor."""
@@ -595,13 +599,13 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
         mask(query, key)               False where the query may not see the key. A window of 100
                                        tokens is  query.slot - key.slot < 100
         scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
-                                       query heads, whose numbers are in heads [H]
+                                       query heads; heads [H] says which heads these are
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
     The argument heads is the number of query heads over all devices.
 
-    The fused attention kernels of TPUs and GPUs compute plain causal attention, so they are used
-    only without `mask`, `scores`, `documents` and causal=False."""
+    The fused attention kernels of TPUs and GPUs compute plain causal attention. With `mask`,
+    `scores`, `documents` or causal=False, the formula is used instead."""
     is_usual = causal and mask is None and scores is None and documents is None
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
@@ -634,9 +638,10 @@ def _repeat_kv(w, heads):
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
-    """The stream [B, T, D] with a share `rate` of its numbers dropped, where there are seeds [B]:
-    in training. The random bits depend on the row's seed, on `site` (a number for this place in the
-    network) and on the slot, and not on the mesh or on how the batch is cut."""
+    """The stream [B, T, D] with a share `rate` of its numbers dropped. Only training batches have
+    seeds [B]; without them nothing is dropped. The random bits depend on the row's seed, on `site`
+    (a number for this place in the network) and on the slot. They do not depend on the mesh, or on
+    how the batch is cut."""
     if not rate or seeds is None:
         return x
 
@@ -786,15 +791,15 @@ def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs:
 
 
 def _send(tree, step):
-    """Send a tree to the next stage (step 1) or to the one before (-1), around the end."""
+    """Send a tree to the next stage (step 1) or to the one before (-1), in a ring."""
     n = _size("pipe")
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
 def _share_time(x):
     """This stage's part of the time of x [B, T, D]. One stage has x, and the others have zeros. (If
-    tensor has split the time already, each of its parts is cut again, unless pipe does not divide
-    its length: then x is first made whole over tensor.)"""
+    tensor has split the time already, each part is cut again if pipe divides its length; if not, x
+    is first made whole over tensor.)"""
     stages = _size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = whole_time(x)

@@ -156,8 +156,8 @@ class Config:
                                     # fit into a fifth of the time
     metric: str = ""                # score answers to held-out pairs by exact, f1 or rouge
     beams: int = 0                  # beams of the search for these answers; 0: greedy
-    best: str = ""                  # smallest:NAME or largest:NAME, for a number of an evaluation:
-                                    # keep the checkpoint where it was best
+    best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
+                                    # number, which evaluations log, was best
     sample_prompts: str = ""        # a file of prompts: every evaluation continues each of them
 
     # measuring
@@ -170,7 +170,8 @@ class Config:
     processes: int = 0              # number of processes
     process_id: int = -1            # the number of this process, from 0
     distributed: bool = False       # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = 120             # seconds that other processes may be late, beyond the usual
+    patience: int = 120             # seconds to wait for other processes, beyond ten times the
+                                    # longest wait so far
 
     def __getattr__(self, name: str) -> Any:
         """Read the network's fields: config.layers is config.network.layers."""
@@ -252,7 +253,7 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """Gather stored weights over fsdp, for the loss; but not those of layers, if the layers gather
-    them one at a time. `decisions`, the rule's, say how each weight is stored."""
+    them one at a time. `decisions` is what the rule (zigzag/rule) decided for each weight."""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -335,8 +336,8 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
-    # The loss that `language` makes is not compared with one device: the tests do that. Any other,
-    # even if it only wraps that one, is a custom loss.
+    # A network's own loss (from `language`, below) is compared with one device by the tests. Any
+    # other, even one that only wraps it, is a custom loss, and is compared before the run begins.
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
@@ -376,7 +377,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record                      saved in config.json; must be the same when the run continues
         flops                       the arithmetic of an update, for MFU
         bits_per_nat                the held-out loss times this is bits per byte
-        say                         reports to a person
+        say                         the Reporter that prints progress
     """
     stop: list[int] = []
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
@@ -420,7 +421,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
 def open_folder(program: Program, facts: dict[str, Any], say: Reporter,
                 tokenizer: data.Tokenizer | None) -> RunFolder | None:
     """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
-    recorded beside the configuration, and must be what they were when the run continues."""
+    recorded beside the configuration; when a run continues, they must be the same as before."""
     config = program.config
     if not config.out:
         return None
@@ -550,8 +551,7 @@ def check_transformer(config: Config, mesh: Any) -> None:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
                           f"learns from running text; to learn from pairs, give a T5 or BART as "
                           f"--model, or --model transformer --encoder_layers N")
-    # (If the data will decide vocab_size, this takes a size that every axis divides, and so refuses
-    # nothing because of the vocabulary.)
+    # (The data may have yet to decide vocab_size. A size that every axis divides stands in for it.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
@@ -591,8 +591,8 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 
 def continued(given: dict[str, Any]) -> Config:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
-    left out have the run's values, and flags that decide the run's numbers must repeat its
-    values."""
+    left out have the run's values, and a flag that decides the run's numbers is refused if its
+    value is not the run's."""
     out = given.get("out", Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     continuing.check_change(given, out, is_run)
@@ -607,7 +607,7 @@ def continued(given: dict[str, Any]) -> Config:
         needs=("tokenizer",) if reads_text(old) else ())
     try:
         config = command_line.make_config(Config, networks, network, values, given)
-    except ConfigError:     # (first say that a value differs from the run's: that explains more)
+    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
         check({name: asked[name] for name in facts_of(old) if name in asked})
         raise
     check({**facts_of(config), "network": asked.pop("network", network.name)})

@@ -38,8 +38,10 @@ def test_greedy_is_the_argmax_without_a_cache(trained):
             logits = forward(jnp.asarray([row + [0] * (20 - len(row))]))
             row.append(int(jnp.argmax(logits[0, len(row) - 1])))
         assert new == row[len(prompt):] == sample.generate_slowly(params, prompt, config, 8, 0)
+        assert new == sample.generate_simply(params, prompt, config, 8, 0)
         if len(row) <= config.seq_len:      # (where the context is full, generate drops its half)
             assert other == sample.generate_slowly(params, prompt, config, 8, 1.5, seed=7)
+            assert other == sample.generate_simply(params, prompt, config, 8, 1.5, seed=7)
     assert got[0][:4] == [5, 6, 7, 8], "it has learned to count"
 
 
