@@ -47,8 +47,8 @@ class Config(Computed):
     tied: bool = False            # use the embedding as the head, too
     norm_eps: float = 1e-6        # added to the mean square in a norm
     rope_theta: float = 10000.0   # RoPE base
-    rope_scaling: str = ""        # JSON as published: {"rope_type": "linear", "factor": 2}, or
-                                  # of type llama3
+    rope_scaling: str = ""        # JSON, as in a published config.json, of rope_type linear or
+                                  # llama3: {"rope_type": "linear", "factor": 2}
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     dropout: float = 0.0          # dropout rate on each block's output, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
@@ -159,7 +159,7 @@ def router_loss(logits, chosen, i, batch, c):
 
     visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
     probability(e) is the router's mean probability for e. If all experts are equally busy, balance
-    is the number of tokens. Both are sums over tokens, divided by the loss's count."""
+    is the number of tokens. balance and z are divided by the loss's count."""
     weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
     busy = busy / c.experts_per_token

@@ -160,7 +160,8 @@ def own_part(x: Array, dim: int) -> Array:
 #               ones, so the compiler inserts that all-gather
 #   bytes       2 (n-1)/n of the gradients in float32, however many micro-batches there are
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
-#               and so is its gradient; both are divided once, by the count over all devices
+#               and its gradient is the sum of theirs; sum and gradient are divided once, by the
+#               count over all devices
 #   more        train.make_step calls it; docs/parallelism.md
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
@@ -272,9 +273,9 @@ def _products(pairs):
     tensor, and those that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
-        if h.shape[2] > w.shape[0]:     # if w has only this device's rows, take their part of h
+        if h.shape[2] > w.shape[0]:     # if w has only this device's rows, cut h to match
             h = own_part(h, 2)
-        # If h has only this device's columns, take the rows of w that match.
+        # If h has only this device's columns, cut w to match.
         w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
@@ -380,8 +381,8 @@ def _vocab_ids(head):
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
-    stream x and a head as `vocab_logits` takes it. Logits are computed in `chunks` chunks of the
-    time, one in memory at a time (0: as many chunks as memory asks for)."""
+    stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as many
+    as memory asks for), and only one chunk's logits are in memory."""
     split_vocab, ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With a whole head beside a split stream, each device computes all logits of its own time.
     local = is_split(x) and not split_vocab
@@ -446,9 +447,9 @@ def whole_length(tokens: Array) -> int:
 
 
 def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
-    """A batch in the order in which seq splits it, and specs that split it. Arrays whose dimension
-    1 is as long as the tokens' go into zigzag order and are split; others (and sources, which have
-    a time of their own) stay whole. All devices of seq were given the whole batch: nothing is
+    """A batch in the order in which seq splits it, and specs that split it. Arrays [B, T, ...]
+    go into zigzag order and are split; others (and sources, which have a time of their own) stay
+    whole. All devices of seq were given the whole batch: nothing is
     sent."""
     n = mesh.shape["seq"]
     if n == 1 or "source" in batch and "tokens" not in batch:   # (the loss calls own_time)
@@ -524,13 +525,12 @@ def sum_over_time(x: Array) -> Array:
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. A device receives a slot
-#               for each token of every device, which holds zeros if the token chose none of the
-#               experts there. (An
-#               all-gather and a reduce-scatter would send as many bytes. But then results would be
-#               summed in the compute dtype, and some compilers make a reduce-scatter an all-reduce,
-#               which sends twice as much)
-#   bytes       4 (n-1) X a layer: no token is dropped, at the price of all this room
+#               back; the transpose of an all-to-all is an all-to-all. Each device sends every other
+#               an array as large as all its tokens, with zeros for tokens that chose no expert of
+#               that device. (An all-gather and a reduce-scatter would send as many bytes. But then
+#               results would be summed in the compute dtype, and some compilers make a
+#               reduce-scatter an all-reduce, which sends twice as much)
+#   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
 #   correct     an expert treats each token by itself, and the sum over a token's experts is the
 #               same wherever the experts are
 #   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
@@ -558,7 +558,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     def exchange(a):        # sends a[j] to device j, and receives what device j sends here
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
-    def of_all(a):          # of the tokens of all devices
+    def of_all(a):          # the same numbers, for the tokens of all devices
         return lax.all_gather(a, "expert", tiled=True)
 
     if n > 1:
@@ -797,9 +797,9 @@ def _send(tree, step):
 
 
 def _share_time(x):
-    """This stage's part of the time of x [B, T, D]. One stage has x, and the others have zeros. (If
-    tensor has split the time already, each part is cut again if pipe divides its length; if not, x
-    is first made whole over tensor.)"""
+    """This stage's part of the time of x [B, T, D]. One stage has x, and the others have zeros. If
+    tensor has split the time already, its parts are cut again. If pipe does not divide them, x is
+    first made whole over tensor."""
     stages = _size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = whole_time(x)
@@ -812,7 +812,7 @@ def _share_time(x):
 
 def _time_of_stage(tree, x):
     """Arrays [B, T, ...], cut to this stage's part of the time after _share_time(x). Arrays whose
-    dimension 1 is not that time (a source, numbers of a row) stay as they are."""
+    dimension 1 is not that time (a source, a seed for each row) stay as they are."""
     stages, n = _size("pipe"), _size("tensor") if is_split(x) else 1
 
     def part(a):

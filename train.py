@@ -107,8 +107,8 @@ class Config:
     network: Any = model.Config()   # what is trained: the configuration of a network
 
     # the model and its weights
-    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), whose sizes other flags
-                                    # change, or a Hugging Face folder, with its weights
+    model: str = "tiny"             # a preset (gpt2, llama3-8b ...; other flags change its sizes) or a
+                                    # Hugging Face folder, with its weights
     init_from: str = ""             # a run: begin with its model and its weights
 
     # data
@@ -153,7 +153,7 @@ class Config:
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
     eval_first: bool = False        # evaluate once before the first update, too
     eval_tokens: int = 0            # held-out tokens of running text per evaluation; 0: as many as
-                                    # fit into a fifth of the time
+                                    # keep evaluations to a fifth of the run's time
     metric: str = ""                # score answers to held-out pairs by exact, f1 or rouge
     beams: int = 0                  # beams of the search for these answers; 0: greedy
     best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
@@ -191,7 +191,7 @@ class Config:
 # continue a run they must be the same; the rest (how long, where, how fast, how often it is saved)
 # may change.
 SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
-# Options of one start, or of one process. config.json does not have them.
+# Options that hold for one command or one process. config.json does not have them.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
                 "check", "bench", "profile", "change")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown at the start of a run
@@ -227,8 +227,8 @@ def read_old(folder: str) -> dict[str, Any]:
 # The step
 
 def learning_rate(config: Config, step: jax.Array) -> jax.Array:
-    """The rate of update number `step`, from 0: linear warmup to the peak, then half a cosine down
-    to a fiftieth of it at the last update."""
+    """The learning rate of update `step` (the first is 0): linear warmup to the peak, then half a
+    cosine, down to a fiftieth of the peak at the last update."""
     return optax.warmup_cosine_decay_schedule(
         config.lr / config.warmup, config.lr, config.warmup - 1,
         max(config.steps - 1, config.warmup), config.lr / 50)(step)
@@ -479,8 +479,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """The batch of update number `at`, from 0, or its first `rows` rows (0: all): a pure function
-    of the seed and the number. Rows must have the shapes in `shapes`, if that is given."""
+    """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. `rows`: only
+    so many of its rows. Rows must have the shapes in `shapes`, if that is given."""
     def make(first, last):
         first, last = at * config.batch + first, at * config.batch + last
         numbers = data.order(len(task.examples), config.seed, first, last - first)
@@ -551,7 +551,7 @@ def check_transformer(config: Config, mesh: Any) -> None:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
                           f"learns from running text; to learn from pairs, give a T5 or BART as "
                           f"--model, or --model transformer --encoder_layers N")
-    # (The data may have yet to decide vocab_size. A size that every axis divides stands in for it.)
+    # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
