@@ -107,8 +107,8 @@ class Config:
     network: Any = model.Config()   # what is trained: the configuration of a network
 
     # the model and its weights
-    model: str = "tiny"             # a preset (gpt2, llama3-8b ...; other flags change its sizes) or a
-                                    # Hugging Face folder, with its weights
+    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), whose sizes other flags may change;
+                                    # or a Hugging Face folder, with its weights
     init_from: str = ""             # a run: begin with its model and its weights
 
     # data
@@ -479,8 +479,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. `rows`: only
-    so many of its rows. Rows must have the shapes in `shapes`, if that is given."""
+    """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
+    `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given."""
     def make(first, last):
         first, last = at * config.batch + first, at * config.batch + last
         numbers = data.order(len(task.examples), config.seed, first, last - first)
