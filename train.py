@@ -107,8 +107,8 @@ class Config:
     network: Any = model.Config()   # what is trained: the configuration of a network
 
     # the model and its weights
-    model: str = "tiny"             # a preset (gpt2, llama3-8b ...), whose sizes other flags may change;
-                                    # or a Hugging Face folder, with its weights
+    model: str = "tiny"             # a preset, such as gpt2 or llama3-8b (other flags change its
+                                    # sizes), or a Hugging Face folder, with its weights
     init_from: str = ""             # a run: begin with its model and its weights
 
     # data
