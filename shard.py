@@ -351,7 +351,8 @@ def embed_lookup(table: Array, ids: Array) -> Array:
     """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(table[ids])
-    here = ids - lax.axis_index("tensor") * len(table)      # zeros for rows of other devices
+    here = ids - lax.axis_index("tensor") * len(table)
+    # Ids of which another device has the row give zeros, and the sum over tensor finds it.
     rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return _into_stream([rows], [])
 
@@ -558,7 +559,7 @@ def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
     def exchange(a):        # sends a[j] to device j, and receives what device j sends here
         return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
 
-    def of_all(a):          # the same numbers, for the tokens of all devices
+    def of_all(a):          # [B T, ...] of this device's tokens -> [n B T, ...] of all devices'
         return lax.all_gather(a, "expert", tiled=True)
 
     if n > 1:
@@ -605,7 +606,7 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     The argument heads is the number of query heads over all devices.
 
     The fused attention kernels of TPUs and GPUs compute plain causal attention. With `mask`,
-    `scores`, `documents` or causal=False, the formula is used instead."""
+    `scores`, `documents` or causal=False, attention is computed from its formula instead."""
     is_usual = causal and mask is None and scores is None and documents is None
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
@@ -632,7 +633,7 @@ def _repeat_kv(w, heads):
     if _size("tensor") > 1:
         return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
     # (For the rule, which traces the block before there is a mesh; tensor will have TENSOR_SIZE
-    # devices. It can trace through an einsum, and not through a repeat.)
+    # devices. The rule can trace through an einsum, and not through a repeat.)
     return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 

@@ -170,8 +170,8 @@ class Config:
     processes: int = 0              # number of processes
     process_id: int = -1            # the number of this process, from 0
     distributed: bool = False       # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = 120             # seconds to wait for other processes, beyond ten times the
-                                    # longest wait so far
+    patience: int = 120             # seconds to wait for other processes, in addition to ten times
+                                    # the longest wait so far
 
     def __getattr__(self, name: str) -> Any:
         """Read the network's fields: config.layers is config.network.layers."""
@@ -368,7 +368,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                                     of the first four held-out examples
         metric(outputs, examples)   a number, or a dict of numbers, to log
         predicted                   call predict for this many held-out examples; None: for all
-        samples                     texts for the model to write at each evaluation
+        samples                     prompts that the model continues at each evaluation
         weights(places)             the weights a new run begins with, instead of init's; places
                                     are shapes with shardings
         overrides                   (path regex, PartitionSpec) pairs: where weights are stored,
