@@ -29,6 +29,7 @@ from zigzag.disk import checkpoint
 from zigzag.tests.common import (
     SMALL,
     command,
+    full,
     learn,
     make,
     mesh_of,
@@ -385,7 +386,7 @@ class Restored(Exception):
     """Ends a run with the state that was restored."""
 
 
-@pytest.mark.parametrize("item", ["params", *(slow(item) for item in ("opt", "meta", ""))])
+@pytest.mark.parametrize("item", ["params", full("opt"), slow("meta"), slow("")])
 def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
     """A file, or a byte of one, that no checksum covers: either the previous checkpoint is used, or
     the state is the saved one."""

@@ -11,7 +11,7 @@ import pytest
 import data
 import shard
 from zigzag.core.errors import ConfigError
-from zigzag.tests.common import ROOT, learn, make, net, tokens_of
+from zigzag.tests.common import ROOT, full, learn, make, net, tokens_of
 
 ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
@@ -110,7 +110,7 @@ def own_pipeline(params, batch, specs=None, **more):
         specs and specs["layers"], **more)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", full("1f1b")])
 def test_a_count_of_the_part_that_the_head_is_given_is_a_part(schedule):
     """A count of a stage's part of the time, added as if it were the count of all of it.
 

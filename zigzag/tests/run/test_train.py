@@ -27,6 +27,7 @@ from zigzag.run.plan import compiled
 from zigzag.tests.common import (
     SMALL,
     command,
+    full,
     in_float64,
     learn,
     make,
@@ -98,7 +99,7 @@ def test_adamw_schedule_and_clipping_equal_optax():
     assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,tensor=4", slow("fsdp=2,expert=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), slow("fsdp=2,expert=2,tensor=2")])
 def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
     """Muon on other matrices than the ones that act on activations, separately for each layer and
     expert (a mesh with repeated key heads once had others); for the rest, Nesterov's Adam."""
@@ -213,7 +214,7 @@ def poisoned(config):
     return rows
 
 
-@pytest.mark.parametrize("mesh", ["", slow("data=2,pipe=2"), slow("fsdp=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", full("data=2,pipe=2"), slow("fsdp=2,tensor=2")])
 def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     """A NaN in one gradient that clipping spreads to every weight. (The run continues, and ends if
     this happens again and again.)"""
