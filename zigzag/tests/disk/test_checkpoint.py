@@ -71,7 +71,7 @@ def flip(file, byte=None, bit=2):
 # -------------------------------------------------------------------------------------------
 # Continuing a run
 
-@pytest.mark.slow
+@pytest.mark.full       # (test_all.py stops a run, too, and the next test kills one)
 @pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])
 def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
     """Weights, optimizer, randomness (dropout is on) or the position in the data that are lost; a
