@@ -47,7 +47,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, parse_flags, run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import run_record
-from zigzag.disk.tokenizers import published_tokenizer, read_record
+from zigzag.disk.tokenizers import KINDS, published_tokenizer, read_record
 from zigzag.generate import decoding, terminal
 from zigzag.generate.bench import bench
 from zigzag.generate.cache import CHUNK
@@ -245,18 +245,22 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any,
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
-          batch: int = 8) -> list[tuple[float, int]]:
+          batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
     """For each row of ids, the sum of their log-probabilities and how many there are: every id has
-    one except the first. A row longer than the context is read in windows that overlap by half."""
-    totals, windows = np.zeros((len(rows), 2)), list(overlapping_windows(rows, config.seq_len))
+    one except the first, or the first given[row] ids. With likeliest, also how many of these ids
+    are the likeliest in their place. A row longer than the context is read in windows that overlap
+    by half; given ids that do not fit into one window with the others are left out."""
+    windows = list(overlapping_windows(rows, config.seq_len, given))
+    totals = np.zeros((len(rows), 3))
     with decoding.mesh_of_weights(params):
         params = for_decoding(params, config)
         for first in range(0, len(windows), batch):
             numbers, arrays, weights = scored_arrays(
                 networks.network_of(config), windows[first:first + batch], sources, config)
             sums = _sum_logprobs(params, arrays, pad_rows(weights), config)[:len(weights)]
-            np.add.at(totals, numbers, np.stack([sums, weights.sum(1)], 1))
-    return [(float(total), int(count)) for total, count in totals]
+            np.add.at(totals, numbers, np.insert(sums, 1, weights.sum(1), 1))
+    return [(float(total), int(count), int(best))[:3 if likeliest else 2]
+            for total, count, best in totals]
 
 
 # -------------------------------------------------------------------------------------------
@@ -318,7 +322,8 @@ def _new_cache(params, rows, config, slots):
 def _forward_chunk(params, cache, rows, config, length):
     """Run the rows' tokens [B, T] through the network. Returns the cache with these tokens, and the
     logits [B, V] after the last of them, or after number rows["last"]. If rows have targets, it
-    returns the weighted sums of their log-probabilities [B] instead of logits."""
+    returns sums [B, 2] instead of logits: the weighted sum of their log-probabilities, and of the
+    targets that are likeliest."""
     network = networks.network_of(config)
 
     def forward(params, specs, state):
@@ -330,8 +335,9 @@ def _forward_chunk(params, cache, rows, config, length):
                 last = jax.lax.dynamic_slice_in_dim(x, state["last"], 1, 1)
             return {"cache": cache, "logits": network.head_logits(params, last, config)[:, 0]}
         logs = jax.nn.log_softmax(network.head_logits(params, x, config))
-        logs = jnp.take_along_axis(logs, state["targets"][..., None], 2)[..., 0]
-        return {"cache": cache, "sums": jnp.sum(logs * state["weights"], 1)}
+        of_targets = jnp.take_along_axis(logs, state["targets"][..., None], 2)
+        found = jnp.concatenate([of_targets, of_targets == logs.max(-1, keepdims=True)], 2)
+        return {"cache": cache, "sums": jnp.sum(found * state["weights"][..., None], 1)}
 
     return _on_mesh(forward, params, {**rows, "cache": cache}, config,
                     ("cache", "sums" if "targets" in rows else "logits"))
@@ -357,7 +363,7 @@ def _prefill(params, rows, config, tokens, chunk=CHUNK):
 
 
 def _sum_logprobs(params, rows, weights, config):
-    """The sum of each row's log-probabilities, weighted by weights [B, P]."""
+    """The sums [B, 2] of _forward_chunk for each row's tokens, weighted by weights [B, P]."""
     chunk, B = CHUNK, len(rows["tokens"])
     while chunk > 16 and B * chunk * config.vocab_size > LOGITS:    # logits must fit in memory
         chunk //= 2
@@ -458,7 +464,7 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None
     the network's; the tokenizer is None if there is none."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = networks.load_hf(folder, mesh)
-        has_one = any((Path(folder) / kind.file).exists() for kind in data.KINDS.values())
+        has_one = any((Path(folder) / kind.file).exists() for kind in KINDS.values())
         return params, config, published_tokenizer(folder, config.vocab_size) if has_one else None
     params, config = networks.load_run(folder, mesh, checkpoint)
     return params, whole_context(config), _tokenizer_of_run(folder)
@@ -509,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = Config(**given)
         keep_compiled(least=0)
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score
-                                              or config.bench)
+                                              or config.choices or config.bench)
         is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
         if config.system and not is_chat:
             raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
@@ -523,6 +529,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             bench(stream, writer.params, c, config.model)
         elif config.score:
             writer.score_texts(text)
+        elif config.choices:
+            writer.score_choices(text)
         elif is_chat:
             writer.converse()
         else:

@@ -19,9 +19,9 @@ loss on the mesh with the same loss on one device.
 """
 
 if __name__ == "__main__":
-    from zigzag.core.large_pages import restart_with_large_pages
+    from zigzag.run.plots import draw_or_restart
 
-    restart_with_large_pages()
+    draw_or_restart()
 
 import contextlib
 import dataclasses
@@ -53,13 +53,16 @@ from zigzag.core.report import Reporter
 from zigzag.disk import examples
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.checkpoint import RunFolder, check_run_folder, run_config, run_record
+from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.mixture import Spread, mixed, numbers_at
+from zigzag.disk.packing import targets_of
 from zigzag.generate.decoding import GREEDY, Sampling
 from zigzag.generate.rows import context_of, cut_at_end
 from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import command_line, commands, continuing, init_from, metrics
+from zigzag.run import command_line, commands, continuing, init_from, loggers, metrics, schedules
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -102,7 +105,7 @@ from zigzag.weights.table import count
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(schedules.Options):
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
     network: Any = model.Config()   # what is trained: the configuration of a network
 
@@ -112,8 +115,12 @@ class Config:
     init_from: str = ""             # a run: begin with its model and its weights
 
     # data
-    data: tuple[str, ...] = ()      # text files, folders of them, or one folder made by data.py;
-                                    # empty: the source of Python's own library
+    data: tuple[str, ...] = ()      # text, lines of JSON, folders of them, token files, or a folder
+                                    # made by data.py; empty: the source of Python's own library
+    weights: tuple[str, ...] = ()   # several --data: their shares in what is learned (0.7 0.3)
+    held_out: tuple[str, ...] = ()  # text to evaluate on, as --data; empty: a tenth of --data
+    pack: str = ""                  # rows of running text (stream), or of whole documents, which do
+                                    # not see each other (documents); '': stream, except for chats
     fields: tuple[str, ...] = ("source", "target")  # names of the two texts in a file of pairs
     batch: int = 8                  # examples in an update, over all devices
     accumulate: int = 1             # micro-batches into which each device cuts its rows
@@ -122,7 +129,8 @@ class Config:
     steps: int = 900                # updates of the weights
     lr: float = 0.0                 # peak learning rate; 0: 0.5 / d_model, or a tenth of that to
                                     # fine-tune all weights
-    warmup: int = 0                 # updates until the peak; 0: a twentieth of steps
+    warmup: float = 0.0             # updates until the peak, or a share of steps; 0: a twentieth
+    decay: str = "cosine"           # rate after warmup: cosine, linear, exponential, constant, wsd
     weight_decay: float = 0.1       # weight decay of matrices; scales and biases have none
     clip: float = 1.0               # clip the gradient's norm to this
     optimizer: str = "adamw"        # adamw, or muon for the matrices of the layers
@@ -143,7 +151,7 @@ class Config:
     # the run's folder
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with
                                     # its own values for flags you leave out
-    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr,
+    change: tuple[str, ...] = ()    # what to change on purpose when a run continues: lr, decay,
                                     # weight_decay, clip, data
     save_every: int = 0             # updates between checkpoints; 0: a fifth of steps
     keep: int = 3                   # number of newest checkpoints to keep
@@ -151,14 +159,20 @@ class Config:
 
     # evaluation
     eval_every: int = 0             # updates between evaluations; 0: a fifth of steps
-    eval_first: bool = False        # evaluate once before the first update, too
+    eval_first: bool = False        # evaluate and save before the first update, too
     eval_tokens: int = 0            # held-out tokens of running text per evaluation; 0: as many as
                                     # keep evaluations to a fifth of the run's time
-    metric: str = ""                # score answers to held-out pairs by exact, f1 or rouge
+    metric: str = ""                # score answers to held-out pairs by exact, f1, rouge or
+                                    # rouge_stemmed (which needs the package nltk)
     beams: int = 0                  # beams of the search for these answers; 0: greedy
     best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
                                     # number, which evaluations log, was best
     sample_prompts: str = ""        # a file of prompts: every evaluation continues each of them
+    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
+    plot: tuple[str, ...] = ()      # draw loss, rate and speed of these runs as text, and exit
+    save: str = ""                  # with --plot: a picture to write instead (.png, .pdf, .svg)
+    sample_temperature: float = 0.8     # temperature of the texts that an evaluation shows; 0:
+                                        # greedy
 
     # measuring
     bench: bool = False             # measure how fast it trains here; keeps nothing on disk
@@ -181,19 +195,22 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self)
-        fifth = max(1, self.steps // 5)
-        fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model,
-                warmup=max(1, self.steps // 20), save_every=fifth, eval_every=fifth)
-        fill_in(self, eval_tokens=tokens_to_evaluate(self))
+        fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
+        schedules.fill_in(self)
+        if not self.epochs:         # (with epochs, the steps are known when the data is)
+            fifth = max(1, self.steps // 5)
+            fill_in(self, save_every=fifth, eval_every=fifth)
+            fill_in(self, eval_tokens=tokens_to_evaluate(self))
 
 
 # These, and the network's configuration (except network.COMPUTED), decide a run's numbers. To
 # continue a run they must be the same; the rest (how long, where, how fast, how often it is saved)
 # may change.
-SAME = ("init_from", "data", "batch", "lr", "weight_decay", "clip", "optimizer", "seed")
+SAME = ("init_from", "data", "weights", "held_out", "pack", "batch", "lr", "decay", "cooldown",
+        "first_share", "final_share", "beta1", "beta2", "weight_decay", "clip", "optimizer", "seed")
 # Options that hold for one command or one process. config.json does not have them.
 NOT_RECORDED = ("coordinator", "processes", "process_id", "distributed", "patience", "topology",
-                "check", "bench", "profile", "change")
+                "check", "bench", "profile", "change", "epochs", "plot", "save")
 HIDDEN = (*NOT_RECORDED, "published")       # not shown at the start of a run
 
 
@@ -227,25 +244,24 @@ def read_old(folder: str) -> dict[str, Any]:
 # The step
 
 def learning_rate(config: Config, step: jax.Array) -> jax.Array:
-    """The learning rate of update `step` (the first is 0): linear warmup to the peak, then half a
-    cosine, down to a fiftieth of the peak at the last update."""
-    return optax.warmup_cosine_decay_schedule(
-        config.lr / config.warmup, config.lr, config.warmup - 1,
-        max(config.steps - 1, config.warmup), config.lr / 50)(step)
+    """The learning rate of update `step` (the first is 0): linear warmup to the peak, then what
+    --decay says, by default half a cosine, down to a fiftieth of the peak at the last update."""
+    return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
+                                [config.warmup - 1])(step)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW without the learning rate, which the step applies.
     With muon: Muon, scaled to AdamW's rates, for the matrices of the layers (the rule knows which
     of their dimensions are contracted with activations), and Adam with Nesterov for the rest."""
-    scaled = optax.scale_by_adam(0.9, 0.95)
+    scaled = optax.scale_by_adam(config.beta1, config.beta2)
     if config.optimizer == "muon":
         has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
         dims = jax.tree.map(
             lambda d: optax.contrib.MuonDimensionNumbers(*d.matmul_dims)
             if all(d.matmul_dims) and (d.stacked or not has_layers) else None, decisions)
-        scaled = optax.contrib.muon(-1.0, consistent_rms=0.2, adam_b2=0.95,
-                                    muon_weight_dimension_numbers=dims)
+        scaled = optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims,
+                                    adam_b1=config.beta1, adam_b2=config.beta2)
     matrices = jax.tree.map(lambda d: d.is_matrix, decisions)
     return optax.chain(optax.clip_by_global_norm(config.clip), scaled,
                        optax.add_decayed_weights(config.weight_decay, matrices))
@@ -300,7 +316,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         # Update, unless the gradient is not finite (it would spoil every weight for good) or the
         # count is 0 (weights would decay, and moments fade, for no reason).
         params, opt = plan.trained(state["params"]), state["opt"]
-        rate, norm = learning_rate(plan.config, state["step"]), optax.tree.norm(grads)
+        rate = plan.schedule or functools.partial(learning_rate, plan.config)
+        rate, norm = rate(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         is_finite = jnp.isfinite(norm)
@@ -334,7 +351,8 @@ def make_evaluate(plan: Plan) -> Callable:
 
 
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
-          overrides: Sequence[tuple[str, P]] = (), typed: bool = True) -> Program:
+          overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
+          schedule: Callable | None = None) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`."""
     # A network's own loss (from `language`, below) is compared with one device by the tests. Any
     # other, even one that only wraps it, is a custom loss, and is compared before the run begins.
@@ -342,7 +360,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
         check_rows(config)
-    plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None)
+    plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None,
+                     schedule)
     update = optimizer(plan.config, plan.trained(plan.decisions))
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
@@ -354,8 +373,10 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (), *,
         show: Callable | None = None, metric: Callable | None = None,
         predicted: int | None = None, samples: Samples | None = None,
-        weights: Callable | None = None, overrides: Sequence[tuple[str, P]] = (),
-        tokenizer: data.Tokenizer | None = None, record: dict[str, Any] | None = None,
+        sources: dict[str, int] | None = None, weights: Callable | None = None,
+        overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
+        log: Callable | None = None, tokenizer: data.Tokenizer | None = None,
+        record: dict[str, Any] | None = None,
         flops: float | None = None, bits_per_nat: float | None = None,
         mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
@@ -369,10 +390,14 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         metric(outputs, examples)   a number, or a dict of numbers, to log
         predicted                   call predict for this many held-out examples; None: for all
         samples                     prompts that the model continues at each evaluation
+        sources                     {name: how many} of the held-out examples, in their order: the
+                                    loss of each source is logged beside that of all
         weights(places)             the weights a new run begins with, instead of init's; places
                                     are shapes with shardings
         overrides                   (path regex, PartitionSpec) pairs: where weights are stored,
                                     beside --override; the last match wins
+        schedule(step)              replaces learning_rate(config, step); jax traces it
+        log(step, numbers)          called at each step and evaluation, like the loggers of --log
         tokenizer                   kept by the run, so that sample.py can read and write text
         record                      saved in config.json; must be the same when the run continues
         flops                       the arithmetic of an update, for MFU
@@ -381,16 +406,18 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     """
     stop: list[int] = []
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
-                metric=metric, predicted=predicted, samples=samples, flops=flops,
-                bits_per_nat=bits_per_nat)
+                metric=metric, predicted=predicted, samples=samples, sources=sources or {},
+                flops=flops, bits_per_nat=bits_per_nat)
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop):
+        config = continuing.hold(schedules.with_steps(config, len(examples)), old_config)
         shapes = batch_shapes(config.batch, collate, examples)
-        build_program = functools.partial(build, config, mesh, init, loss, shapes, overrides)
+        build_program = functools.partial(build, config, mesh, init, loss, shapes, overrides,
+                                          schedule=schedule)
         program = build_program()
         config, say = program.config, say or Reporter(config.steps)
         check_task(config, program, task)
-        facts = {"weights": shapes_hash(program.state["params"]), **(record or {}),
+        facts = {"shapes": shapes_hash(program.state["params"]), **(record or {}),
                  **(data.tokenizer_record(tokenizer) if tokenizer else {})}
         hosts.assert_same_everywhere(record_of(config) | facts)
         if config.check or not program.plan.trusted:
@@ -400,8 +427,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         first, facts_of_first = frozen_state(program, weights)
         folder = open_folder(program, facts | facts_of_first, say, tokenizer)
         with folder or contextlib.nullcontext(), jax.set_mesh(mesh):
-            loop = Loop(program, task, folder, say, lambda at: data.order(
-                len(examples), config.seed, at * config.batch, config.batch), first)
+            loop = Loop(program, task, folder, say, lambda at: numbers_at(
+                examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
             del first
             report_header(program, say, count_parameters(program), HIDDEN,
                           networks.describe(config) if program.plan.trusted else "")
@@ -441,8 +468,8 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
     program, folder, config = loop.program, loop.folder, loop.program.config
     loop.reporter.start_clock()
     if config.eval_first and loop.at < config.steps:
-        is_best = evaluate(loop, is_new=not folder or folder.restored is None)
-        if folder and is_best:
+        evaluate(loop, is_new=not folder or folder.restored is None)
+        if folder:
             save(loop)
     while loop.at < config.steps and not stop:
         batch = training_batch(config, program.mesh, loop.task, program.batch, loop.at)
@@ -483,7 +510,7 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
     `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given."""
     def make(first, last):
         first, last = at * config.batch + first, at * config.batch + last
-        numbers = data.order(len(task.examples), config.seed, first, last - first)
+        numbers = numbers_at(task.examples, config.seed, np.arange(first, last))
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row, so that dropout does not depend on where a row is computed.
         place = np.arange(first, last, dtype=np.uint64)
@@ -547,6 +574,9 @@ def check_transformer(config: Config, mesh: Any) -> None:
         raise ConfigError(f"--beams {config.beams}: the beam search answers held-out pairs, for a "
                           f"model with an encoder; this model has none (sample.py --beams "
                           f"continues prompts)")
+    if config.sample_temperature != Config.sample_temperature and has_source:
+        raise ConfigError(f"--sample_temperature {config.sample_temperature}: is for a decoder; a "
+                          f"model with an encoder answers greedily, or by --beams")
     if tuple(config.fields) != ("source", "target") and not has_source:
         raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
                           f"learns from running text; to learn from pairs, give a T5 or BART as "
@@ -640,12 +670,14 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),
                                       network.limits(config.network))
+        config = schedules.with_steps(config, len(arrays.train))
         task = Task(collate=examples.collate_arrays, examples=arrays.train,
                     held_out=arrays.held_out, flops=flops_of_update(config))
         yield config, lambda: task, {"fingerprint": arrays.fingerprint}, arrays
     elif networks.network_of(config).source_shape(config.network):
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
         config = check_vocabulary(config, pairs.tokenizer.vocab_size)
+        config = schedules.with_steps(config, len(pairs.train))
         yield config, lambda: pairs_task(config, pairs), {
             "fingerprint": pairs.fingerprint, "tokenizer_sha256": "",
             **data.tokenizer_record(pairs.tokenizer)}, pairs
@@ -653,16 +685,20 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
             run.mkdir(parents=True, exist_ok=True)
             data.copy_files(pairs.tokenizer, run)
     else:
-        with data.opened(config.data, run, ready, tokenizer, fingerprint,
-                         "data" in config.change) as corpus:
-            if tokenizer and not data.tokenizer_record(tokenizer).items() <= corpus.record.items():
+        with opened_sources(
+                config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
+                fingerprint, "data" in config.change, config.vocab_size) as sources:
+            if tokenizer and not data.tokenizer_record(tokenizer).items() <= sources.record.items():
                 whose = config.init_from or config.out
                 raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of "
                                   f"the tokenizer of {whose}; give the text itself")
-            config = check_corpus(config, corpus)
-            yield config, lambda: language_task(config, corpus), {
-                "fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.kind,
-                "tokenizer_sha256": corpus.record.get("tokenizer_sha256", "")}, corpus
+            config = check_corpus(config, sources)
+            rows = training_rows(config, sources)
+            config = schedules.with_steps(config, len(rows))
+            yield config, lambda: language_task(config, sources, rows), {
+                "fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
+                "tokenizer_sha256": sources.record.get("tokenizer_sha256", "")
+            }, sources
 
 
 def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
@@ -698,20 +734,39 @@ def pairs_task(config: Config, pairs: examples.Pairs) -> Task:
                 flops=flops_of_update(config))
 
 
-def language_task(config: Config, corpus: data.Corpus) -> Task:
-    """The task of a decoder: the next token of a corpus."""
-    T, tokenizer = config.seq_len, corpus.tokenizer
-    ids, room = tokenizer.vocab_size, context_of(networks.network_of(config), config.network)
+def pack_of(config: Config, sources: Sources) -> str:
+    """How rows are made: --pack, or what fits the data."""
+    if config.pack == "stream" and sources.is_learned_in_part:
+        raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
+                          "--pack documents")
+    return config.pack or ("documents" if sources.is_learned_in_part else "stream")
+
+
+def training_rows(config: Config, sources: Sources) -> Sequence:
+    """The rows that a decoder learns from."""
+    pack = pack_of(config, sources)
+    return mixed([data.rows_of(corpus, "train", config.seq_len, pack, config.seed)
+                  for corpus in sources.corpora], config.weights)
+
+
+def language_task(config: Config, sources: Sources, rows: Sequence | None = None) -> Task:
+    """The task of a decoder: the next token, in these rows (None: training_rows) of corpora."""
+    T, tokenizer, pack = config.seq_len, sources.tokenizer, pack_of(config, sources)
+    room = context_of(networks.network_of(config), config.network)
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
-    # The same windows each time, spread over all of the held-out text.
-    held_out = data.Windows(corpus.held_out, T, max(1, config.eval_tokens // T), ids)
-    targets = np.concatenate([np.zeros(0, int), *(window[1:] for window in held_out)])
-    size = int(tokenizer.lengths()[targets].sum())
+    # The same rows each time, spread over all of the held-out text.
+    count = max(1, config.eval_tokens // T // len(sources.evaluated))
+    held_out = {name: Spread(mixed([data.rows_of(c, split, T, pack, config.seed)
+                                    for c, split in parts]), count)
+                for name, parts in sources.evaluated.items()}
+    targets = np.concatenate([np.zeros(0, int), *(
+        targets_of(row) for part in held_out.values() for row in part)])
+    size = round(float(tokenizer.lengths()[targets].sum()) * sources.bytes_per_spelled)
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
-        return sample.generate_ids(params, batch, config.network, more, Sampling(0.8),
-                                   config.seed)
+        return sample.generate_ids(params, batch, config.network, more,
+                                   Sampling(config.sample_temperature), config.seed)
 
     def predict(params, batch):
         tokens = batch["tokens"][:, :begin]
@@ -722,7 +777,9 @@ def language_task(config: Config, corpus: data.Corpus) -> Task:
                 "written": tokenizer.decode(outputs[0][begin:])}
 
     return Task(collate=lambda examples: data.collate(examples, T), predict=predict,
-                examples=data.Windows(corpus.train, T, vocab_size=ids), held_out=held_out,
+                examples=training_rows(config, sources) if rows is None else rows,
+                held_out=mixed(list(held_out.values())),
+                sources={name: len(part) for name, part in held_out.items()},
                 show=show, predicted=1, flops=flops_of_update(config),
                 samples=continuations(config.sample_prompts, tokenizer, room, write),
                 bits_per_nat=len(targets) / size / math.log(2) if size else None)
@@ -769,6 +826,7 @@ def train_language(config: Config, mesh: Any) -> None:
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     weights, tokenizer, noted = first_weights(config)
     # (First: before the data is looked at, or anything is written.)
+    loggers.check(config.log, config.out)
     check_run_folder(config.out, facts_of(config), read_old,
                      ("tokenizer",) if reads_text(config) else (), config.change)
     fingerprint = ""            # of the run's data, if it continues
@@ -777,9 +835,6 @@ def train_language(config: Config, mesh: Any) -> None:
         fingerprint = str(record.get("fingerprint", ""))
         if "data" in config.change and reads_text(config):
             tokenizer = data.tokenizer_of(run, record)
-        if is_process_0:
-            for line in continuing.first_lines(config, old_config(config.out), learning_rate):
-                print(line, flush=True)
     if not is_process_0:
         fingerprint = hosts.process_allgather("")[0]
     with opened_data(config, tokenizer, run, 0 if is_process_0 else min(
@@ -788,17 +843,20 @@ def train_language(config: Config, mesh: Any) -> None:
         check_run_folder(config.out, record, read_old, change=config.change)
     if is_process_0:
         hosts.process_allgather(record["fingerprint"])
-        if config.init_from:
-            print(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
-                  f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
-        print(f"data     {text}", flush=True)
+    config, say = continuing.hold(config, old_config), Reporter(config.steps)
+    for line in continuing.first_lines(config, old_config, learning_rate):
+        say.line(line)
+    if config.init_from:
+        say.line(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} tokens "
+                 f"(--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
+    description = text.described(config.seq_len) if isinstance(text, Sources) else text
+    say.line(f"data     {description}")
     init, loss, _ = language(config)
-    result = fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights,
+    result = fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights, say=say,
                  **vars(make_task()))
-    if is_process_0 and result.step >= config.steps and reads_text(config):
+    if result.step >= config.steps and reads_text(config):
         prompt = "..." if config.data else "def main("
-        print(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"',
-              flush=True)
+        say.line(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"')
 
 
 if __name__ == "__main__":

@@ -31,7 +31,13 @@ WORDS = {
                   "gradient_accumulation_steps accumulation_steps",
     "microbatches": "num_microbatches micro_batches n_microbatches",
     "lr": "learning_rate max_lr peak_lr",
-    "warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps",
+    "warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps warmup_ratio warmup_frac",
+    "decay": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay decay_lr",
+    "decay_steps": "lr_decay_iters lr_decay_steps",
+    "cooldown": "cooldown_steps cooldown_frac warmdown warmdown_iters warmdown_ratio decay_frac",
+    "beta1": "betas adam_beta1 b1",
+    "beta2": "adam_beta2 b2",
+    "epochs": "epoch num_epochs n_epochs num_train_epochs max_epochs",
     "weight_decay": "wd",
     "clip": "grad_clip max_grad_norm clip_grad gradient_clip grad_norm_clip gradient_clip_val",
     "optimizer": "optim opt",
@@ -69,20 +75,16 @@ WORDS = {
 # Words for which we have no flag: (a flag that the command must have, the sentence to print, the
 # words).
 SENTENCES = [
-    ("steps", "training is counted in updates: --steps", "epochs epoch num_epochs n_epochs "
-                                                         "num_train_epochs max_epochs"),
     ("accumulate", "--batch counts the examples of an update, over all devices",
      "per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size"),
     ("save_every", "--out RUN alone continues the run in that folder", "resume resume_from "
      "resume_from_checkpoint auto_resume continue continue_from load load_checkpoint restore"),
-    ("save_every", "every number is in OUT/metrics.jsonl", "wandb wandb_log wandb_project "
-     "wandb_name wandb_run_name use_wandb tensorboard tb report_to log_to mlflow "
-     "log_every log_interval logging_steps"),
-    ("save_every", "AdamW's betas are 0.9 and 0.95: `optimizer` in train.py has them",
-     "beta1 beta2 betas adam_beta1 adam_beta2"),
-    ("save_every", "the rate ends at a fiftieth of --lr: `learning_rate` in train.py has the "
-     "schedule", "min_lr decay_lr lr_decay lr_decay_iters lr_scheduler lr_scheduler_type "
-                 "lr_schedule scheduler"),
+    ("log", "every number is in OUT/metrics.jsonl, and --log wandb, tensorboard or trackio sends "
+     "them there", "wandb wandb_log wandb_project wandb_name wandb_run_name use_wandb tensorboard "
+                   "tb trackio report_to log_to log_with mlflow log_every log_interval "
+                   "logging_steps"),
+    ("final_share", "--final_share is the last rate, as a share of --lr",
+     "min_lr final_lr end_lr lr_end lr_min eta_min final_lr_frac min_lr_ratio"),
     ("save_every", "every step is compiled", "compile torch_compile jit"),
     ("mesh", "all devices are used; JAX_PLATFORMS=cpu before the command keeps to the CPU, and "
              "--mesh splits the work over devices",

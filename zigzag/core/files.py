@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import time
 from pathlib import Path
@@ -50,6 +51,14 @@ def sha256(path: Path) -> str:
             f.seek(start)
             digest.update(f.read(2**20))
     return digest.hexdigest()
+
+
+def read_at_random(array: Any) -> None:
+    """Tell the system that a memory-mapped array is read here and there. (Else it reads far ahead
+    each time: 64 windows of a file of 20 GB take 100 times as long.)"""
+    mapping = getattr(array, "_mmap", None)
+    if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_RANDOM)
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 import jax
@@ -34,6 +35,7 @@ class Reporter:
         self.saves: list[float] = []
         self.losses: list[float] = []               # since the last evaluation
         self.recent = collections.deque(maxlen=128)
+        self.file, self.early = None, []            # a file for the lines; those before it was open
 
     def start_clock(self) -> None:
         """Measure the next step from now on."""
@@ -76,9 +78,22 @@ class Reporter:
         live = live and self.is_terminal
         if live:
             text = text[:shutil.get_terminal_size().columns - 1]
+        elif self.file:
+            self.file.write(text + "\n")
+        else:
+            self.early.append(text)
         if not self.is_quiet:
             print(("\r\x1b[K" if self.is_terminal else "") + text, end="" if live else "\n",
                   flush=True)
+
+    def log_to(self, path: Path, goes_on: bool) -> None:
+        """Write the lines to a file, too, with those so far. (Processes that print nothing have a
+        file as well.) goes_on: keep what earlier starts wrote there."""
+        self.file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8")
+        if goes_on:
+            self.file.write("\n")
+        self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
+            text + "\n" for text in self.early))
 
     def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
                host_names: Sequence[str], about: Sequence[str] = ()) -> None:
@@ -129,7 +144,8 @@ class Reporter:
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
             self.times.append(took)
-        if not (self.is_terminal or at % max(1, total // 20) == 0 or at in (1, total)):
+        is_due = at % max(1, total // 20) == 0 or at in (1, total)
+        if not (self.is_terminal or is_due):
             return
         usual = statistics.median(self.times) if self.times else took
         left = f"{(total - at) * usual + others(usual):.0f} s left" if self.times else "-"
@@ -141,6 +157,8 @@ class Reporter:
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  {speed}  mfu {mfu}"
                 f"  grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
         self.line(text, live=True)
+        if self.file and self.is_terminal and is_due:
+            self.file.write(text + "\n")
 
     def evaluation(self, row: dict, texts: Sequence[str | Mapping[str, str]] = ()) -> None:
         """`row` as in metrics.jsonl, and predictions: texts, or texts by their labels."""

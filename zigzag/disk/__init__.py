@@ -1,7 +1,14 @@
 """Reading data and writing checkpoints. Read it to bring your own data.
 
-    tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json
-    examples        tokens, pairs of texts, and arrays, read from files
+    tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json; tiktoken
+    reading         files of any kind to documents
+    encoding        documents to tokens on all cores (worker, a process); output, the files made
+    corpus          the folder of tokens that --data opens, and several of them
+    token_files     tokens that other programs wrote
+    chats           conversations by a model's chat template, and which of their tokens are learned
+    packing         rows of whole documents
+    mixture         several sources, mixed by weights; shuffle, the order of examples
+    examples        pairs of texts, and arrays, read from files
     batches         from examples to arrays, placed on the mesh
     checkpoint      the folder of a run: what is saved, and how it is restored
 

@@ -105,6 +105,8 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
     record = {RENAMED.get(name, name): value for name, value in record.items()}
+    if isinstance(record.get("weights"), str):      # (of an earlier version: a digest of shapes)
+        record["shapes"] = record.pop("weights")
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     return record
@@ -114,8 +116,10 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
 # the folder's name is.
 FOLLOWS = ("published", "pad_id")
 # {a word of --change: the facts of a run that it allows to change}
-CHANGEABLE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",),
-              "data": ("data", "fingerprint")}
+CHANGEABLE = {
+    "lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",),
+    "decay": ("decay", "steps", "decay_steps", "cooldown", "first_share", "final_share"),
+    "data": ("data", "fingerprint")}
 
 
 def facts_changed(change: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line
 from zigzag.core.files import sha256
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import Tokenizer, is_tenth
 
 # Compressed arrays have to be held in memory: at most this many bytes of them.
 MOST_COMPRESSED = 2**32
@@ -89,7 +89,7 @@ class Pairs:
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
                         source, _ = texts_of(raw, f"{file} line {line}", self.fields)
-                        is_held_out.append(_is_tenth(source))
+                        is_held_out.append(is_tenth(source))
                         for list_, value in zip((self.file, self.start, self.line),
                                                 (number, start, line)):
                             list_.append(value)
@@ -181,10 +181,6 @@ def has_json_lines(path: Path) -> bool:
         return all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
-
-
-def _is_tenth(text):
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 10 == 0
 
 
 # -------------------------------------------------------------------------------------------

@@ -4,36 +4,69 @@
     sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
     spiece.model    PiecesT5        a published T5's: sentencepiece, and 100 ids for gaps
     tokenizer.json  TokenizerJson   a published model's, by the package tokenizers
+    tiktoken        Tiktoken        ranks of tokens, by the package tiktoken (tiktoken.py)
+    ids             Ids             none: the ids of token files, as numbers
 
-Each has `encode` and `decode`; `prompt`, the ids of a text after the ids that the model expects
-first; `with_ends`, the ids of a text with the ids that its tokenizer adds, at least an end;
-`separator`, the id before each document; `ends`, the ids that end a text, the usual one first; and
-`lengths`, the number of bytes of text that each id stands for. This file needs no jax.
+Each has
+
+    encode, decode      a text to ids, and back (without special tokens; `spelled`: with them)
+    encode_all          many texts: their ids in one array, and how many each has
+    with_places         the ids of a text, and from which to which character each goes
+    prompt              the ids of a text after the ids that the model expects first
+    with_ends           the ids of a text with those that its tokenizer adds, at least an end
+    separator           the id before each document
+    ends                the ids that end a text, the usual one first
+    lengths             the number of bytes of text that each id stands for
+
+This file needs no jax.
 """
 
+import functools
+import hashlib
+import io
+import itertools
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import read_json, write_json, write_whole
+from zigzag.disk.tiktoken import Tiktoken
+from zigzag.disk.tiktoken import save as save_tiktoken
 
 # The files of a published tokenizer, which are copied with its model.
-FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json",
-         "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tiktoken.json",
+         "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+         "chat_template.jinja")
 
 
-class Bytes:
+class Spelled:
+    """Text with its special tokens spelled out, for tokenizers whose `decode` leaves out none."""
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+
+class Bytes(Spelled):
     """The 256 bytes, and one separator."""
     kind, file, vocab_size, separator, ends = "bytes", "", 257, 256, (256,)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         raw = text if isinstance(text, bytes) else text.encode()
         return np.frombuffer(raw, np.uint8)
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [self.encode(text) for text in texts]
+        return np.concatenate([np.zeros(0, np.uint8), *ids]), np.array(list(map(len, ids)), int)
+
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids, sizes = self.encode(text), [len(character.encode()) for character in text]
+        places = np.repeat(np.arange(len(text)), sizes)
+        return ids, places, places + 1
 
     def prompt(self, text: str) -> list[int]:
         return [self.separator, *self.encode(text).tolist()]
@@ -48,7 +81,31 @@ class Bytes:
         return np.array([1] * 256 + [0])
 
 
-class Pieces:
+class Ids(Spelled):
+    """No tokenizer: a text is the ids themselves, as numbers."""
+    kind, file, separator, ends = "ids", "", 0, ()
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        words = _unicode(text).split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise ConfigError(f"{' '.join(words)[:40]!r}: this run has no tokenizer; expected ids "
+                              f"below {self.vocab_size}, such as 12 5 7")
+        return np.array([int(word) for word in words], np.int64)
+
+    def prompt(self, text: str) -> list[int]:
+        return self.encode(text).tolist() or [self.separator]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def lengths(self) -> np.ndarray:
+        return np.zeros(self.vocab_size, np.int64)
+
+
+class Pieces(Spelled):
     """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
     kind, file = "sentencepiece", "tokenizer.model"
 
@@ -58,7 +115,7 @@ class Pieces:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError):
             raise ConfigError(f"{path} is not a sentencepiece model") from None
-        self.folder, self.vocab_size = path.parent, self.model.vocab_size()
+        self.path, self.folder, self.vocab_size = path, path.parent, self.model.vocab_size()
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, self._id,
                                                  self.model.bos_id())
         config = read_record(self.folder / "tokenizer_config.json")
@@ -71,6 +128,46 @@ class Pieces:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.array(self.model.encode(_unicode(text)), np.int64)
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        # (A sentencepiece model takes much longer for a long text than for its lines.)
+        # (StringIO splits at \n alone, and faster than a loop.)
+        texts = map(_unicode, texts)
+        parts = [io.StringIO(text, newline="\n").readlines() if self._ends_at_lines else [text]
+                 for text in texts]
+        ids = self.model.encode(list(itertools.chain.from_iterable(parts)), num_threads=1)
+        counts = np.fromiter(map(len, ids), int, len(ids))
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
+        ends = np.cumsum([len(part) for part in parts])
+        return flat, np.diff(np.append(0, np.cumsum(counts))[np.append(0, ends).astype(int)])
+
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found, at = [], 0
+        for part in self._controls.split(_unicode(text)):
+            if (i := self._id(part)) is not None and self.model.is_control(i):
+                found.append((i, at, at + len(part)))
+            elif part:
+                found += [(piece.id, at + piece.begin, at + piece.end) for piece in
+                          self.model.encode(part, out_type="immutable_proto").pieces]
+            at += len(part)
+        return tuple(np.array(found, np.int64).reshape(-1, 3).T)
+
+    @functools.cached_property
+    def _controls(self):
+        """What splits a text at its control pieces, such as </s>, which a chat template writes."""
+        names = [re.escape(self.model.id_to_piece(i)) for i in range(self.model.vocab_size())
+                 if self.model.is_control(i)]
+        return re.compile(f"({'|'.join(names)})" if names else "(?!)")
+
+    @functools.cached_property
+    def _ends_at_lines(self):
+        """Whether the ids of a text are those of its lines, one after the other: no piece goes on
+        beyond the end of a line, and nothing is added to a text or taken from it."""
+        m = self.model
+        if any("\n" in m.id_to_piece(i)[:-1] for i in range(m.vocab_size())):
+            return False
+        lines = [" a  b \n", "\n", "  c\n", "d"]
+        return [i for line in lines for i in m.encode(line)] == m.encode("".join(lines))
 
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
@@ -114,6 +211,10 @@ class PiecesT5(Pieces):
                for part in self.between.split(_unicode(text)))
         return np.array([i for part in ids for i in part], np.int64)
 
+    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [self.encode(text) for text in texts]
+        return np.concatenate([np.zeros(0, int), *ids]), np.array(list(map(len, ids)), int)
+
 
 class TokenizerJson:
     """A tokenizer.json. Special tokens that a text spells out are encoded as such, and are left out
@@ -128,12 +229,23 @@ class TokenizerJson:
             raise ConfigError(f"{path} is not a tokenizer ({one_line(e)})") from None
         self.model.no_truncation()
         self.model.no_padding()
-        self.folder, vocabulary = path.parent, self.model.get_vocab(True)
+        self.path, self.folder, vocabulary = path, path.parent, self.model.get_vocab(True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1      # (there may be gaps)
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.array(self.model.encode(_unicode(text), add_special_tokens=False).ids, np.int64)
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+        ids = [e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
+                                                      add_special_tokens=False)]
+        counts = np.fromiter(map(len, ids), int, len(ids))
+        return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
+
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found = self.model.encode(_unicode(text), add_special_tokens=False)
+        places = np.array(found.offsets, int).reshape(-1, 2)
+        return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
     def prompt(self, text: str) -> list[int]:
         return self.model.encode(_unicode(text)).ids or [self.separator]
@@ -144,6 +256,9 @@ class TokenizerJson:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids if i < self.vocab_size])
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.model.decode(list(ids), skip_special_tokens=False)
 
     def lengths(self) -> np.ndarray:
         record = json.loads(self.model.to_str())
@@ -162,8 +277,8 @@ class TokenizerJson:
         return lengths
 
 
-KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5)}
-Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson
+KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
+Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson | Tiktoken | Ids
 
 
 def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
@@ -173,7 +288,9 @@ def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
     if not kinds:
         raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
                           f"(of a T5: spiece.model)")
-    tokenizer = kinds[0](Path(folder) / kinds[0].file)
+    path = Path(folder) / kinds[0].file
+    # (LLaMA 3's tokenizer.model is a file of tiktoken.)
+    tokenizer = Tiktoken(path) if kinds[0] is Pieces and _has_ranks(path) else kinds[0](path)
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
                           f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
@@ -181,11 +298,22 @@ def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
     return tokenizer
 
 
+def _has_ranks(path):
+    with open(path, "rb") as f:
+        return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
+
+
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Copy a tokenizer's files into a model's folder. Returns their names."""
-    if tokenizer.kind == "bytes":
+    if tokenizer.kind in ("bytes", "ids"):
         return []
+    if tokenizer.path.name != tokenizer.file and tokenizer.kind == "tiktoken":
+        save_tiktoken(tokenizer.model, folder)
+    elif tokenizer.path.name != tokenizer.file:
+        write_whole(folder / tokenizer.file, tokenizer.path.read_bytes())
     here = [name for name in FILES if (tokenizer.folder / name).exists()]
+    if tokenizer.path.name != tokenizer.file:       # (other tokenizers beside it)
+        here = [name for name in here if name not in {kind.file for kind in KINDS.values()}]
     for name in here:
         write_whole(folder / name, (tokenizer.folder / name).read_bytes())
     known = read_record(tokenizer.folder / "config.json")
@@ -238,33 +366,58 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
                       f"tokenizer_config.json); one of them must stand between documents")
 
 
-# -------------------------------------------------------------------------------------------
+def tokenizer_at(path: str) -> Tokenizer:
+    """The tokenizer that --tokenizer names: a file, the folder of a published model, or bytes."""
+    place = Path(path)
+    if path == "bytes":
+        return Bytes()
+    if place.is_dir():
+        return published_tokenizer(place, 2**31)
+    if not place.exists():
+        raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
+                          f"tokenizer.json, a folder with one of them, or bytes")
+    if place.name == Tiktoken.file or _has_ranks(place):
+        return Tiktoken(place)
+    return (TokenizerJson if place.suffix == ".json" else PiecesT5
+            if place.name == PiecesT5.file else Pieces)(place)
 
-def train_pieces(files: Sequence[tuple[str, Path]], out: Path, vocab_size: int) -> Pieces:
-    """Train a sentencepiece model on the lines of the files and save it as `out`."""
+
+def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
+    """Train a sentencepiece model on lines of text and save it as `out`."""
     import sentencepiece
+    model, problem = io.BytesIO(), []   # (a file's name would be in the model)
 
-    def lines():
-        for _, path in files:
-            with open(path, encoding="utf-8", errors="replace") as f:
-                for line in f:
-                    # Cut: the trainer drops sentences of more than 4192 bytes.
-                    line = line.rstrip("\n").replace("\0", " ")
-                    yield from (line[i:i + 1000] for i in range(0, len(line), 1000))
+    def parts():
+        # (The trainer drops sentences of more than 4192 bytes, and what an iterator raises.)
+        try:
+            for line in lines:
+                yield from (line[i:i + 1000].replace("\0", " ") for i in range(0, len(line), 1000))
+        except Exception as e:
+            problem.append(e)
 
     try:
         # Nothing is normalised away: decode(encode(text)) is the text.
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_prefix=str(out.with_suffix("")),
-            vocab_size=vocab_size, model_type="bpe", byte_fallback=True,
-            character_coverage=0.9995, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True, split_digits=True, input_sentence_size=1_000_000,
-            num_threads=os.cpu_count(), minloglevel=2)
+            sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size,
+            model_type="bpe", byte_fallback=True, character_coverage=0.9995,
+            normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True,
+            input_sentence_size=1_000_000, num_threads=os.cpu_count(), minloglevel=2)
     except (RuntimeError, ValueError) as e:
+        if problem:
+            raise problem[0] from None
         most = re.search(r"value <= (\d+)", str(e))
         raise ConfigError(f"--vocab_size {vocab_size}: " + (
             f"the text has pieces for at most {most[1]}" if most
             else str(e).splitlines()[-1].strip())) from None
-    out.with_suffix(".vocab").unlink(missing_ok=True)
+    if problem:
+        raise problem[0]
+    write_whole(out, model.getvalue())
     return Pieces(out)
+
+
+def is_tenth(text: str) -> bool:
+    """Whether a document with this name or text is held out: a tenth are, by a hash, so that adding
+    a document moves no other."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % 10 == 0

@@ -7,6 +7,7 @@
     reading     the row of a conversation, whose cache is kept between turns
     chat        chat templates
     terminal    printing answers and reading lines from a person
+    choices     sample.py --choices: questions with several choices, and their accuracy
     writer      sample.py's command: prompts in, answers and scores out
     bench       sample.py --bench
 

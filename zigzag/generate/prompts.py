@@ -45,11 +45,13 @@ class Config:
     score: str = ""             # print the log-probability of the text of this file, or of each
                                 # text in a file of objects with "text" (for an encoder-decoder:
                                 # "source" and "target")
+    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
+                                # log-probabilities of its choices, and print the accuracy
     by: str = ""                # with --score: line, to score each line of a text by itself
     bench: bool = False         # measure how fast the model generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = 8              # number of prompts or texts that are computed together
+    batch: int = 8              # number of prompts, texts or choices that are computed together
     tokens: int = 256           # number of new ids
     stop: tuple = ()            # end an answer before any of these texts
     stop_at_context: bool = False       # end when the context is full; else continue from its last
@@ -73,7 +75,8 @@ class Config:
 # The groups of flags in --help.
 GROUPS = {
     "the model": ("run", "checkpoint", "model", "shards", "mesh"),
-    "what to do": ("prompt", "prompts", "source", "system", "score", "by", "bench"),
+    "what to do": ("prompt", "prompts", "source", "system", "score", "by", "choices",
+                   "bench"),
     "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
                   "stop_at_context", "beams", "length_penalty", "seed"),
     "output": ("json", "logprobs", "batch"),
@@ -93,7 +96,8 @@ def _check_flags(config):
         Sampling(**{name: getattr(config, name) for name in SAMPLING_FLAGS})
     except ConfigError as e:
         raise ConfigError(f"--{e}") from None
-    given = [f"--{name}" for name in ("prompt", "prompts", "score") if getattr(config, name)]
+    given = [f"--{name}" for name in ("prompt", "prompts", "score", "choices")
+             if getattr(config, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     if config.logprobs and (not config.json or config.beams):
@@ -103,8 +107,9 @@ def _check_flags(config):
                           f"text as one document")
     if config.by and not config.score:
         raise ConfigError(f"--by {config.by}: says how --score reads a file; give --score too")
-    if config.beams and config.score:
-        raise ConfigError("--beams and --score: give one of them")
+    for name in ("score", "choices"):
+        if config.beams and getattr(config, name):
+            raise ConfigError(f"--beams and --{name}: give one of them")
     if config.length_penalty != 1 and not config.beams:
         raise ConfigError("--length_penalty is for beam search: give --beams too")
     if config.beams and any(getattr(config, name) != default for name, default in (
@@ -184,6 +189,8 @@ def given_text(config: Any) -> str:
     """The text of the file that the command line names, or ''."""
     if config.score:
         return read_text(config.score, "--score", "a text")
+    if config.choices:
+        return read_text(config.choices, "--choices", "a question on each line")
     return read_text(config.prompts, "--prompts") if config.prompts else ""
 
 

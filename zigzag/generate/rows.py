@@ -203,15 +203,17 @@ def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
 
 
-def overlapping_windows(rows: Sequence[Sequence[int]], length: int
-                        ) -> Iterator[tuple[int, Sequence[int], int]]:
+def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
+                        given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
     """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
-    of them are only context and not scored)."""
+    of them are only context and not scored). The first given[row] ids of a row, by default one, are
+    not scored. They are left out as far as the row is longer than a window."""
     if length < 2:
         raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
     half = length // 2
-    for number, ids in enumerate(rows):
-        begin, context = 0, 1
+    for number, (ids, context) in enumerate(zip(rows, given or [1] * len(rows), strict=True)):
+        left_out = max(0, min(context - 1, len(ids) - length))
+        ids, context, begin = ids[left_out:], context - left_out, 0
         while begin == 0 or begin + length - half < len(ids):
             yield number, ids[begin:begin + length], context
             begin, context = begin + half, length - half

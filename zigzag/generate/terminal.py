@@ -148,7 +148,7 @@ def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
         if is_live:
             write(text, "\n" if answer.reason else "")
         elif answer.reason:
-            print(_json(answer.record()) if as_json else answer.shown(), flush=True)
+            print(json_line(answer.record()) if as_json else answer.shown(), flush=True)
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -161,7 +161,8 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def _json(record):
+def json_line(record: dict[str, Any]) -> str:
+    """The record as JSON that standard output can encode."""
     encoding = sys.stdout and sys.stdout.encoding or ""
     return json.dumps(record, ensure_ascii=not encoding.lower().startswith("utf"))
 
@@ -172,8 +173,8 @@ def show_scores(texts: Sequence[str], found: Iterable[tuple[float, int]], as_jso
     def line(name, text, logprob, tokens):
         perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
         if as_json:
-            return _json({name: text, "logprob": logprob, "tokens": tokens,
-                          "perplexity": perplexity})
+            return json_line({name: text, "logprob": logprob, "tokens": tokens,
+                              "perplexity": perplexity})
         number = "-"
         if tokens:
             number = f"{perplexity:,.3f}" if perplexity < 1e6 else f"{perplexity:.3g}"

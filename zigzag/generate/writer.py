@@ -1,11 +1,12 @@
-"""The command of sample.py: answer prompts, hold a conversation, score texts."""
+"""The command of sample.py: answer prompts, hold a conversation, score texts and choices."""
 
 import itertools
 import sys
 from typing import Any, Callable, NamedTuple, Sequence
 
+from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.generate import chat, terminal
+from zigzag.generate import chat, choices, terminal
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.prompts import (
     SAMPLING_FLAGS,
@@ -13,6 +14,7 @@ from zigzag.generate.prompts import (
     make_prompts,
     max_new_tokens,
     scored_texts,
+    split_lines,
 )
 from zigzag.generate.reading import Passes, Reading
 from zigzag.generate.rows import context_of
@@ -160,3 +162,17 @@ class Writer(NamedTuple):
         found = (pair for part in parts for pair in self.score(
             params, rows[part], c, sources and sources[part], config.batch))
         terminal.show_scores(texts, found, config.json)
+
+    def score_choices(self, text: str) -> None:
+        """Print how many questions of the file --choices the model answers right."""
+        config, c = self.config, self.c
+        items = choices.read_items(split_lines(text, config.choices, "--choices"))
+        if self.has_source:
+            raise ConfigError(f"--choices {config.choices}: expected a decoder; this model has an "
+                              f"encoder")
+
+        def score(rows, given):
+            return self.score(self.params, rows, c, batch=config.batch, given=given)
+
+        choices.show(items, choices.logprobs(score, self.tokenizer, items, config.batch),
+                     config.json)

@@ -4,6 +4,9 @@
     checks          errors we can detect before anything is compiled
     custom_loss     compares a custom loss on the mesh with the same loss on one device
     loop            the training loop
+    schedules       the learning rate, and --epochs
+    loggers         --log: TensorBoard, wandb, trackio
+    plots           --plot: charts of runs
     evaluation      held-out loss, predictions, metrics, sampled texts
     metrics         exact match, ROUGE and other metrics
     commands        what train.py does besides training: --topology, --mesh auto, --bench

@@ -21,23 +21,28 @@ from zigzag.core.errors import (
 from zigzag.core.flags import change
 from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.disk.checkpoint import CHANGEABLE
+from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
-from zigzag.run import metrics
+from zigzag.run import metrics, schedules
 
 ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon"),
-          "metric": ("", *metrics.TEXT_METRICS)}
+          "metric": ("", *metrics.TEXT_METRICS), "pack": ("", "stream", "documents"),
+          "decay": schedules.DECAYS}
 
 
 def check_config(c: Any) -> None:
     """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
-    check_at_least(c, steps=1, batch=1, accumulate=1, warmup=0, shards=0, zero=0, beams=0, lr=0,
+    check_at_least(c, steps=1, batch=1, accumulate=1, shards=0, zero=0, beams=0, lr=0,
                    eval_every=0, eval_tokens=0, keep=1, max_skipped=1, processes=0, process_id=-1,
                    patience=1, profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0,
-                   fsdp_min=0)
+                   fsdp_min=0, sample_temperature=0)
     for name, known in ONE_OF.items():
         if (value := getattr(c, name)) not in known:
             raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"
                               + did_you_mean(value, known))
+    schedules.check(c)
+    if c.save and not c.plot:
+        raise ConfigError(f"--save {c.save}: names the picture of --plot RUN, which was not given")
     for name in c.change:
         if name not in CHANGEABLE:
             raise ConfigError(f"--change {name}: expected some of {', '.join(CHANGEABLE)}"
@@ -47,6 +52,14 @@ def check_config(c: Any) -> None:
     if len(c.fields) != 2:
         raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
                           f"of the target")
+    if c.weights and len(c.weights) != len(c.data):
+        raise ConfigError(f"--weights {' '.join(c.weights)}: {len(c.weights)} for {len(c.data)} "
+                          f"paths of --data; expected one for each")
+    try:
+        rounded([float(w) for w in c.weights] or [1.0])
+    except ValueError as e:
+        raise e if isinstance(e, ConfigError) else ConfigError(
+            f"--weights {' '.join(c.weights)}: expected numbers above 0") from None
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
@@ -133,11 +146,12 @@ def check_vocabulary(config: Any, ids: int) -> Any:
     return change(config, vocab_size=config.vocab_size or ids)
 
 
-def check_corpus(config: Any, corpus: Any) -> Any:
-    """The configuration with the corpus' vocabulary, after refusing a corpus that is too short."""
-    config = check_vocabulary(config, corpus.tokenizer.vocab_size)
-    if len(corpus.train) <= config.seq_len:
-        raise ConfigError(f"--seq_len {config.seq_len}: the data has only {len(corpus.train)} "
-                          f"tokens to train on; give more data or a --seq_len below "
-                          f"{len(corpus.train)}")
+def check_corpus(config: Any, sources: Any) -> Any:
+    """The configuration with the corpora's vocabulary, after refusing one that is too short."""
+    config = check_vocabulary(config, sources.tokenizer.vocab_size)
+    for corpus in sources.corpora:
+        count = len(corpus.train)
+        if count <= config.seq_len and not corpus.is_learned_in_part:
+            raise ConfigError(f"--seq_len {config.seq_len}: the data has only {count} tokens to "
+                              f"train on; give more data or a --seq_len below {count}")
     return config

@@ -13,7 +13,7 @@ from typing import Any, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
-from zigzag.run import help
+from zigzag.run import help, plots
 from zigzag.weights.network import Network
 
 
@@ -23,7 +23,7 @@ def names_of(cls: type) -> set[str]:
 
 
 def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str, Any]:
-    """The flags that were given, by name. With --help, print the help and exit."""
+    """The flags that were given, by name. With --help or --plot, print that and exit."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
     is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
@@ -32,6 +32,9 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), run
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
+    if given.get("plot") and asks_help is None:
+        plots.draw(given["plot"], given.get("save", ""))
+        sys.exit(0)
     if asks_help is not None:
         network, fields, source = networks.chosen(given)
         of_run = {name: value for name, value in given.items() if name in names_of(run)}
@@ -47,6 +50,9 @@ def make_config(run: type, networks: Any, network: Network, values: dict[str, An
     """The configuration of a run with these values of its own fields and of its network's. Flags
     that were given and that neither of them has are refused."""
     of_run, own = names_of(run), names_of(network.config)
+    if {"steps", "epochs"} <= given.keys():
+        raise ConfigError(f"--epochs {given['epochs']:g} and --steps {given['steps']}: give one of "
+                          f"them; the other follows")
     for name in given:
         if name not in own | of_run:
             has = [n.name for n in networks.NETWORKS.values() if name in names_of(n.config)]

@@ -92,9 +92,10 @@ def ready_to_run(config: Any, trained: Trained) -> tuple[Program, jax.stages.Com
 
 
 def _resolved(config, mesh, trained):
-    """The configuration with the dtype for this mesh and a vocabulary."""
+    """The configuration with the dtype for this mesh, a vocabulary and a number of steps."""
     config = resolve_dtype(config, mesh)
-    return change(config, vocab_size=config.vocab_size or trained.vocab_size)
+    # (--epochs would follow from the data. The program does not depend on the number of steps.)
+    return change(config, epochs=0.0, vocab_size=config.vocab_size or trained.vocab_size)
 
 
 def dry_run(config: Any, trained: Trained, is_short: bool = True) -> None:
@@ -137,7 +138,7 @@ def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Calla
     """Time the loop and the loader of a training run, and print the results. fit(config, reporter)
     trains, make_batch(config, update) makes a batch."""
     config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0,
-                                 metric="", best="", eval_first=False, sample_prompts="")
+                                 metric="", best="", eval_first=False, sample_prompts="", log=())
     say = BenchReporter(config.steps)
     fit(config, say)
     if len(say.took) < config.steps:

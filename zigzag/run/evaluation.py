@@ -28,7 +28,7 @@ from zigzag.disk.checkpoint import best_of
 from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
-from zigzag.run import metrics
+from zigzag.run import loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
 from zigzag.run.plan import Program
 
@@ -38,6 +38,7 @@ NEW_IDS = 160
 
 def check_task(config: Any, program: Program, task: Task) -> None:
     """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
+    loggers.check(config.log, config.out)
     if not len(task.held_out):
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
@@ -52,6 +53,8 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
+    # (Now, because a metric may need a package that is missing.)
+    of_metric = metrics.names(config.metric) if config.metric else []
     # (The names that a metric of your own returns are known only after it has run.)
     if config.best and (config.metric or not task.metric):
         plan = program.plan
@@ -60,7 +63,7 @@ def check_task(config: Any, program: Program, task: Task) -> None:
         _check_best(config.best, [
             "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
             *(f"eval_{name}" for name, x in others.items() if not x.shape),
-            *(metrics.names(config.metric) if config.metric else [])])
+            *of_metric])
 
 
 def _check_best(best, known):
@@ -98,7 +101,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     flush_metrics(loop)
     begin = time.perf_counter()
     watchdog.arm("an evaluation")
-    loss, others = _held_out_sums(program, task, loop.state["params"])
+    loss, others = _held_out_means(program, task, loop.state["params"])
     row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
@@ -123,8 +126,8 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
                                       if isinstance(x, float) and name != "train_loss"])
     is_best = is_new and _is_best(loop, row)
     if is_new:
+        loop.write(row)
         if loop.folder:
-            loop.folder.write(row)
             loop.folder.write_samples(written)
         loop.reporter.losses = []
     loop.reporter.evaluated(time.perf_counter() - begin)
@@ -144,12 +147,27 @@ def _is_best(loop, row):
     return step == at
 
 
-def _held_out_sums(program, task, params):
-    """The mean held-out loss, and the means of the loss's other sums."""
+def _held_out_means(program, task, params):
+    """The mean held-out loss; and the means of the loss's other sums, and of each source alone."""
+    parts, first, total = {}, 0, None
+    for name, count in (task.sources or {"": len(task.held_out)}).items():
+        sums = _held_out_sums(program, task, params, first, first + count)
+        first += count
+        if sums is not None:
+            total = sums if total is None else jax.tree.map(_add, total, sums)
+            parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or 1))} if name else {}
+    loss, count, others = total
+    return float(loss / (count or 1)), parts | {
+        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
+        else float(x / (count or 1)) for name, x in others.items()}
+
+
+def _held_out_sums(program, task, params, first, last):
+    """The loss's sums over held-out examples `first` to `last`; None if there are none."""
     config, groups = program.config, row_groups(program.mesh)
-    first, total = 0, None
-    while first < len(task.held_out):
-        rows = min(config.batch // config.accumulate, len(task.held_out) - first)
+    total = None
+    while first < last:
+        rows = min(config.batch // config.accumulate, last - first)
         if config.step == "shard_map":      # (with jit, rows may be coupled: they stay together)
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         batch = _batch(program, task.collate, task.held_out, first, rows)
@@ -158,10 +176,7 @@ def _held_out_sums(program, task, params):
                             jax.device_get(program.evaluate(params, batch)))
         total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
-    loss, count, others = total
-    return float(loss / (count or 1)), {
-        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
-        else float(x / (count or 1)) for name, x in others.items()}
+    return total
 
 
 def _add(a, b):

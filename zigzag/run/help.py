@@ -10,21 +10,23 @@ from typing import Any, Sequence
 # The flags that most runs need.
 EVERYDAY = {
     "data": ("data", "seq_len", "batch", "vocab_size"),
-    "training": ("steps", "lr", "warmup", "weight_decay", "clip", "optimizer", "accumulate",
-                 "dropout", "dtype", "seed"),
+    "training": ("steps", "epochs", "lr", "warmup", "decay", "weight_decay", "clip", "optimizer",
+                 "accumulate", "dropout", "dtype", "seed"),
     "model": ("model", "init_from", "lora_rank", "layers", "d_model", "heads", "kv_heads", "d_ff",
               "tied", "experts"),
     "mesh": ("shards", "mesh", "remat", "zero", "microbatches", "schedule", "topology", "bench"),
-    "saving": ("out", "change", "save_every", "eval_every", "keep", "best", "sample_prompts"),
+    "saving": ("out", "change", "save_every", "eval_every", "keep", "best", "sample_prompts",
+               "log", "plot"),
 }
 # The flags that only --help all shows.
 RARE = {
-    "data": ("fields", "metric", "beams"),
-    "training": ("max_skipped", "kernel", "sum_dtype"),
+    "data": ("weights", "held_out", "pack", "fields", "metric", "beams"),
+    "training": ("cooldown", "decay_steps", "first_share", "final_share", "beta1", "beta2",
+                 "max_skipped", "kernel", "sum_dtype"),
     "model": ("head_dim", "norm_eps", "rope_theta", "rope_scaling", "embed_scale",
               "experts_per_token", "balance", "router_z", "published"),
     "mesh": ("chunks", "override", "fsdp_min", "step", "check", "profile"),
-    "saving": ("eval_first", "eval_tokens", "verify"),
+    "saving": ("eval_first", "eval_tokens", "sample_temperature", "verify", "save"),
     "hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
 }
 LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "

@@ -27,6 +27,7 @@ from zigzag.measure import chips
 from zigzag.parallel.attention import asked_in, describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
+from zigzag.run.loggers import Loggers
 from zigzag.run.plan import BY_HAND, JIT, Program, compiled
 from zigzag.weights import lora
 
@@ -60,6 +61,8 @@ class Task:
     predict: Callable | None = None     # (params, batch) -> outputs
     examples: Sequence = ()             # to learn from
     held_out: Sequence = ()             # to evaluate on
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: how many of these,
+                                        # in turn}: the loss of each is logged, too
     show: Callable | None = None        # the first SHOWN outputs -> a text, or texts by labels
     metric: Callable | None = None      # (outputs, held-out examples) -> numbers
     predicted: int | None = None        # how many held-out examples predict is given; None: all
@@ -76,6 +79,7 @@ class Loop:
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter              # has what is only logged: times, recent losses
     numbers: Callable               # update -> the numbers of its examples
+    log: Callable | None = None     # fit's: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
@@ -84,6 +88,18 @@ class Loop:
     evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
     outputs: Any = None             # and its predictions
     best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
+
+    @functools.cached_property
+    def loggers(self) -> Loggers:
+        """Of --log, and fit's own. They open when training begins."""
+        config, record = self.program.config, self.folder.record if self.folder else {}
+        return Loggers(config.log, config.out, self.began, record, self.log, self.reporter.line)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
+        if self.folder:
+            self.folder.write(row)
+        self.loggers.write(row)
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
@@ -121,6 +137,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
         loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
         loop.best = folder.read_best(config.best)
+        say.log_to(folder.folder / f"log-{jax.process_index()}.txt", folder.restored is not None)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
     if loop.at and "fingerprint" not in folder.record:      # (else main has said so)
@@ -132,6 +149,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for each other
     if folder:
+        folder.files.enter_context(loop.loggers)
         folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
     memory = step.memory_analysis()
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
@@ -157,8 +175,7 @@ def flush_metrics(loop: Loop) -> None:
            "tokens": tokens, "tokens_per_second": round(computed / took, 1),
            "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
            "save_seconds": round(saving, 4), **values}
-    if loop.folder:
-        loop.folder.write(row)
+    loop.write(row)
     what = "tokens"
     if plan.network is None and "tokens" not in plan.batch:
         what, computed = "examples", plan.config.batch
@@ -301,8 +318,9 @@ def describe_training(plan: Any) -> str:
     batch = f"{c.batch:,} examples"
     if tokens is not None and len(tokens.shape) == 2:
         batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
-    return (f"training {c.steps:,} steps of {batch}, {c.optimizer}, lr up to {c.lr:.3g} after "
-            f"{c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup")
+    rate = "the learning rate of fit's schedule" if plan.schedule else (
+        f"lr up to {c.lr:.3g} after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup")
+    return f"training {c.steps:,} steps of {batch}, {c.optimizer}, {rate}"
 
 
 def describe_attention(plan: Any) -> str:

@@ -8,10 +8,11 @@ texts or lists of ids. It returns a dict of numbers, means over examples (accura
 """
 
 import collections
+import functools
 import re
 from typing import Any, Callable, Iterable, Sequence
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, optional_package
 
 
 def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
@@ -42,7 +43,23 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
 def rouge(predictions: Sequence, references: Sequence) -> dict[str, float]:
     """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
     subsequence), as F1. Words are runs of letters and digits in lower case, without stemming."""
-    pairs = [(_words(p), _words(r)) for p, r in _pairs(predictions, references)]
+    return _rouge([(_words(p), _words(r)) for p, r in _pairs(predictions, references)])
+
+
+def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: words
+    of more than three letters are stemmed, by nltk."""
+    stem = functools.cache(optional_package(
+        "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)
+
+    def stems(x):
+        return [stem(w) if isinstance(x, str) and len(w) > 3 else w for w in _words(x)]
+
+    return _rouge([(stems(p), stems(r)) for p, r in _pairs(predictions, references)])
+
+
+def _rouge(pairs):
+    """ROUGE of pairs of lists of words."""
 
     def ngram_f1(p, r, n):
         p, r = (collections.Counter(zip(*(words[i:] for i in range(n)))) for words in (p, r))
@@ -54,7 +71,8 @@ def rouge(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 # The choices of --metric.
-TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge, "f1": f1}
+TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge,
+                                      "rouge_stemmed": rouge_stemmed, "f1": f1}
 
 
 def names(metric: str) -> tuple[str, ...]:

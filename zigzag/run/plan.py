@@ -43,6 +43,7 @@ from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.run.checks import check_batch, check_overrides
+from zigzag.run.schedules import check_given
 from zigzag.weights import lora
 
 # The names in a step's line of metrics.jsonl.
@@ -75,6 +76,7 @@ class Plan:
     dtype: str              # the precision in which the loss is computed
     accumulate: int         # the number of micro-batches in a batch
     names: set[str]         # the functions of shard.py that the loss calls
+    schedule: Any = None    # update -> learning rate, if fit was given one
 
     @property
     def sizes(self) -> Any:
@@ -253,12 +255,15 @@ def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool,
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-              network: Any = None) -> Plan:
+              network: Any = None, schedule: Callable | None = None) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
-    the network whose own loss this is; None: a custom loss."""
+    the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
+    None: the configuration's."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
+    if schedule:
+        check_given(schedule)
     if config.lora_rank:
         init = _with_frozen(init, config.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
@@ -287,7 +292,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names)
+                config.dtype, config.accumulate, names, schedule)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)

@@ -190,7 +190,7 @@ WORDS = {"block_size": "--seq_len", "context_length": "--seq_len", "n_layer": "-
 
 @pytest.mark.parametrize("main, words, says", [
     *((train.main, [f"--{word}", 1], f"did you mean {flag}?") for word, flag in WORDS.items()),
-    (train.main, ["--resume"], "--out RUN alone"), (train.main, ["--epochs", 3], "--steps"),
+    (train.main, ["--resume"], "--out RUN alone"), (train.main, ["--max_epochs", 3], "--epochs"),
     (train.main, ["--wandb"], "metrics.jsonl"), (train.main, ["--device", "cpu"], "JAX_PLATFORMS"),
     (train.main, ["--fsdp", 2], "--mesh fsdp=N"), (train.main, ["--warmpu", 2], "--warmup"),
     (sample.main, ["--max_new_tokens", 9], "--tokens?"),

@@ -66,6 +66,28 @@ def test_only_process_0_prints(capsys):
     assert not capsys.readouterr().out
 
 
+def test_each_process_keeps_its_lines_in_a_file(capsys, tmp_path):
+    """A file without the first lines, or with the thousand that a terminal overwrites; a file that
+    a continued run begins anew; no file of a process that prints nothing."""
+    row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    for start, goes_on in enumerate((False, True)):
+        reporter = report.Reporter(steps=100)
+        reporter.is_quiet, reporter.is_terminal = start == 0, start == 1
+        reporter.line(f"start {start}")
+        reporter.log_to(tmp_path / "log-0.txt", goes_on)
+        for at in range(1, 8):
+            reporter.step({**row, "step": at}, 0.5, 10)
+    text = (tmp_path / "log-0.txt").read_text()
+    said = capsys.readouterr().out
+    assert "start 1" in said and "start 0" not in said
+    for part, start in zip(text.split("\n\n"), (0, 1), strict=True):
+        time, first, *steps = part.splitlines()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) and first == f"start {start}"
+        assert [re.match(r"step +(\d+)/100  loss", line)[1] for line in steps] == ["1", "5"]
+    reporter.log_to(tmp_path / "log-0.txt", False)
+    assert "start 0" not in (tmp_path / "log-0.txt").read_text()
+
+
 def test_the_options_are_those_that_somebody_has_changed():
     """A start of seventeen lines for a command with three flags; an option that was given and is
     not shown; a derived option that is shown as if it had been given."""

@@ -9,6 +9,8 @@ import pytest
 import data
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
+from zigzag.disk.reading import find
+from zigzag.disk.tokenizers import is_tenth
 from zigzag.generate import chat
 from zigzag.tests.common import peer, published_files
 
@@ -140,13 +142,12 @@ def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
     for path in folder.iterdir():
         path.unlink()
     corpus = data.Corpus(tmp_path / "d")
-    first = next(path for name, path in data.documents([str(text)]) if not data._held_out(name))
-    ids = corpus.tokenizer.encode(first.read_text())
+    learned = [file for file in find([str(text)]).files if not is_tenth(file.name)]
+    ids = corpus.tokenizer.encode(open(learned[0].path).read())
     assert corpus.train[0] == corpus.tokenizer.separator == 0
     np.testing.assert_array_equal(corpus.train[1:1 + len(ids)], ids)
     split = corpus.record["train"]
-    assert split["bytes"] == sum(path.stat().st_size for name, path in data.documents([str(text)])
-                                 if not data._held_out(name))
+    assert split["bytes"] == sum(file.size for file in learned)
     assert split["documents"] == (corpus.train == 0).sum()
     (tmp_path / "d" / "tokenizer.json").write_text((tmp_path / "d" / "tokenizer.json").read_text()
                                                    + " ")

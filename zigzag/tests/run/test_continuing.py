@@ -32,8 +32,9 @@ def record_of(run):
 def text_of(config, run):
     """The text on which a run trains."""
     record = record_of(run)
-    with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, corpus):
+    with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, sources):
         assert found == {name: record[name] for name in found}
+        corpus, = sources.corpora
         ids = np.concatenate([corpus.train, corpus.held_out]).tolist()
         return corpus.tokenizer.decode(ids).strip()
 
@@ -62,11 +63,36 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     rows = {row["step"]: row for row in map(json.loads, open(run / "metrics.jsonl"))
             if "loss" in row}
     assert list(rows) == [1, 2, 3, 4, 5, 6]
+    held = f"{rows[4]['lr']:.1e}"
     assert lines[1].startswith(
-        f"schedule steps 4 -> 6: the learning rate was {rows[4]['lr']:.1e} at step 4 and will be "
-        f"{rows[5]['lr']:.1e} at step 5; ") and "--change lr" in lines[1]
+        f"schedule steps 4 -> 6, decay_steps 0 -> 4: the learning rate was {held} at step 4 and "
+        f"will be {held} at step 5; it stays there, because the decay has ended: --change decay "
+        f"spreads it over all 6 steps") and "--change lr" in lines[1]
     differs = {name for name in was if was[name] != now[name]}
-    assert differs == {"steps", "out"} and was.keys() == now.keys()
+    assert differs == {"steps", "out", "decay_steps"} and was.keys() == now.keys()
+    go("--out", run, "--steps", 9, "--change", "decay")
+    lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
+        run / "metrics.jsonl"))]
+    rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
+    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; the decay ends at step 9" \
+        in lines[1] and float(rates[6]) > float(rates[5])
+    assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> 0,") for line in lines)
+    log = (run / "log-0.txt").read_text()
+    assert log.count("\ncontinuing ") == 2 and "\n".join(lines) in log, "what it printed"
+
+
+def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
+    """Epochs that a continued run ignores; a record of fewer steps than the run has made."""
+    config = train.old_config(str(run))
+    with train.opened_data(config, None, run, 1) as (_, make_task, *_):
+        count = len(make_task().examples)
+    go("--out", run, "--epochs", 6 * 4 / count)
+    assert record_of(run)["steps"] == 6 and "epochs" not in record_of(run)
+    assert "at step 4 of 6" in capsys.readouterr().out
+    before = record_of(run)
+    with pytest.raises(ConfigError, match="--epochs: 5 steps, and --out .* is at step 6 already"):
+        go("--out", run, "--epochs", 5 * 4 / count)
+    assert record_of(run) == before
 
 
 def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):

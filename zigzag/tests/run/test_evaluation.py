@@ -8,7 +8,9 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +18,19 @@ import numpy as np
 import pytest
 
 import data
+import model
 import networks
 import sample
 import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk.checkpoint import best_step, run_steps
+from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import evaluation, metrics
 from zigzag.run.evaluation import predict_all
 from zigzag.tests.common import (
+    ROOT,
     SMALL,
     TINY,
     command,
@@ -35,6 +40,7 @@ from zigzag.tests.common import (
     learn,
     make,
     net,
+    peer,
     program_of,
     refused,
     run_of,
@@ -353,11 +359,12 @@ def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
     with opened as corpus:
         held_out = train.language_task(config, corpus).held_out
-        assert len(held_out) == 4 < held_out.total
-        where = [i * held_out.total // 4 * 16 for i in range(4)]
-        assert max(where) > len(corpus.held_out) / 2
+        windows, (whole,) = held_out.examples, corpus.corpora
+        assert len(held_out) == 4 < len(windows)
+        where = [i * len(windows) // 4 * 16 for i in range(4)]
+        assert max(where) > len(whole.held_out) / 2
         for i, start in enumerate(where):
-            np.testing.assert_array_equal(held_out[i], corpus.held_out[start:start + 17])
+            np.testing.assert_array_equal(held_out[i], whole.held_out[start:start + 17])
 
 
 # -------------------------------------------------------------------------------------------
@@ -407,6 +414,28 @@ def test_rouge_is_that_of_a_brute_force():
     assert ids == {"rouge1": 1, "rouge2": 0, "rougeL": 0.75}
 
 
+def test_rouge_is_that_of_rouge_score():
+    """Stems of words of three letters, which rouge_score leaves as they are; another stemmer than
+    its own; ids that are stemmed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nltk.stem.porter", None)
+        with pytest.raises(ConfigError, match="--metric rouge_stemmed needs the package nltk: pip"):
+            metrics.names("rouge_stemmed")
+    theirs = peer("rouge_score.rouge_scorer").RougeScorer
+    rng = np.random.default_rng(0)
+    words = re.findall(r"[A-Za-z]+", (ROOT / "README.md").read_text()) + ["was", "news", "dying"]
+    texts = [("", "x"), ("...", "?"), ("a_b c-d 3.5%", "A B C D 3 5"), ("it's as was", "its a wa")]
+    texts += [["".join(word + rng.choice([" ", "s, ", "ing\n", "ed-", "ly. "]) for word in
+                       rng.choice(some, rng.integers(0, 20))) for _ in range(2)]
+              for some in rng.choice(words, (200, 9))]
+    for stems, ours in ((False, metrics.rouge), (True, metrics.rouge_stemmed)):
+        scorer = theirs(["rouge1", "rouge2", "rougeL"], use_stemmer=stems)
+        for p, r in texts:
+            want = {name: score.fmeasure for name, score in scorer.score(r, p).items()}
+            assert ours([p], [r]) == pytest.approx(want), (p, r)
+    assert metrics.rouge_stemmed([[1, 22222]], [[22222, 1]])["rouge1"] == 1
+
+
 def test_metrics_by_hand():
     """An empty text that counts as right, or divides by zero; words in another order; one character
     of a text for an id."""
@@ -417,7 +446,7 @@ def test_metrics_by_hand():
         "exact": 0.5}
     assert metrics.accuracy(np.array([1, 2, 3]), [1, 0, 3]) == {"accuracy": pytest.approx(2 / 3)}
     assert metrics.accuracy([[1, 2], [3]], [[1, 9], [3, 4]]) == {"accuracy": 0.5}
-    assert [metrics.names(name) for name in metrics.TEXT_METRICS] == [
+    assert [metrics.names(name) for name in ("exact", "rouge", "f1")] == [
         ("exact",), ("rouge1", "rouge2", "rougeL"), ("f1",)]
     with pytest.raises(ConfigError, match="1 predictions and 2 references"):
         metrics.exact(["a"], ["a", "b"])
@@ -491,12 +520,13 @@ def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_
 
 def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
     """Other numbers in training; a second line for an evaluated step in a continued run; losses
-    that are missing from the next evaluation's mean."""
+    that are missing from the next evaluation's mean; no checkpoint of the weights evaluated."""
     losses = []
     for first in (False, True):
         out = tmp_path / f"run{first}"
-        config = make(steps=6, eval_every=5, save_every=2, out=str(out), eval_first=first)
+        config = make(steps=6, eval_every=5, save_every=2, keep=9, out=str(out), eval_first=first)
         learn(config, **OWN)
+        assert run_steps(out) == ([6, 4, 2, 0] if first else [6, 4, 2]), "the first state, too"
         for lost in ("checkpoints", "checkpoints/6") if first else ():
             shutil.rmtree(out / lost)       # it resumes between two evaluations
             learn(config, **OWN)
@@ -531,9 +561,9 @@ def test_kills_leave_the_best_checkpoint(tmp_path, text):
 # The command line: pairs, prompts
 
 @pytest.mark.slow
-def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
+def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
     """The command line's own way from a line of JSON to a metric, its best checkpoint, and answers
-    to prompts."""
+    to prompts; a metric whose package is found missing only at the first evaluation."""
     digits, out = digit_pairs(tmp_path / "digits.jsonl", 300), tmp_path / "out"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "123"}\n\n{"prompt": "9"}\n')
     words = ("--model", "transformer", "--encoder_layers", 1, "--source_len", 12, "--data", digits,
@@ -555,7 +585,11 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
     assert samples[-2]["text"] == data.Bytes().decode(cut_at_end([256], answer))
     assert f"    source | 123\n    answer | {samples[-2]['text'][:4]}" in done.stdout
     other = tmp_path / "other"
-    for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or f1"),
+    monkeypatch.setitem(sys.modules, "nltk.stem.porter", None)
+    for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or "
+                        "rouge_stemmed or f1; did you mean 'rouge'?"),
+                       (("--metric", "rouge_stemmed", "--eval_first", "false", "--eval_every", 4),
+                        "--metric rouge_stemmed needs the package nltk: pip install nltk"),
                        (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1"),
                        (("--best", "largest:exact"), "the numbers eval_loss")):
         assert says in refused(capsys, *words, "--out", other, *more)
@@ -565,7 +599,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys):
 def corpus_of(tmp_path, text, **changes):
     """A configuration and a corpus for language_task."""
     config = run_of(**{**TINY, "vocab_size": 257, "data": (str(text),), **changes})
-    return config, data.opened(config.data, tmp_path / "run", 0, None)
+    return config, opened_sources(config.data, False, (), tmp_path / "run")
 
 
 @pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), slow("")])
@@ -592,6 +626,25 @@ def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
         data.Bytes().prompt(s["prompt"])[-8:] for s in samples[3:]], config, 9, 0.8)
     assert [s["text"] for s in samples[3:]] == [
         data.Bytes().decode(cut_at_end([256], new)) for new in ids]
+
+
+def test_samples_have_their_own_temperature(tmp_path, text, capsys):
+    """A temperature that does not reach the samples, or not the window that is shown."""
+    (tmp_path / "prompts.txt").write_text("17 and")
+    ids = data.Bytes().prompt("17 and")
+    config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0,
+                               sample_prompts=str(tmp_path / "prompts.txt"))
+    with opened as corpus:
+        task = train.language_task(config, corpus)
+    params = model.init(config.network, jax.random.key(0))
+    found = [task.samples.predict(params, task.samples.collate(task.samples.prompts))[0, :6],
+             task.predict(params, {"tokens": np.array([ids])})[0, 4:10]]
+    want = sample.generate(params, [ids, ids[:4]], config.network, 6, temperature=0)
+    assert [row.tolist() for row in found] == want
+    assert "--sample_temperature -1" in refused(capsys, "--sample_temperature", -1)
+    assert "--sample_temperature 0.5: is for a decoder" in refused(
+        capsys, "--sample_temperature", 0.5, "--model", "transformer", "--encoder_layers", 1,
+        "--source_len", 8, "--out", tmp_path / "out", "--data", text)
 
 
 def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):

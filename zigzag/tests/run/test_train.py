@@ -66,7 +66,8 @@ def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone
 def test_adamw_schedule_and_clipping_equal_optax():
     """An update that differs from optax's, or a rate in the metrics that was not applied. (In
     float64: Adam divides by the size of a gradient, and makes a full step of a rounding error.)"""
-    config = make(clip=0.5, steps=12, warmup=4)
+    config = make(clip=0.5, steps=12, warmup=4, beta1=0.8, beta2=0.97)
+    assert (make().beta1, make().beta2) == (0.9, 0.95)
     rows, result = learn(config)
     rate = optax.warmup_cosine_decay_schedule(config.lr / 4, config.lr, 3, 11, config.lr / 50)
 
@@ -75,7 +76,7 @@ def test_adamw_schedule_and_clipping_equal_optax():
             lambda path, _: "norm" not in jax.tree_util.keystr(path), p)
 
     rule = optax.chain(optax.clip_by_global_norm(0.5),
-                       optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices))
+                       optax.adamw(rate, b1=0.8, b2=0.97, weight_decay=0.1, mask=matrices))
     params = net.init(config, jax.random.key(0))
     state, examples = rule.init(params), tokens_of(config)
 

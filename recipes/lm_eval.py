@@ -1,0 +1,128 @@
+"""The tasks of EleutherAI's lm_eval (pip install lm_eval), with a run or a published model.
+
+    python recipes/lm_eval.py --model smollm2 --tasks hellaswag,arc_easy
+    python recipes/lm_eval.py --run out --shards 2 --tasks lambada_openai --limit 100
+
+--model, --run, --checkpoint, --shards and --mesh are sample.py's. All other flags go to lm_eval's
+own command. (A row with the ids to score fits into seq_len. So the context is one token shorter
+than that of lm_eval's model hf.)
+"""
+
+import sys
+
+if __name__ == "__main__":
+    import importlib.util
+    import os
+
+    # This file has the package's name, so its folder must not be searched; its parent has sample.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if importlib.util.find_spec("lm_eval") is None:
+        print("error: recipes/lm_eval.py needs the package lm_eval: pip install lm_eval",
+              file=sys.stderr)
+        sys.exit(2)
+
+import argparse
+import functools
+import itertools
+import json
+
+from lm_eval import utils
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+import sample
+
+# The flags of sample.py that say which model, and those that its tasks may set.
+FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@register_model("zigzag")
+class Zigzag(TemplateLM):
+    """A decoder as lm_eval calls one. `flags` are those of sample.py's Config."""
+
+    def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
+                 device: str | None = None, **flags):
+        super().__init__()
+        self.params, self.config, self.tokenizer = sample.load_model(sample.Config(**flags))
+        self.batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
+        self.max_length = self.config.seq_len - 1
+        self.score = functools.partial(sample.score, self.params, config=self.config,
+                                       batch=self.batch, likeliest=True)
+
+    @property
+    def eot_token_id(self):
+        return self.tokenizer.ends[0]
+
+    @property
+    def prefix_token_id(self):
+        return self.tokenizer.separator
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        encode = self.tokenizer.encode if add_special_tokens is False else self.tokenizer.prompt
+        return [int(i) for i in encode(string)]
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
+        """(log-probability, whether greedy decoding gives it) of each continuation. Requests are
+        (texts, ids of the context, ids of the continuation)."""
+        rows = [context + ids for _, context, ids in requests]
+        order = sorted(range(len(rows)), key=lambda n: len(rows[n]))    # (little padding)
+        found = {}
+        for some in self._batches(order, disable_tqdm):
+            scores = self.score([rows[n] for n in some], given=[len(requests[n][1]) for n in some])
+            found |= {n: (total, count == best) for n, (total, count, best) in zip(some, scores)}
+        return [found[n] for n in range(len(rows))]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """The log-probability of each text, in windows as lm_eval cuts them."""
+        windows = [(number, (None, *utils.make_disjoint_window(window)))
+                   for number, request in enumerate(requests)
+                   for window in utils.get_rolling_token_windows(
+                       self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)]
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm)
+        for (number, _), (total, _) in zip(windows, scores):
+            totals[number] += total
+        return totals
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """The text that follows each prompt, up to the first of its stop texts."""
+        texts = []
+        for options, group in itertools.groupby(
+                (request.args for request in requests), key=lambda pair: pair[1]):
+            prompts = [prompt for prompt, _ in group]
+            for some in self._batches(prompts, disable_tqdm):
+                texts += self._generate(some, normalize_gen_kwargs(options))
+        return texts
+
+    def _generate(self, prompts, options):
+        tokens, until = options["max_gen_toks"], options["until"]
+        options.setdefault("temperature", 1.0 if options["do_sample"] else 0.0)
+        rows = [self.tok_encode(prompt)[-max(1, self.max_length - tokens):] for prompt in prompts]
+        found = sample.generate(
+            self.params, rows, self.config, tokens=tokens, tokenizer=self.tokenizer,
+            stop=[*filter(None, until), *self.tokenizer.ends],
+            **{name: options[name] for name in SAMPLING if name in options})
+        return [functools.reduce(lambda text, end: text.split(end)[0], filter(None, until), text)
+                for text in map(self.tokenizer.decode, found)]
+
+    def _batches(self, items, disable_tqdm):
+        for first in tqdm(range(0, len(items), self.batch), disable=disable_tqdm):
+            yield items[first:first + self.batch]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, kind in FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS)
+    flags, others = parser.parse_known_args(argv)
+    sys.argv[1:] = ["--model", "zigzag", "--model_args", json.dumps(vars(flags)),
+                    "--batch_size", "8", *others]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    sample.run_main(main)

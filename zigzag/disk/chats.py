@@ -1,0 +1,217 @@
+"""Conversations: messages to text by a published model's chat template, and to ids of which the
+answers are learned.
+
+    chat_template.jinja, or chat_template in tokenizer_config.json (one, or several with names)
+
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}
+    {"prompt": "2 + 2 =", "completion": " 4"}
+
+Learned are the parts of the text that the template marks with {% generation %}, or, if it marks
+none, what each message of the assistant adds to the text before it; and completions.
+
+A template is a program from the model's folder. It runs in jinja2's sandbox, with the functions
+that transformers provides. (The sandbox does not limit time or memory.)
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
+from zigzag.disk.tokenizers import Tokenizer, read_record
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+# Characters for private use, which mark what is learned while a template is rendered.
+BEGIN, END = "\ue0f0", "\ue0f1"
+
+
+class Template:
+    """The chat template in a tokenizer's folder."""
+
+    def __init__(self, folder: str | Path, name: str = "default"):
+        self.folder = Path(folder)
+        config = read_record(self.folder / "tokenizer_config.json")
+        special = {**read_record(self.folder / "special_tokens_map.json"), **config}
+        self.special = {name: token["content"] if isinstance(token, dict) and "content" in token
+                        else token for name, token in special.items()
+                        if name.endswith("_token") and token is not None}
+        jinja2 = optional_package("jinja2", "a chat template")
+        self.text = _template_of(self.folder, config, name)
+        self.environments = [_environment(jinja2, marks) for marks in (False, True)]
+        self.compiled = {}
+
+    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False,
+               marks: bool = False, **more: Any) -> str:
+        """The text of a conversation. With `marks`, what the assistant wrote stands between BEGIN
+        and END, if the template says so. `more` is passed to the template (tools)."""
+        try:
+            if marks not in self.compiled:
+                self.compiled[marks] = self.environments[marks].from_string(self.text)
+            text = self.compiled[marks].render(**{
+                "tools": None, "documents": None, **self.special, "messages": messages,
+                "add_generation_prompt": add_generation_prompt, **more})
+            text.encode()       # (fails on lone surrogates)
+            return text
+        except Exception as e:  # (a template can raise anything)
+            raise ConfigError(f"{self.folder}: its chat template refuses these messages "
+                              f"({one_line(e)})") from None
+
+    def learned(self, messages: Sequence[dict[str, Any]], **more: Any
+                ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and which parts of it, from character to character, are
+        learned."""
+        text = self.render(messages, **more)
+        if BEGIN in text or END in text:
+            raise ConfigError("a message has a character for private use (U+E0F0 or U+E0F1)")
+        marked = self.render(messages, marks=True, **more)
+        if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
+            return text, _spans(marked)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True, **more)
+            after = self.render(messages[:i + 1], **more)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ConfigError("the chat template changes earlier turns (or an answer's "
+                                  "beginning) when a turn is added, and marks no answers with "
+                                  "{% generation %}: give each conversation one answer, its last "
+                                  "message")
+            spans.append((len(before), len(after)))
+        return text, spans
+
+
+def _spans(marked):
+    spans, at = [], 0
+    for part in marked.split(BEGIN):
+        inside, end, after = part.partition(END)
+        if end:
+            spans.append((at, at + len(inside)))
+        at += len(inside) + len(after)
+    return spans
+
+
+def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer
+                ) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which of them are learned) of a conversation."""
+    more = {name: record[name] for name in ("tools",) if record.get(name)}
+    text, spans = template.learned(record["messages"], **more)
+    ids, begins, ends = tokenizer.with_places(text)
+    learned = np.zeros(len(ids), bool)
+    for begin, end in spans:
+        learned |= (begins < end) & (ends > begin)
+    return ids, learned
+
+
+def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
+                      ) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which of them are learned) of a prompt, its completion and the id that ends a text."""
+    prompt = tokenizer.prompt(record["prompt"])
+    both = tokenizer.prompt(record["prompt"] + record["completion"])
+    new = both[len(prompt):]
+    if both[:len(prompt)] != prompt:        # (an id that crosses the border)
+        new = tokenizer.encode(record["completion"]).tolist()
+    ids = np.array([*prompt, *new, *tokenizer.ends[:1]], np.int64)
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
+# -------------------------------------------------------------------------------------------
+# Lines of JSON
+
+def form_of(record: dict[str, Any], field: str) -> str:
+    """What a line of JSON is: text, messages, completion or preference."""
+    if field in record:
+        return "text"
+    if "messages" in record:
+        return "messages"
+    if "prompt" in record and "completion" in record:
+        return "completion"
+    return "preference" if {"prompt", "chosen", "rejected"} <= record.keys() else "text"
+
+
+def check_record(record: dict[str, Any], form: str) -> str:
+    """What is wrong with a line of this form; '' if it is right."""
+    if form == "completion":
+        wrong = [name for name in ("prompt", "completion") if not _is_text(record.get(name))]
+        return f"{wrong[0]!r} is not a text" if wrong else ""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "no list of messages"
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "a message without a role"
+        if message["role"] not in ROLES:
+            return (f"the role {message['role']!r:.40}; expected {', '.join(ROLES)}"
+                    + did_you_mean(message["role"], ROLES))
+        if not _is_text(message.get("content", "")) and not message.get("tool_calls"):
+            return "a message whose content is not a text"
+    if not any(message["role"] == "assistant" for message in messages):
+        return "no answer of the assistant"
+    return ""
+
+
+def _is_text(x):
+    try:
+        return isinstance(x, str) and x.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+# -------------------------------------------------------------------------------------------
+
+def has_template(folder: Path | None) -> bool:
+    """Whether a tokenizer's folder has a chat template. (Bytes have no folder.)"""
+    return folder is not None and ((folder / "chat_template.jinja").is_file() or bool(
+        read_record(folder / "tokenizer_config.json").get("chat_template")))
+
+
+def _template_of(folder, config, name):
+    path, found = folder / "chat_template.jinja", config.get("chat_template")
+    if isinstance(found, list):
+        found = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
+    else:
+        found = {"default": found} if found else {}
+    if path.is_file():
+        found["default"] = path.read_text(encoding="utf-8", errors="replace")
+    if not isinstance(found.get(name), str):
+        raise ConfigError(f"{folder}: no chat template {name!r}" + (
+            f"; there are {', '.join(map(str, found))}{did_you_mean(name, map(str, found))}"
+            if found else " (in chat_template.jinja, or tokenizer_config.json)"))
+    return found[name]
+
+
+def _environment(jinja2, marks):
+    """A jinja2 environment like the one in which transformers compiles templates."""
+    sandbox = optional_package("jinja2.sandbox", "a chat template")
+
+    class Generation(optional_package("jinja2.ext", "a chat template").Extension):
+        """{% generation %} stands around text of the assistant."""
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            if marks:
+                begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)])
+                              for mark in (BEGIN, END))
+                body = [begin, *body, end]
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form):
+        return datetime.datetime.now().strftime(form)
+
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment

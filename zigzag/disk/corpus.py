@@ -1,0 +1,354 @@
+"""A corpus: the folder of tokens that data.py makes of text, and what --data opens.
+
+    prepare     text to a folder
+    Corpus      such a folder
+    opened      the corpus of a path: a folder, or text, which is encoded into the run's folder
+    Sources     the corpora of a run: one, or several to mix, and a validation set
+
+    data.json   what the folder has: the tokenizer's kind and digest, counts, what was skipped
+    train.bin   tokens, uint16 (uint32 above 65,536 ids)      train.docs    where documents begin
+    held_out.bin, held_out.docs                               *.learned     1: a target (answers)
+
+This file needs numpy, not jax.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.files import appears, sha256, write_json
+from zigzag.disk.encoding import begin_folder, encode_files, new_pieces
+from zigzag.disk.output import SPLITS, Output
+from zigzag.disk.packing import Documents
+from zigzag.disk.reading import Options, counted, find, form_of_files, library_sources
+from zigzag.disk.token_files import TokenFiles, is_token_files
+from zigzag.disk.tokenizers import KINDS, Bytes, Ids, Tokenizer, copy_files
+
+
+def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
+            tokenizer: Tokenizer | None = None, flag: str = "--data",
+            options: Options = Options(), cores: int = 0) -> "Corpus":
+    """Encode the text of the paths (none: the source of Python's library) into `out`: with the
+    tokenizer given, with a new one of vocab_size pieces, or as bytes. data.json is written last, so
+    a folder that has it is complete. One that was interrupted goes on where it was. Returns the
+    Corpus."""
+    out, begun = Path(out), time.monotonic()
+    if (out / "data.json").exists():
+        raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
+    found = find(paths, flag, out, options) if paths else library_sources()
+    options = dataclasses.replace(options, form=form_of_files(found.files, options.field))
+    settings = begin_folder(out, found.files, options, vocab_size, tokenizer)
+    if vocab_size:
+        tokenizer = new_pieces(out, vocab_size, found.files, options)
+    elif tokenizer:
+        copy_files(tokenizer, out)
+        tokenizer = tokenizer if tokenizer.kind == "bytes" else KINDS[tokenizer.kind](
+            out / tokenizer.file)
+    else:
+        tokenizer = Bytes()
+    output = Output(out, tokenizer, settings)
+    encode_files(found.files, tokenizer, options, output, cores)
+    if not sum(output.state["documents"]):
+        name = " ".join([flag, *map(str, paths)]).strip()
+        raise ConfigError(f"{name}: no text in it that can be "
+                          f"read; " + "; ".join(m for _, m in output.state["problems"].values()))
+    record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
+              "dtype": output.dtype.name, **output.finish(),
+              "files": len(found.files), "skipped": found.skipped}
+    for split in SPLITS:
+        record[split]["digest"] = sha256(out / f"{split}.bin")
+    write_json(out / "data.json", {**record, "seconds": round(time.monotonic() - begun, 1)})
+    output.clean()
+    return Corpus(out)
+
+
+def _changed(path, digest):
+    """Whether a file differs from the one with this digest ('': nothing to compare with)."""
+    return bool(digest) and sha256(path) != digest
+
+
+def _map(path, dtype):
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
+                          f"tokens")
+    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+
+
+class Corpus:
+    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        try:
+            self.record = json.loads((self.folder / "data.json").read_text())
+            for split in SPLITS:
+                file, wanted = self.folder / f"{split}.bin", self.record[split]
+                tokens = _map(file, np.dtype(self.record["dtype"]))
+                if len(tokens) != wanted["tokens"]:
+                    raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
+                                      f"{wanted['tokens']}")
+                if _changed(file, wanted.get("digest")):
+                    raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
+                                      f"or is damaged; make the folder again")
+                setattr(self, split, tokens)
+            self.fingerprint = self.record["train"].get("digest") or self.record["train"]["sha256"]
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
+            raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
+        self.tokenizer = tokenizer_of(self.folder, self.record)
+
+    def documents(self, split: str) -> Documents:
+        """The documents of a split, for --pack documents."""
+        folder, learned = self.folder, None
+        if not (folder / f"{split}.docs").exists():
+            raise ConfigError(f"{folder} was made by an earlier version, which did not note where "
+                              f"documents begin; make it again, or give --pack stream")
+        if "learned" in self.record[split]:
+            learned = _map(folder / f"{split}.learned", np.dtype("uint8"))
+        starts = _map(folder / f"{split}.docs", np.dtype("uint64"))
+        if len(starts) != self.record[split]["documents"] or (
+                learned is not None and len(learned) != self.record[split]["tokens"]):
+            raise ConfigError(f"{folder}: {split}.docs or {split}.learned is not what data.json "
+                              f"says; make the folder again")
+        return Documents(getattr(self, split), starts, self.tokenizer.ends[0], learned,
+                         self.tokenizer.vocab_size)
+
+    @property
+    def is_learned_in_part(self) -> bool:
+        """Whether only some tokens are targets: conversations, or prompts and completions."""
+        return "learned" in self.record["train"]
+
+    def __repr__(self) -> str:
+        r = self.record
+        kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
+        return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
+                f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}"
+                + _skipped_text(r))
+
+
+def _skipped_text(record):
+    """What was left out, as the end of a line. (`summary` says where.)"""
+    counts = {**record.get("skipped", {}), **{
+        kind: count for kind, (count, _) in record.get("problems", {}).items()}}
+    return f"; skipped {counted(counts)}" if counts else ""
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
+    if tokenizer.kind in ("bytes", "ids"):
+        return {"tokenizer": tokenizer.kind}
+    digest = sha256(tokenizer.path)
+    return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
+
+
+def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a prepared folder or a run, checked against its record."""
+    if record["tokenizer"] == "bytes":
+        return Bytes()
+    if record["tokenizer"] == "ids":
+        return Ids(record["vocab_size"])
+    kind = KINDS.get(record["tokenizer"])
+    if kind is None:
+        raise ConfigError(f"{folder}: its tokenizer is of the kind {record['tokenizer']!r}; "
+                          f"expected bytes, {', '.join(KINDS)}")
+    # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
+    path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
+                 if path.exists()), folder / kind.file)
+    if path.exists() and _changed(path, record.get("tokenizer_sha256")):
+        raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
+                          f"changed, or is damaged")
+    return kind(path)
+
+
+@contextlib.contextmanager
+def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
+           fingerprint: str = "", changes: bool = False, vocab_size: int = 0, name: str = "data",
+           flag: str = "--data") -> Iterator["Corpus | TokenFiles"]:
+    """The corpus behind --data (or `flag`). A folder made by data.py, and token files (of
+    `vocab_size` ids) are used as they are. Text is encoded with the tokenizer (None: as bytes) into
+    the folder `name` of the run, when the run begins or when it `changes` its data; the result is
+    kept only if the body of the `with` passes, so that a run that is refused leaves nothing behind.
+    A run that continues uses the corpus it has, with this fingerprint. ready > 0: process 0 has
+    made the corpus, and it must appear within `ready` seconds."""
+    given = path[0] if len(path) == 1 else ""
+    if given and (Path(given) / "progress.json").exists() and not (
+            Path(given) / "data.json").exists():
+        raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
+                          f"data.py again")
+    if given and is_token_files(given):
+        files = TokenFiles(given, vocab_size, tokenizer, flag)
+        yield files
+        if not ready and files.tokenizer.kind not in ("bytes", "ids"):
+            _keep_tokenizer(files.tokenizer, run)
+    elif given and (Path(given) / "data.json").exists():
+        corpus = Corpus(given)
+        yield corpus
+        if not ready and corpus.tokenizer.kind != "bytes":
+            _keep_tokenizer(corpus.tokenizer, run)
+    else:
+        changed = run / f"{name}-{fingerprint[:12]}"
+        made = changed if changes and ready or (changed / "data.json").exists() else run / name
+        if changes and ready and _digest(run / name) == fingerprint:    # (the text is as before)
+            made = run / name
+        if ready and not appears((made / "data.json").exists, run, ready):
+            raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
+                              f"give a folder that every process sees")
+        if ready or (run / "config.json").exists() and (
+                made / "data.json").exists() and not changes:
+            yield Corpus(made)
+        else:
+            with _encoded(path, run, tokenizer, fingerprint, changes, made, flag) as corpus:
+                yield corpus
+
+
+@contextlib.contextmanager
+def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
+    """The corpus of text, encoded beside `made`, and put there if the body of the `with` passes."""
+    name = made.name.partition("-")[0]
+    part, new = run / f"{name}.part", not run.exists()
+    if tokenizer and tokenizer.kind == "ids":
+        raise ConfigError(f"{flag} {' '.join(paths)}: text, beside token files without a "
+                          f"tokenizer; give token files")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        yield corpus
+        if changes:         # (until config.json says otherwise, the old data stays in use)
+            made = run / f"{name}-{corpus.fingerprint[:12]}"
+        if corpus.fingerprint != fingerprint:
+            shutil.rmtree(made, ignore_errors=True)
+            os.replace(part, made)
+            corpus.folder = made
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):
+                run.rmdir()                 # (only if it is empty)
+
+
+def _digest(folder):
+    """The digest of a corpus' tokens; '' if there is no corpus."""
+    try:
+        return json.loads((folder / "data.json").read_text())["train"]["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _keep_tokenizer(tokenizer, run):
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        copy_files(tokenizer, run)
+    except OSError as e:
+        raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
+
+
+class Sources:
+    """The corpora that a run learns from, and the one it is evaluated on, if that is another."""
+
+    def __init__(self, corpora: Sequence["Corpus | TokenFiles"], names: Sequence[str],
+                 held_out: "Corpus | TokenFiles | None" = None):
+        self.corpora, self.names, self.held_out = corpora, names, held_out
+        first = corpora[0]
+        everything = [*corpora, *([held_out] if held_out else [])]
+        self.tokenizer, self.record = first.tokenizer, first.record
+        for corpus in everything[1:]:
+            if _vocabulary(corpus) != _vocabulary(first):
+                raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
+                                  f"({corpus.tokenizer.kind} of {corpus.tokenizer.vocab_size}, "
+                                  f"{first.tokenizer.kind} of {first.tokenizer.vocab_size}): "
+                                  f"encode both with one tokenizer (data.py --tokenizer)")
+        # What is evaluated: {name of a number: [(corpus, split), ...]}.
+        self.evaluated = {"": [(held_out, split) for split in SPLITS if len(
+            getattr(held_out, split)) > 1]} if held_out else {
+            name if len(corpora) > 1 else "": [(corpus, "held_out")]
+            for name, corpus in zip(names, corpora)}
+        self.fingerprint = first.fingerprint
+        if len(everything) > 1:
+            self.fingerprint = hashlib.sha256(" ".join(
+                corpus.fingerprint for corpus in everything).encode()).hexdigest()
+
+    @property
+    def bytes_per_spelled(self) -> float:
+        """The bytes of text per byte that its ids spell: 1, unless the tokenizer leaves out or
+        changes some of the text."""
+        records = [corpus.record[split] for parts in self.evaluated.values()
+                   for corpus, split in parts if "spelled" in corpus.record.get(split, {})]
+        spelled = sum(record["spelled"] for record in records)
+        return sum(record["bytes"] for record in records) / spelled if spelled else 1.0
+
+    @property
+    def is_learned_in_part(self) -> bool:
+        return any(corpus.is_learned_in_part for corpus in self.corpora)
+
+    def described(self, length: int) -> str:
+        """Lines to print when a run begins, for rows of `length` tokens."""
+        lines = []
+        for corpus in self.corpora:
+            lines.append(str(corpus))
+            lines += [f"skipped {count:,} {kind}; the first is {first}" for kind, (count, first)
+                      in corpus.record.get("problems", {}).items()]
+            if corpus.is_learned_in_part:
+                lines += _answers(corpus, length)
+        if self.held_out:
+            lines.append(f"evaluated on {self.held_out}")
+        return "\n         ".join(lines)
+
+
+def _answers(corpus, length):
+    """What is learned of conversations, and the first of them, with its answers in [[ ]]."""
+    record, documents = corpus.record["train"], corpus.documents("train")
+    lengths = documents.lengths(np.arange(len(documents)))
+    line = (f"{record['documents']:,} conversations, {record['learned']:,} of "
+            f"{record['tokens']:,} tokens are answers")
+    if count := int((lengths > length).sum()):
+        line += f"; {count:,} are longer than {length:,} tokens (--seq_len), and cut there"
+    end, text = min(int(lengths[0]), length), ""
+    learned = documents.learned[:end] > 0
+    for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):
+        part = corpus.tokenizer.spelled(documents.tokens[run[0]:run[-1] + 1].tolist())
+        text += f"[[{part}]]" if learned[run[0]] else part
+    return [line, *("| " + part for part in text.strip().split("\n"))]
+
+
+def _vocabulary(corpus):
+    return corpus.tokenizer.vocab_size, corpus.record.get("tokenizer_sha256", corpus.tokenizer.kind)
+
+
+@contextlib.contextmanager
+def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], run: Path,
+                   ready: float = 0, tokenizer: Tokenizer | None = None, fingerprint: str = "",
+                   changes: bool = False, vocab_size: int = 0) -> Iterator[Sources]:
+    """The corpora of --data (one of all paths or, if they are `mixed`, one of each) and of
+    --held_out, as `opened` opens them."""
+    groups = [[path] for path in paths] if mixed else [list(paths)]
+    several = len(groups) + bool(held_out) > 1
+    if several and changes:
+        raise ConfigError("--change data: only for a run with one source and without --held_out; "
+                          "begin a new run (--init_from keeps its weights)")
+    with contextlib.ExitStack() as stack:
+        corpora = [stack.enter_context(opened(
+            group, run, ready, tokenizer, "" if several else fingerprint, changes, vocab_size,
+            f"data{i or ''}")) for i, group in enumerate(groups)]
+        other = stack.enter_context(opened(
+            held_out, run, ready, tokenizer or corpora[0].tokenizer, "", False, vocab_size,
+            "held_out", "--held_out")) if held_out else None
+        yield Sources(corpora, _names([group[0] if group else "" for group in groups]), other)
+
+
+def _names(paths):
+    """Short names of the paths, all different."""
+    parts = [[*Path(path).parts[:-1], Path(path).stem] for path in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["_".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}" for i in range(len(paths))]

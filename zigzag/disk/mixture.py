@@ -1,0 +1,99 @@
+"""Several sources of examples, mixed by weights.
+
+    Mixture      the examples of several sequences: number i of all, and which of them stands at a
+                 place of the endless sequence
+    Spread       some examples of a sequence
+    numbers_at   which examples of any sequence stand at places of its endless sequence
+
+In each thousand places of that sequence every source has its share, rounded to a thousandth, in a
+shuffled order. Within a source, its own sequence goes on: all of its examples, again and again,
+each time in another order. So which example stands at a place is a pure function of the seed and
+the place. This file needs numpy, not jax.
+"""
+
+from typing import Any, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.disk.shuffle import order_at
+
+ROUND = 1000
+
+
+class Spread:
+    """`count` examples of a sequence, evenly spread, the same ones each time."""
+
+    def __init__(self, examples: Sequence, count: int):
+        self.examples, self.count = examples, min(count, len(examples))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < self.count:
+            raise IndexError(i)
+        return self.examples[i * len(self.examples) // self.count]
+
+
+class Mixture:
+    """The examples of these sequences. `weights` are the shares of the sources in what is learned;
+    they need not add up to 1."""
+
+    def __init__(self, sources: Sequence[Sequence], weights: Sequence[float]):
+        self.sources, self.shares = sources, rounded(weights)
+        self.ends = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        source = int(np.searchsorted(self.ends, i, "right"))
+        return self.sources[source][i - self._before(source)]
+
+    def _before(self, source):
+        return int(self.ends[source - 1]) if source else 0
+
+    def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
+        """The numbers of the examples at these places of the endless sequence."""
+        turn, _ = np.divmod(np.asarray(places, np.int64), ROUND)
+        drawn = order_at(ROUND, seed, places)       # a shuffle of each thousand
+        ends = np.cumsum(self.shares)
+        chosen = np.searchsorted(ends, drawn, "right")
+        numbers = np.empty(len(drawn), np.int64)
+        for source in np.unique(chosen).tolist():
+            here = chosen == source
+            place = turn[here] * self.shares[source] + drawn[here] - (
+                ends[source] - self.shares[source])
+            numbers[here] = self._before(source) + numbers_at(
+                self.sources[source], seed + source, place)
+        return numbers
+
+
+def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
+    """The examples of these sequences as one, in these shares (none: equal ones)."""
+    return sources[0] if len(sources) == 1 else Mixture(
+        sources, [float(w) for w in weights] or [1.0] * len(sources))
+
+
+def rounded(weights: Sequence[float]) -> np.ndarray:
+    """The weights as whole thousandths that add up to a thousand."""
+    weights = np.array(weights, float)
+    if not (np.isfinite(weights).all() and (weights > 0).all()):
+        raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
+    exact = weights / weights.sum() * ROUND
+    shares = np.floor(exact).astype(np.int64)
+    shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1
+    if (shares == 0).any():
+        raise ConfigError(f"--weights {' '.join(map(str, weights))}: a share below a thousandth")
+    return shares
+
+
+def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
+    """The numbers of the examples at these places of the endless sequence: in the order that the
+    examples define, or else shuffled."""
+    if hasattr(examples, "order_at"):
+        return examples.order_at(seed, places)
+    return order_at(len(examples), seed, places)

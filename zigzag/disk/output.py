@@ -1,0 +1,246 @@
+"""The files of a corpus while it is made.
+
+    train.bin.part   tokens              train.docs.part      where each document begins
+    *.learned.part   which are targets   order.part           the split of each document
+    progress.json    up to which task all of this is on disk
+
+The .part files only grow, or are cut back to an earlier size after progress.json says so. `finish`
+makes the final files of them and leaves them as they are, so that it can be interrupted, too;
+`clean` removes them when data.json has been written.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple
+
+import numpy as np
+
+from zigzag.core.files import write_json
+from zigzag.disk.reading import Task
+from zigzag.disk.tokenizers import Tokenizer
+
+SPLITS = ("train", "held_out")
+SAVE_SECONDS = 5.0
+COUNTS = ("tokens", "bytes", "spelled", "documents", "learned")
+
+
+class Problem(NamedTuple):
+    kind: str           # what the summary counts
+    message: str        # with the place
+    drops: bool         # whether the whole document is dropped, with what was written of it
+    begins: bool        # whether it begins here
+
+
+class Encoded(NamedTuple):
+    """The documents of a task, or parts of them: their tokens one after the other, and for each the
+    number of tokens and of bytes of text, whether it begins here (or in a task before), and whether
+    it is held out."""
+    tokens: np.ndarray
+    counts: np.ndarray
+    sizes: np.ndarray
+    begins: np.ndarray
+    held_out: np.ndarray
+    problems: list[Problem]
+    learned: np.ndarray | None      # which tokens are targets; None: all
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+
+
+class Output:
+    """The files of an encoding that goes on."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]):
+        self.folder, self.path = folder, folder / "progress.json"
+        self.dtype, self.lengths = dtype_of(tokenizer), tokenizer.lengths().astype(np.int32)
+        # (For each split a count. `open`: split, tokens and bytes of the document that goes on.)
+        self.state = {"settings": settings, "tasks": 0, "problems": {}, "longest": [],
+                      "open": None, **{name: [0, 0] for name in COUNTS}}
+        if self.path.exists():
+            self.state = json.loads(self.path.read_text())
+        self.kinds = {"bin": self.dtype, "docs": np.dtype("uint64")}
+        if settings["form"] != "text":
+            self.kinds["learned"] = np.dtype("uint8")
+        self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
+        self._cut()
+        self.saved = time.monotonic()
+
+    def part(self, kind: str, split: int | None = None) -> Path:
+        name = kind if split is None else f"{SPLITS[split]}.{kind}"
+        return self.folder / f"{name}.part"
+
+    def _sizes(self):
+        """The size of each file, {(kind, split): bytes}."""
+        counts = {"bin": "tokens", "docs": "documents", "learned": "tokens"}
+        sizes = {(kind, split): dtype.itemsize * self.state[counts[kind]][split]
+                 for kind, dtype in self.kinds.items() for split in range(2)}
+        return {**sizes, ("order",): sum(self.state["documents"])}
+
+    def _cut(self):
+        for name, size in self._sizes().items():
+            self.files[name].flush()
+            self.files[name].truncate(size)
+
+    def add(self, task: Task, found: Encoded) -> None:
+        """Write the documents of a task."""
+        state = self.state
+        for problem in found.problems:
+            if problem.drops and not problem.begins and not state["open"]:
+                continue        # (the document was dropped before)
+            if problem.drops:
+                self._drop(task, is_written=not problem.begins)
+            count, first = state["problems"].get(problem.kind, (0, problem.message))
+            state["problems"][problem.kind] = count + 1, first
+        # (What goes on here may be the rest of a document that was dropped.)
+        if len(found.counts) and (found.begins[0] or state["open"]):
+            for split in range(2):
+                if (is_here := found.held_out == split).any():
+                    self._write(found, split, is_here)
+            found.held_out[found.begins].astype(np.uint8).tofile(self.files["order",])
+            self._note(task, found)
+        state["tasks"] += 1
+
+    def _write(self, found, split, is_here):
+        """Write the documents of this split."""
+        counts, begins = found.counts[is_here], found.begins[is_here]
+        chosen = slice(None) if is_here.all() else np.repeat(is_here, found.counts)
+        tokens, starts = found.tokens[chosen], np.cumsum(counts) - counts
+        tokens.tofile(self.files["bin", split])
+        (starts[begins] + self.state["tokens"][split]).astype(np.uint64).tofile(
+            self.files["docs", split])
+        new = {"tokens": len(tokens), "bytes": found.sizes[is_here].sum(),
+               "spelled": self.lengths[tokens].sum(dtype=int), "documents": begins.sum()}
+        if "learned" in self.kinds:
+            found.learned[chosen].astype(np.uint8).tofile(self.files["learned", split])
+            new |= {"learned": found.learned[chosen].sum(), "bytes": new["spelled"]}
+        for name, more in new.items():
+            self.state[name][split] += int(more)
+
+    def _note(self, task, found):
+        """Remember the last document, which may go on, and the longest ones."""
+        lengths, sizes, state = found.counts.tolist(), found.sizes.tolist(), self.state
+        if not found.begins[0]:
+            lengths[0] += state["open"][1]
+            sizes[0] += state["open"][2]
+            state["longest"] = [x for x in state["longest"] if x[1] != task.file.name]
+        state["open"] = int(found.held_out[-1]), lengths[-1], sizes[-1]
+        longest = sorted(lengths, reverse=True)[:3]
+        state["longest"] += [[length, task.file.name] for length in longest]
+        state["longest"] = sorted(state["longest"], reverse=True)[:3]
+
+    def _drop(self, task, is_written):
+        """Leave out a document: take back what is written of it, and skip the rest."""
+        going_on, self.state["open"] = self.state["open"], None
+        if not (is_written and going_on):
+            return
+        split, length, size = going_on
+        self.state["longest"] = [x for x in self.state["longest"] if x[1] != task.file.name]
+        self.save(at_once=True)
+        last = _mapped(self.part("bin", split), self.dtype)[-length:]
+        for name, less in (("tokens", length), ("bytes", size), ("documents", 1),
+                           ("spelled", int(self.lengths[last].sum()))):
+            self.state[name][split] -= less
+        write_json(self.path, self.state)       # (first: a file may be too long, and not too short)
+        self._cut()
+
+    def save(self, at_once: bool = False) -> None:
+        """Make what is written safe, if the last time was a while ago."""
+        if at_once or time.monotonic() > self.saved + SAVE_SECONDS:
+            for file in self.files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            write_json(self.path, self.state)
+            self.saved = time.monotonic()
+
+    def finish(self) -> dict[str, Any]:
+        """Make the final files, and return what data.json says of them. If hashes hold out almost
+        none of the tokens, or too many (there are few documents), the last tenth is held out."""
+        self.save(at_once=True)
+        counts = {name: list(self.state[name]) for name in COUNTS}
+        if 0.03 < counts["tokens"][1] / max(sum(counts["tokens"]), 1) < 0.3:
+            for kind, split in itertools.product(self.kinds, range(2)):
+                _link(self.part(kind, split), self.folder / f"{SPLITS[split]}.{kind}")
+        else:
+            counts = self._hold_out_the_end()
+        names = COUNTS if "learned" in self.kinds else COUNTS[:-1]
+        return {**{split: {name: counts[name][i] for name in names}
+                   for i, split in enumerate(SPLITS)},
+                **{name: self.state[name] for name in ("problems", "longest")}}
+
+    def _hold_out_the_end(self):
+        """Write all documents in their order, and hold out the last tenth of their tokens (of
+        conversations, those that begin there). Returns the counts."""
+        arrays = {(kind, split): _mapped(self.part(kind, split), dtype)
+                  for kind, dtype in self.kinds.items() for split in range(2)}
+        ranges, starts = self._in_order(arrays)
+        total = sum(self.state["tokens"])
+        keep = total - total // 10
+        if "learned" in self.kinds and len(starts) > 1:
+            keep = int(starts[min(np.searchsorted(starts, keep), len(starts) - 1)])
+        counts = {"tokens": [keep, total - keep], "spelled": [0, 0], "learned": [0, 0]}
+        for kind in self.kinds.keys() - {"docs"}:
+            table, name = ((self.lengths, "spelled") if kind == "bin" else
+                           (np.arange(2), "learned"))
+            with (open(self.folder / f"train.{kind}", "wb") as train,
+                  open(self.folder / f"held_out.{kind}", "wb") as held_out):
+                at = 0
+                for split, begin, end in ranges:
+                    cut = begin + min(max(keep - at, 0), end - begin)
+                    at += end - begin
+                    for i, (file, a, b) in enumerate(((train, begin, cut), (held_out, cut, end))):
+                        for part in _parts(arrays[kind, split][a:b]):
+                            part.tofile(file)
+                            counts[name][i] += int(table[part].sum())
+        begun = int(np.searchsorted(starts, keep))          # documents that begin before the cut
+        after = np.unique(np.append(0, starts[begun:] - keep)) if keep < total else starts[:0]
+        starts[:begun].astype(np.uint64).tofile(self.folder / "train.docs")
+        after.astype(np.uint64).tofile(self.folder / "held_out.docs")
+        size = sum(self.state["bytes"])
+        held_out = round(size * counts["spelled"][1] / max(sum(counts["spelled"]), 1))
+        return {**counts, "bytes": [size - held_out, held_out], "documents": [begun, len(after)]}
+
+    def _in_order(self, arrays):
+        """(where the documents are, in their order: (split, first token, end); where each begins if
+        they stand in that order)."""
+        order = _mapped(self.part("order"), np.dtype("uint8"))
+        begins = [arrays["docs", split].astype(np.int64) for split in range(2)]
+        ends = [np.append(b[1:], n) for b, n in zip(begins, self.state["tokens"])]
+        at, ranges, starts, written = [0, 0], [], [np.zeros(0, np.int64)], 0
+        for split, run in itertools.groupby(order.tolist()):
+            first, at[split] = at[split], at[split] + len(list(run))
+            begin, end = int(begins[split][first]), int(ends[split][at[split] - 1])
+            ranges.append((split, begin, end))
+            starts.append(begins[split][first:at[split]] - begin + written)
+            written += end - begin
+        return ranges, np.concatenate(starts)
+
+    def clean(self) -> None:
+        """Remove the .part files and the progress: data.json is there."""
+        for name, file in self.files.items():
+            file.close()
+            self.part(*name).unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array in parts of up to a million."""
+    for i in range(0, len(array), 2**20):
+        yield array[i:i + 2**20]
+
+
+def _link(source, target):
+    """Give a file a second name; where disks cannot do that, copy it."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _mapped(path, dtype):
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)

@@ -1,0 +1,516 @@
+"""Files to documents.
+
+    text files               one document each
+    lines of JSON            one document a line: the text in its field (--field)
+    .parquet                 one document a row: the text in that column    package pyarrow
+    .gz .bz2 .xz .zst        of any of these but .parquet                   .zst: package zstandard
+
+    find(paths) -> files     what there is to read, and what was skipped
+    tasks(file) -> tasks     a file in pieces of about a megabyte, which depend on nothing else
+    read(task) -> documents  in any process
+
+What cannot be read does not stop a corpus: it is skipped, counted, and named in the summary
+(--strict stops there). This file needs numpy, not jax.
+"""
+
+import bz2
+import codecs
+import contextlib
+import dataclasses
+import functools
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import shutil
+import sys
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, Iterator, NamedTuple, Sequence
+
+from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line, optional_package
+from zigzag.disk.chats import check_record, form_of
+from zigzag.disk.examples import texts_of
+
+PIECE = 2**20           # bytes of a task, about: a task ends at the end of a line
+MOST = 2**26            # bytes of a line: a longer line of JSON is skipped, one of text is cut
+# Text that is compressed more than this is no text. (Prose 3 to 5 times, logs up to 50 times.)
+BOMB_RATIO, BOMB_BYTES = 200, 2**27
+
+PACKED_NAMES = (".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd")
+MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+BROKEN = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to read."""
+    field: str = "text"         # of lines of JSON and of .parquet
+    encoding: str = "utf-8"     # of text files
+    strict: bool = False        # stop at the first thing that cannot be read
+    form: str = "text"          # what lines of JSON are, by chats.form_of
+
+
+class File(NamedTuple):
+    name: str           # relative to the path that was given: it does not depend on the machine
+    path: str
+    kind: str           # text, lines or parquet
+    packing: str        # '', or how it is compressed
+    size: int
+
+
+class Task(NamedTuple):
+    """A piece of a file: bytes start to stop of it, or `content`."""
+    file: File
+    start: int          # (in a compressed file, of the text in it)
+    stop: int
+    content: Any = None         # bytes, or a list of texts; None: read them from the file
+    position: int = 0           # how much of the file has been read after this task
+    problem: tuple[str, str] | None = None      # why there is no content: a kind, and a message
+
+
+class Document(NamedTuple):
+    """A document, or the next part of the one that has begun."""
+    begins: bool
+    text: Any           # str; bytes of a file that was not decoded; or a line's dict
+    where: str          # its name, by which it is held out or not
+    problem: tuple[str, str] | None = None      # why it cannot be read
+
+
+class Found(NamedTuple):
+    files: list[File]
+    skipped: dict[str, int]     # {kind of file: how many}
+
+
+# -------------------------------------------------------------------------------------------
+# Which files
+
+def library_sources() -> Found:
+    """The source of Python's standard library: a corpus that every machine already has."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(f"this Python has no library sources in {root} to learn from: give "
+                          f"--data a text file, a folder of text files, or one made by data.py")
+    return Found([File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
+                  for p in files], {})
+
+
+def find(paths: Sequence[str], flag: str = "--data", spool: Path | None = None,
+         options: Options = Options()) -> Found:
+    """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
+    the standard input, which is kept in the folder `spool`. In a fixed order."""
+    files, skipped = [], {}
+    encoding = options.encoding if _is_recoded(options) else ""
+    for path in paths:
+        root, found = _under(path, flag, spool)
+        for p in found:
+            try:
+                file = _look_at(p, p.relative_to(root).as_posix(), encoding)
+            except OSError as e:
+                raise ConfigError(f"{p}: cannot be read ({e.strerror})") from None
+            if isinstance(file, File):
+                files.append(file)
+            else:
+                skipped[file] = skipped.get(file, 0) + 1
+    if not any(file.size for file in files):
+        made = ", or one folder made by data.py" if flag == "--data" else ""
+        name = " ".join([flag, *map(str, paths)]).strip()
+        raise ConfigError(f"{name}: no text in it{_skipped_text(skipped)}; expected text files or "
+                          f"folders of them{made}")
+    return Found(files, skipped)
+
+
+def _skipped_text(skipped):
+    return f" (skipped {counted(skipped)})" if skipped else ""
+
+
+def counted(counts: dict[str, int]) -> str:
+    """The counts as text, largest first: 1,663 .gz, 30 .png."""
+    return ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items(), key=lambda x: -x[1]))
+
+
+def _under(path, flag, spool):
+    """(the folder that names are relative to, the files at or under a path)."""
+    if not path:
+        raise ConfigError(f"{flag} '': an empty path; expected a text file or a folder".strip())
+    name = f"{flag} {path}".strip()
+    if path == "-":
+        if spool is None:
+            raise ConfigError(f"{name}: the standard input is read by data.py: python data.py - "
+                              f"--out DIR")
+        try:
+            spool.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"--out {spool}: {e.strerror}") from None
+        with open(spool / "stdin", "wb") as f:
+            shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
+        return spool, [spool / "stdin"]
+    path, text = Path(path), str(path)
+    if (path / "data.json").exists():
+        how = ("give it alone, or --weights to mix several" if flag == "--data" else
+               f"its text is encoded already; train on it by python train.py --data {path}")
+        raise ConfigError(f"{name} was made by data.py: {how}")
+    if path.exists():
+        root, found = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
+    elif glob.has_magic(text):
+        found = sorted(map(Path, glob.glob(text, recursive=True)))
+        root = Path(text[:min(i for i, c in enumerate(text) if c in "*?[")])
+        root = root if text[len(str(root)):len(str(root)) + 1] == os.sep else root.parent
+        if not found:
+            raise ConfigError(f"{name}: no file matches it")
+    else:
+        near = [p.name for p in path.parent.glob("*")]
+        raise ConfigError(f"{name}: no such file or folder" + did_you_mean(path.name, near))
+    is_hidden = [any(part.startswith(".") for part in p.relative_to(root).parts) for p in found]
+    return root, [p for p, hidden in zip(found, is_hidden) if p.is_file() and not (
+        hidden and p != path)]
+
+
+def _look_at(path, name, encoding):
+    """The File at a path, or the kind that it is skipped as. `encoding` is '' for UTF-8."""
+    with open(path, "rb") as f:
+        begin, size = f.read(8192), os.fstat(f.fileno()).st_size
+    packing = next((kind for magic, kind in MAGIC.items() if begin.startswith(magic)), "")
+    if begin.startswith(b"PAR1"):
+        return File(name, str(path), "parquet", "", size)
+    inner = Path(name)
+    if packing:
+        inner = inner.with_suffix("") if inner.suffix in PACKED_NAMES else inner
+        begin = _beginning(path, packing, 2**20)
+    elif inner.suffix == ".json" or name == "stdin":
+        begin = _beginning(path, "", 2**20)
+    sample = begin[:8192]
+    if encoding:        # (UTF-16 has zeros)
+        sample = sample.decode(encoding, errors="ignore").encode(errors="ignore")
+    if b"\0" in sample:
+        return path.suffix.lower() or "without a suffix"
+    is_lines = inner.suffix in (".jsonl", ".ndjson") or (
+        inner.suffix == ".json" or name == "stdin") and _has_objects(begin, 2 - (name == "stdin"))
+    return File(name, str(path), "lines" if is_lines else "text", packing, size)
+
+
+def _has_objects(begin, count):
+    """Whether each of the first `count` lines is an object of JSON."""
+    lines = begin.split(b"\n")[:count]
+    try:
+        return len(lines) == count and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _beginning(path, packing, size):
+    """The first bytes of the content of a file; nothing if they cannot be unpacked."""
+    with open(path, "rb") as raw:
+        try:
+            return next(_unpacked(raw, packing, size), b"")[:size]
+        except BROKEN:          # (`tasks` says so)
+            return b""
+
+
+def _unpacked(raw: BinaryIO, packing: str, size: int) -> Iterator[bytes]:
+    """The content of an open file, in blocks of at least `size` bytes but the last. If it breaks
+    off, what came before is a block."""
+    if packing == "zst":
+        read = _zstd(raw, size).__next__
+    else:
+        stream = raw if not packing else {
+            "gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[packing](raw, "rb")
+        read = functools.partial(stream.read1, size)
+    while True:
+        parts, count = [], 0
+        try:
+            while count < size and (part := read()):
+                parts.append(part)
+                count += len(part)
+        except StopIteration:
+            pass
+        except BROKEN:
+            yield b"".join(parts)
+            raise
+        if not parts:
+            return
+        yield b"".join(parts)
+
+
+def _zstd(raw, size):
+    """The content of a file of zstd frames."""
+    package = optional_package("zstandard", f"{raw.name} (zstd)")
+    decoder = package.ZstdDecompressor().decompressobj()
+    try:
+        while chunk := raw.read(2**16):
+            while chunk:
+                if decoder.eof:
+                    decoder = package.ZstdDecompressor().decompressobj()
+                if content := decoder.decompress(chunk):
+                    yield from (content[i:i + size] for i in range(0, len(content), size))
+                chunk = decoder.unused_data if decoder.eof else b""
+    except package.ZstdError as e:
+        raise ValueError(str(e)) from None
+    if not decoder.eof:
+        raise EOFError("it ends in the middle")
+
+
+# -------------------------------------------------------------------------------------------
+# Pieces of files
+
+def tasks(file: File, options: Options) -> Iterator[Task]:
+    """A file as tasks, in order. They follow from the file and the options alone."""
+    if file.kind == "parquet":
+        yield from _rows(file, options)
+    elif file.packing or _is_recoded(options):
+        yield from _streamed(file, options)
+    else:
+        with open(file.path, "rb") as f:
+            start = 0
+            while start < file.size or start == 0:
+                f.seek(min(start + PIECE, file.size))
+                stop = _line_end(f, start, file)
+                yield Task(file, start, stop, position=stop)
+                start = max(stop, start + 1)
+
+
+def _is_recoded(options):
+    try:
+        b"".decode(options.encoding)
+        codecs.getincrementaldecoder(options.encoding)()
+        return codecs.lookup(options.encoding).name != "utf-8"
+    except (LookupError, ValueError, TypeError):
+        raise ConfigError(f"--encoding {options.encoding}: not an encoding that Python knows, such "
+                          f"as latin-1, utf-16, cp1252 or shift_jis") from None
+
+
+def _line_end(f, start, file):
+    """The end of the line at which f stands; of a text file without one, where it may be cut."""
+    while piece := f.readline(PIECE):
+        if piece.endswith(b"\n"):
+            break
+        if file.kind == "text" and f.tell() - start >= MOST:
+            end = f.tell()
+            return end - _broken_end(piece)
+    return f.tell()
+
+
+def _broken_end(raw):
+    """The number of bytes at the end of `raw` that begin a character and do not end it."""
+    for back in range(1, min(4, len(raw)) + 1):
+        byte = raw[-back]
+        if byte >= 0xC0:
+            need = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if back < need else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _streamed(file, options):
+    """The tasks of a file that has to be read from its beginning to its end."""
+    rest, start, is_long, skipped = b"", 0, False, 0     # (is_long: in a line that is too long)
+    with open(file.path, "rb") as raw:
+        try:
+            for block in _blocks(file, options, raw):
+                lines, newline, after = (rest + block).rpartition(b"\n")
+                if len(after) > MOST:
+                    cut = len(after) - _broken_end(after) if file.kind == "text" else 0
+                    lines, newline, after = lines + newline + after[:cut], b"", after[cut:]
+                    if not cut:         # (a line of JSON, which is not kept)
+                        skipped, after, is_long = skipped + len(after), b"", True
+                if is_long and newline:
+                    first, _, lines = lines.partition(b"\n")
+                    yield Task(file, start, start, problem=_too_long(file, start))
+                    start, skipped, is_long = start + skipped + len(first) + 1, 0, False
+                    newline = newline if lines else b""
+                content = lines + newline
+                if content:
+                    yield Task(file, start, start + len(content), content, raw.tell())
+                start, rest = start + len(content), after
+            if is_long:
+                yield Task(file, start, start, problem=_too_long(file, start))
+            elif rest or start == 0:
+                yield Task(file, start, start + len(rest), rest, raw.tell())
+        except UnicodeDecodeError as e:
+            kind = f"not {options.encoding}"
+            yield Task(file, start, start, position=file.size, problem=(
+                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})"))
+        except BROKEN as e:
+            if isinstance(e, ConfigError):
+                raise
+            yield Task(file, start, start, position=file.size, problem=(
+                "cut short or damaged", f"{file.path}: cut short or damaged after {start:,} bytes "
+                f"of text ({one_line(e)})"))
+
+
+def _blocks(file, options, raw):
+    """The text of a file in blocks of UTF-8, read through the open file `raw`."""
+    decoder = codecs.getincrementaldecoder(options.encoding)() if _is_recoded(options) else None
+    total = 0
+    for block in _unpacked(raw, file.packing, PIECE):
+        total += len(block)
+        if total > BOMB_BYTES and total > BOMB_RATIO * max(raw.tell(), 1):
+            raise ValueError(f"{human_bytes(total)} of text from {human_bytes(raw.tell())}: not "
+                             f"believed")
+        yield decoder.decode(block).encode() if decoder else block
+    if decoder:
+        yield decoder.decode(b"", True).encode()
+
+
+def _too_long(file, start):
+    most = human_bytes(MOST)
+    return (f"lines of more than {most}",
+            f"{file.path} at byte {start:,}: a line of more than {most}")
+
+
+def _rows(file, options):
+    """The tasks of a .parquet file: lists of texts."""
+    package = optional_package("pyarrow.parquet", f"{file.path}")
+    try:
+        table = package.ParquetFile(file.path)
+    except Exception as e:      # (pyarrow raises errors of its own)
+        yield Task(file, 0, 0, position=file.size,
+                   problem=("cut short or damaged", f"{file.path}: damaged, or no parquet "
+                            f"({one_line(e)})"))
+        return
+    names = table.schema_arrow.names
+    if options.field not in names:
+        raise ConfigError(f"{file.path}: no column {options.field!r}, it has "
+                          f"{', '.join(names)[:80]}; --field names it"
+                          + did_you_mean(options.field, names))
+    row, count = 0, max(table.metadata.num_rows, 1)
+    try:
+        texts, size = [], 0
+        for batch in table.iter_batches(64, columns=[options.field]):
+            for value in batch.column(0):
+                texts.append(_text_of(value))
+                size += len(texts[-1] or "")
+                if size >= PIECE:
+                    end = row + len(texts)
+                    yield Task(file, row, end, texts, file.size * end // count)
+                    texts, size, row = [], 0, end
+        yield Task(file, row, row + len(texts), texts, file.size)
+    except Exception as e:
+        yield Task(file, row, row, position=file.size,
+                   problem=("cut short or damaged", f"{file.path}: damaged after row {row:,} "
+                            f"({one_line(e)})"))
+
+
+def _text_of(value):
+    """The text of a cell of a .parquet; None if it is none, or not UTF-8."""
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        return None
+    return text if text is None or isinstance(text, str) else repr(text)[:40].encode()
+
+
+# -------------------------------------------------------------------------------------------
+# Documents
+
+def read(task: Task, options: Options) -> Iterator[Document]:
+    """The documents of a task, or parts of them. A document that cannot be read has a problem in
+    place of text; then the rest of its file, if it is a text file, is no document either."""
+    file = task.file
+    if task.problem:
+        yield Document(False, "", file.name, task.problem)
+    elif file.kind == "parquet":
+        for row, text in enumerate(task.content, task.start):
+            if isinstance(text, str):
+                yield Document(True, text, f"{file.name}:{row}")
+            elif text is None:
+                yield Document(True, "", file.name, ("rows without a text", (
+                    f"{file.path} row {row:,}: no text in {options.field!r}")))
+            else:
+                raise ConfigError(f"{file.path} row {row}: {options.field!r} is {text.decode()}, "
+                                  f"which is not text")
+    elif file.kind == "lines":
+        yield from _lines(task, options)
+    else:
+        raw = task.content if task.content is not None else _bytes_of(task)
+        if task.start == 0:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        yield Document(task.start == 0, raw, file.name)
+
+
+def _bytes_of(task):
+    with open(task.file.path, "rb") as f:
+        f.seek(task.start)
+        raw = f.read(task.stop - task.start)
+    if len(raw) != task.stop - task.start:
+        raise ConfigError(f"{task.file.path} has changed while it was read; start again")
+    return raw
+
+
+def _lines(task, options):
+    """The documents of a piece of lines of JSON."""
+    start = task.start
+    for raw in _raw_lines(task):
+        where = f"{task.file.path} at byte {start:,}"
+        start += len(raw) if isinstance(raw, bytes) else raw
+        if isinstance(raw, int):
+            yield Document(True, "", task.file.name, _too_long(task.file, start - raw))
+        elif raw.strip() and options.form != "text":
+            yield _record(task, raw, where, options)
+        elif raw.strip():
+            try:
+                text, = texts_of(raw, where, (options.field,))
+            except ConfigError as e:
+                if task.start == 0 and start == len(raw) and "no field" in str(e):
+                    raise ConfigError(f"{e} (data.py --field names another)") from None
+                yield Document(True, "", task.file.name, ("lines without a text", str(e)))
+            else:
+                yield Document(True, text, text)
+
+
+def _record(task, raw, where, options):
+    """The document of a line that is a conversation, or a prompt and its completion."""
+    try:
+        record = json.loads(raw)
+        wrong = check_record(record, options.form) if isinstance(record, dict) else "no object"
+    except (ValueError, RecursionError):
+        wrong = "not JSON"
+    if wrong:
+        return Document(True, "", task.file.name,
+                        (f"lines without {options.form}", f"{where}: {wrong}"))
+    return Document(True, record, raw.decode(errors="replace").strip())
+
+
+def form_of_files(files: Sequence[File], field: str) -> str:
+    """What the lines of JSON are, by the first line of each file: they must all be the same."""
+    forms = {}
+    for file in files:
+        if file.kind == "lines":
+            line = _beginning(file.path, file.packing, PIECE).lstrip().partition(b"\n")[0]
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    forms.setdefault(form_of(record, field), file.path)
+        else:
+            forms.setdefault("text", file.path)
+    if "preference" in forms:
+        raise ConfigError(f"{forms['preference']} has preferences (prompt, chosen, rejected), from "
+                          f"which no task learns yet; expected texts, messages, or prompts and "
+                          f"completions")
+    if len(forms) > 1:
+        raise ConfigError("a corpus of " + " and ".join(
+            f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
+            "folders made by data.py, with --weights")
+    return next(iter(forms), "text")
+
+
+def _raw_lines(task):
+    """The lines of a piece; the length of a line in place of one that is too long."""
+    if task.content is not None:
+        yield from io.BytesIO(task.content)     # (only \n ends a line)
+        return
+    with open(task.file.path, "rb") as f:
+        f.seek(task.start)
+        while (left := task.stop - f.tell()) > 0:
+            line = f.readline(min(left, MOST))
+            length = len(line)
+            while not line.endswith(b"\n") and (left := task.stop - f.tell()) > 0:
+                line = f.readline(min(left, MOST))
+                length += len(line)
+            yield line if length == len(line) else length

@@ -1,0 +1,154 @@
+"""Token files that other programs wrote.
+
+    .bin    uint16 or uint32 without a header (nanoGPT), or after llm.c's header of 1,024 bytes
+    .npy    shards of uint16 or uint32, of one dimension
+
+A file, or a folder of them in the order of their names; those with val, valid, test or held_out in
+their names are held out, else the last tenth. Such files do not say which ids exist, nor where
+documents begin.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.files import read_at_random, sha256
+from zigzag.disk.tokenizers import Ids, Tokenizer
+
+# llm.c's header: 256 numbers of 32 bits, {magic: (version, type of the tokens)}.
+HEADER = 1024
+MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|held_out)([^a-z]|$)", re.I)
+
+
+class Joined:
+    """Arrays one after the other, as one array that can be sliced."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        for array in arrays:
+            read_at_random(array)
+        self.arrays = arrays
+        self.ends = np.cumsum([len(a) for a in arrays], dtype=np.int64)
+        self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return self[index:index + 1][0]
+        start, stop, _ = index.indices(len(self))
+        parts, at = [], int(np.searchsorted(self.ends, start, "right"))
+        while start < stop:
+            before = int(self.ends[at - 1]) if at else 0
+            part = self.arrays[at][start - before:stop - before]
+            parts.append(np.asarray(part))
+            start, at = start + len(part), at + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
+
+
+def is_token_files(path: str | Path) -> bool:
+    """Whether a path is such a file, or a folder of them: with train in a name, or with no other
+    files."""
+    path, files = Path(path), _files(Path(path))
+    if path.is_file() or not files or (path / "data.json").exists():
+        return bool(files) and path.is_file()
+    others = [p for p in path.glob("*") if p.is_file() and p not in files]
+    return not others or any("train" in file.stem for file in files)
+
+
+def _files(path):
+    if path.is_file():
+        return [path] if path.suffix in (".bin", ".npy") else []
+    there = sorted(path.glob("*")) if path.is_dir() else []
+    return [p for p in there if p.suffix in (".bin", ".npy")]
+
+
+class TokenFiles:
+    """Tokens of other programs, with the attributes of a prepared folder (data.Corpus)."""
+
+    def __init__(self, path: str | Path, vocab_size: int, tokenizer: Tokenizer | None = None,
+                 flag: str = "--data"):
+        self.folder, files = Path(path), _files(Path(path))
+        arrays = {file: _open(file) for file in files}
+        held_out = [a for file, a in arrays.items()
+                    if HELD_OUT.search(file.stem) and flag == "--data"]
+        train = [a for a in arrays.values() if all(a is not b for b in held_out)]
+        if not train:
+            raise ConfigError(f"{path}: all of its files are held out, by their names; expected "
+                              f"one to learn from")
+        self.train, self.held_out = Joined(train), Joined(held_out)
+        if not held_out and flag == "--data":
+            total = len(self.train)
+            keep = total - total // 10
+            self.train, self.held_out = (Joined(_between(train, a, b))
+                                         for a, b in ((0, keep), (keep, total)))
+        if not vocab_size:
+            raise ConfigError(f"{flag} {path}: its files do not say how many ids there are; give "
+                              f"--vocab_size (50257 for GPT-2's tokens)")
+        self.tokenizer = tokenizer or Ids(vocab_size)
+        self.fingerprint = hashlib.sha256("".join(
+            file.name + sha256(file) for file in files).encode()).hexdigest()
+        self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
+        if tokenizer and hasattr(tokenizer, "path"):
+            self.record["tokenizer_sha256"] = sha256(tokenizer.path)
+        largest = max(int(part.max()) for a in arrays.values() for part in (a[:10**6], a[-10**6:])
+                      if len(part))
+        if largest >= vocab_size:
+            raise ConfigError(f"{flag} {path}: has the id {largest}; the vocabulary has "
+                              f"{vocab_size} (--vocab_size)")
+
+    is_learned_in_part = False
+
+    def documents(self, split: str) -> Any:
+        """Refused: nothing says where the documents begin."""
+        raise ConfigError(f"--data {self.folder}: its files do not say where documents begin; give "
+                          f"--pack stream, or the text itself")
+
+    def __str__(self) -> str:
+        kind = "" if self.tokenizer.kind == "ids" else f" of {self.tokenizer.kind}"
+        return (f"{self.folder}: {len(self.train):,} tokens to learn from, {len(self.held_out):,} "
+                f"held out; {self.train.dtype} ids{kind}, of {self.record['vocab_size']:,}")
+
+
+def _between(arrays, first, last):
+    """The tokens from number `first` to `last` of these arrays, as arrays."""
+    found, at = [], 0
+    for a in arrays:
+        found.append(a[max(first - at, 0):max(last - at, 0)])
+        at += len(a)
+    return [a for a in found if len(a)]
+
+
+def _open(path: Path) -> np.ndarray:
+    """The tokens of a file, mapped into memory."""
+    size = path.stat().st_size
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as e:
+            raise ConfigError(f"{path}: damaged, or not what numpy writes ({e})") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ConfigError(f"{path}: {tokens.dtype}{list(tokens.shape)}; expected one dimension "
+                              f"of whole numbers")
+        return tokens
+    header = np.fromfile(path, "<i4", 256) if size >= HEADER else np.zeros(1, int)
+    if header[0] in MAGIC and header[1] == MAGIC[header[0]][0]:
+        dtype, count = np.dtype(MAGIC[header[0]][1]), int(header[2])
+        if size != HEADER + count * dtype.itemsize:
+            raise ConfigError(f"{path}: {size:,} bytes; its header says {count:,} tokens of "
+                              f"{dtype}, which are {HEADER + count * dtype.itemsize:,}: it was cut "
+                              f"short, or is damaged")
+        return np.memmap(path, dtype, "r", HEADER)
+    if size % 2 or not size:
+        raise ConfigError(f"{path}: {size:,} bytes, which is not a whole number of uint16 tokens")
+    # In uint32, the upper half of each number is 0, or small.
+    halves = np.fromfile(path, "<u2", 2**16)
+    is_32 = size % 4 == 0 and len(halves) > 2 and halves[1::2].max() < 16 < halves[::2].max()
+    return np.memmap(path, np.uint32 if is_32 else np.uint16, "r")
+
+

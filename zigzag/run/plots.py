@@ -1,0 +1,212 @@
+"""python train.py --plot RUN ... [--save FILE]: how runs went, from their metrics.jsonl alone.
+
+    series          the curves of a run: {title of a panel: [curve, ...]}
+    text_chart      panels as text, for a terminal
+    picture         panels by matplotlib, into a file
+
+Nothing here imports jax, so a chart appears at once, also while the run goes on.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, optional_package
+from zigzag.core.flags import parse_flags, run_main
+from zigzag.core.large_pages import restart_with_large_pages
+
+# {title: the name of its number in a line of metrics.jsonl}
+PANELS = {"loss": "loss", "held-out loss": "eval_loss", "learning rate": "lr",
+          "gradient norm": "grad_norm", "tokens/s": "tokens_per_second",
+          "expert load: smallest and largest share": "expert_load"}
+MARKS = "*o+x#@%&"      # of the runs, in text
+ROWS, WIDTH = 9, 72     # characters of a panel in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags that go with --plot."""
+    plot: tuple[str, ...] = ()
+    save: str = ""
+
+
+def draw_or_restart() -> None:
+    """What a command does before it imports jax: if it has --plot, draw, and end; else restart with
+    large pages."""
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    if "--plot" in words and {"-h", "--help"}.isdisjoint(words):
+        run_main(lambda: draw(**parse_flags(Options, None)[0]))
+        sys.exit(0)
+    restart_with_large_pages()
+
+
+def draw(plot: Sequence[str], save: str = "") -> None:
+    """Print the charts of these runs, or write them to a file."""
+    runs = {run: series(run) for run in dict.fromkeys(plot)}
+    if save:
+        picture(runs, save)
+        print(f"the curves of {', '.join(runs)} are in {save}")
+    else:
+        print(text_chart(runs, min(WIDTH, shutil.get_terminal_size().columns - 14)))
+
+
+# -------------------------------------------------------------------------------------------
+# The numbers
+
+def series(run: str) -> dict[str, list[np.ndarray]]:
+    """{title of a panel: curves [[step, number], ...]} of a run. Most panels have one curve; that
+    of the experts has two. Panels without numbers are left out."""
+    rows, found = _rows(run), {}
+    for title, name in PANELS.items():
+        points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
+        curves = [points]
+        if name == "expert_load":
+            loads = [(row["step"], np.asarray(row[name], float).ravel()) for row in rows
+                     if row.get(name)]
+            curves = [[(step, which(load)) for step, load in loads] for which in (np.min, np.max)]
+        if curves[0]:
+            found[title] = [np.array(curve, float) for curve in curves]
+    return found
+
+
+def _rows(run):
+    path = Path(run) / "metrics.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        raise ConfigError(f"--plot {run}: no run there ({path} cannot be read); give the --out of "
+                          f"a train.py that has begun") from None
+    rows = list(filter(None, map(_row, lines)))
+    if not rows:
+        raise ConfigError(f"--plot {run}: {path} has no steps yet")
+    return rows
+
+
+def _row(line):
+    """The object in a line; None for a line that is being written."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x)
+
+
+def _titles(runs):
+    return [title for title in PANELS if any(title in curves for curves in runs.values())]
+
+
+def _is_log(title, curves):
+    """Whether a panel has a logarithmic axis: norms of gradients that differ by far."""
+    numbers = np.concatenate([curve[:, 1] for curve in curves])
+    return title == "gradient norm" and 0 < 20 * numbers.min() < numbers.max()
+
+
+# -------------------------------------------------------------------------------------------
+# As text
+
+def text_chart(runs: dict[str, dict[str, list[np.ndarray]]], width: int = WIDTH) -> str:
+    """A panel for each number, one below the other, each run with its own mark."""
+    marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
+    last = max(curve[-1, 0] for curves in runs.values() for c in curves.values() for curve in c)
+    lines = []
+    for run, curves in runs.items():
+        now = [f"{title} {curves[title][0][-1, 1]:.4f}" for title in ("loss", "held-out loss")
+               if title in curves]
+        steps = int(max(curve[-1, 0] for c in curves.values() for curve in c))
+        lines.append(f"{marks[run]} {run}: step {steps:,}" + "".join(f", {text}" for text in now))
+    for title in _titles(runs):
+        lines += ["", *_panel(title, {marks[run]: curves[title] for run, curves in runs.items()
+                                      if title in curves}, last, max(width, 20))]
+    return "\n".join(lines)
+
+
+def _panel(title, curves, last, width):
+    """The lines of one panel. `curves` are by their mark; `last` is the last step of all runs."""
+    is_log = _is_log(title, [c for marked in curves.values() for c in marked])
+    columns = [(mark, _columns(c, last, width)) for mark, marked in curves.items() for c in marked]
+    numbers = np.concatenate([y[np.isfinite(y)] for _, y in columns])
+    low, high = numbers.min(), numbers.max()
+    scale = np.log if is_log else np.asarray
+    size = scale(high) - scale(low) or 1
+    grid = [[" "] * width for _ in range(ROWS)]
+    for mark, y in columns:
+        for x in np.flatnonzero(np.isfinite(y)):
+            place = round((ROWS - 1) * float((scale(high) - scale(y[x])) / size))
+            grid[place][x] = mark
+    labels = [""] * ROWS
+    labels[0], labels[-1] = _short(high), _short(low) if low < high else ""
+    end = f"{int(last):,}"
+    return [title + (" (logarithmic)" if is_log else ""),
+            *(f"{label:>10} |{''.join(row)}".rstrip() for label, row in zip(labels, grid)),
+            f"{'':10} +{'-' * width}", f"{'':12}{'0':<{width - len(end)}}{end}"]
+
+
+def _columns(curve, last, width):
+    """The mean of a curve in each column; NaN where it has no points."""
+    column = np.minimum(curve[:, 0] / max(last, 1) * width, width - 1).astype(int)
+    count = np.bincount(column, minlength=width)
+    with np.errstate(invalid="ignore"):
+        return np.bincount(column, curve[:, 1], width) / count
+
+
+def _short(x):
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
+
+
+# -------------------------------------------------------------------------------------------
+# As a picture
+
+def picture(runs: dict[str, dict[str, list[np.ndarray]]], path: str) -> None:
+    """Draw the panels into a file, in the format that its name ends with."""
+    figures = optional_package("matplotlib.figure", f"--save {path}")
+    titles = _titles(runs)
+    columns = min(3, len(titles))
+    count = -(-len(titles) // columns)
+    figure = figures.Figure(figsize=(5 * columns, 3.6 * count), layout="constrained")
+    for panel, title in enumerate(titles):
+        axes = figure.add_subplot(count, columns, panel + 1)
+        for number, (run, curves) in enumerate(runs.items()):
+            _curves(axes, title, curves.get(title, []), f"C{number}", run)
+        if _is_log(title, [c for curves in runs.values() for c in curves.get(title, [])]):
+            axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    if len(runs) > 1:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center",
+                      ncols=4, fontsize=9)
+    else:
+        figure.suptitle(*runs, fontsize=11)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as e:      # (a format that matplotlib does not know)
+        raise ConfigError(f"--save {path}: {e}") from None
+
+
+def _curves(axes, title, curves, color, run):
+    """Draw the curves of a run in a panel. Noisy ones have their running mean in front of them."""
+    if len(curves) == 2:
+        (x, low), (_, high) = (curve.T for curve in curves)
+        axes.fill_between(x, low, high, color=color, alpha=0.3, linewidth=0, label=run)
+        return
+    for x, y in (curve.T for curve in curves):
+        if title == "held-out loss":
+            axes.plot(x, y, "o-", color=color, markersize=3, label=run)
+        elif title == "learning rate" or len(y) < 50:
+            axes.plot(x, y, color=color, label=run)
+        else:
+            size = len(y) // 25
+            mean = np.convolve(y, np.ones(size), "valid") / size
+            axes.plot(x, y, color=color, alpha=0.25, linewidth=0.6)
+            axes.plot(x[size // 2:size // 2 + len(mean)], mean, color=color, label=run)

@@ -1,0 +1,140 @@
+"""The learning rate over a run, from its configuration: what train.learning_rate is made of.
+
+    peak          ________
+                 /   cosine, linear or exponential: falls to the end
+    first share /    constant: stays; wsd: stays, and falls during the cooldown
+                |----|---------------------------|------------
+                0  warmup                    decay_steps, then the last rate stays
+
+    warmup       the schedule of the first updates, up to the peak
+    decay        the schedule from the peak on
+    with_steps   the configuration with the steps that follow from --epochs
+
+A schedule is a function of the number of an update, from 0. It depends on nothing but the
+configuration, so a run that is stopped and continued has the rates of one that was not.
+"""
+
+import dataclasses
+import math
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zigzag.core.errors import ConfigError, check_at_least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of a schedule that few runs need. (The others stand in train.Config.)"""
+    epochs: float = 0.0         # in place of steps: passes over all examples
+    cooldown: float = 0.0       # with --decay wsd: last updates, or share of steps, in which the
+                                # rate falls; 0: a fifth
+    decay_steps: int = 0        # updates until the end of the decay, where the rate stays; 0: steps
+    first_share: float = 0.0    # first rate, as a share of the peak; 0: 1 / warmup
+    final_share: float = 0.02   # last rate, as a share of the peak
+    beta1: float = 0.9          # AdamW's decay rate of the mean of gradients
+    beta2: float = 0.95         # AdamW's decay rate of the mean of squared gradients
+
+
+DECAYS = ("cosine", "linear", "constant", "wsd", "exponential")
+
+
+def check(c: Any) -> None:
+    """Refuse values of a configuration that make no schedule."""
+    check_at_least(c, warmup=0, cooldown=0, first_share=0, final_share=0, decay_steps=0, epochs=0)
+    for name in ("warmup", "cooldown"):
+        if (value := getattr(c, name)) > 1 and value != int(value):
+            raise ConfigError(f"--{name} {value}: expected a whole number of updates, or a share "
+                              f"of all updates below 1")
+    for name in ("first_share", "final_share"):
+        if (value := getattr(c, name)) > 1:
+            raise ConfigError(f"--{name} {value}: expected a share of --lr, from 0 to 1")
+    if c.decay == "exponential" and not c.final_share:
+        raise ConfigError("--final_share 0: an exponential decay never reaches 0; give a share "
+                          "above 0, or --decay linear")
+    if c.decay == "constant" and c.final_share != type(c).final_share:
+        raise ConfigError(f"--final_share {c.final_share}: with --decay constant the rate stays at "
+                          f"its peak; leave --final_share out, or give another --decay")
+    if c.decay != "wsd" and c.cooldown:
+        raise ConfigError(f"--cooldown {c.cooldown:g}: --decay {c.decay} has no cooldown; leave it "
+                          f"out, or give --decay wsd")
+    for name in ("beta1", "beta2"):
+        if not 0 <= (value := getattr(c, name)) < 1:
+            raise ConfigError(f"--{name} {value}: expected a number from 0 to below 1")
+
+
+def fill_in(c: Any) -> None:
+    """Set what was not given: the cooldown, and (once the steps are known) the updates of the
+    warmup. They lie at the start, so they stay the same number when the run gets more steps; a
+    cooldown that is a share moves with the steps."""
+    if c.decay == "wsd" and not c.cooldown:
+        object.__setattr__(c, "cooldown", 0.2)
+    if not c.epochs:
+        given = updates(c.warmup, c.steps) if c.warmup else max(1, c.steps // 20)
+        object.__setattr__(c, "warmup", given)
+
+
+def updates(value: float, steps: int) -> int:
+    """A number of updates that is given as such, or (below 1) as a share of `steps`."""
+    return int(value) if value >= 1 else max(1, int(value * steps + 1e-9))
+
+
+def warmup(c: Any) -> Callable:
+    """From the first rate up to the peak, which the last update of the warmup has."""
+    first = c.lr * c.first_share if c.first_share else c.lr / c.warmup
+    return optax.linear_schedule(first, c.lr, c.warmup - 1)
+
+
+def decay(c: Any) -> Callable:
+    """From the peak, at 0, down to --final_share of it at the last update."""
+    last, length = c.lr * c.final_share, _length(c)
+    if c.decay == "cosine":
+        return optax.cosine_decay_schedule(c.lr, length, c.final_share)
+    if c.decay == "linear":
+        return optax.linear_schedule(c.lr, last, length)
+    if c.decay == "exponential":
+        return optax.exponential_decay(c.lr, length, c.final_share, end_value=last)
+    if c.decay == "constant":
+        return optax.constant_schedule(c.lr)
+    falls = min(updates(c.cooldown, _end(c)), length)
+    return optax.join_schedules(
+        [optax.constant_schedule(c.lr), optax.linear_schedule(c.lr, last, falls)], [length - falls])
+
+
+def _end(c):
+    return c.decay_steps or c.steps
+
+
+def _length(c):
+    """Updates from the first one at the peak to the last one of the decay."""
+    return max(_end(c) - 1, c.warmup) - (c.warmup - 1)
+
+
+def fixed_from(c: Any) -> int:
+    """The number of updates from which on another number of steps no longer stretches the decay:
+    those of the whole run, or (wsd) those before the cooldown, and one more."""
+    if c.decay != "wsd":
+        return _end(c)
+    return _end(c) - min(updates(c.cooldown, _end(c)), _length(c)) + 1
+
+
+def with_steps(c: Any, examples: int) -> Any:
+    """The configuration with the steps that its --epochs over this many examples take."""
+    if not c.epochs:
+        return c
+    return dataclasses.replace(c, epochs=0.0, steps=math.ceil(c.epochs * examples / c.batch) or 1)
+
+
+def check_given(schedule: Callable) -> None:
+    """Refuse a `schedule` of fit that does not return a number."""
+    try:
+        shape = jax.eval_shape(lambda step: jnp.asarray(schedule(step)),
+                               jax.ShapeDtypeStruct((), "int32")).shape
+    except jax.errors.ConcretizationTypeError:
+        raise ConfigError("fit's schedule must be traceable: write it with jax.numpy (jnp.where in "
+                          "place of if), as optax's schedules are") from None
+    if shape != ():
+        raise ConfigError(f"fit's schedule returned an array of shape {list(shape)}; expected a "
+                          f"number, the learning rate of an update")

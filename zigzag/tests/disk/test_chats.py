@@ -1,0 +1,142 @@
+"""Conversations and completions: the ids are transformers', and only the answers are learned."""
+
+import json
+
+import numpy as np
+import pytest
+
+import data
+from zigzag.core.errors import ConfigError
+from zigzag.disk import chats
+from zigzag.disk.corpus import Sources
+from zigzag.disk.tokenizers import tokenizer_at
+from zigzag.tests.common import command, peer, published_files, refused
+
+# With and without marks around what the assistant wrote.
+MARKED = """{% for m in messages %}<{{ m.role }}>
+{%- if m.role == 'assistant' -%}
+{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+{%- else %}{{ m.content | trim }}{{ eos_token }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CHATS = [[{"role": "user", "content": f"{i} and {i + 1}?"},
+          {"role": "assistant", "content": f"  {2 * i + 1}, naïve 日本 🙂 "},
+          {"role": "user", "content": "Thanks"},
+          {"role": "assistant", "content": "Bye"}][:2 + i % 3] for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path, text):
+    """A tokenizer with a chat template that marks the answers."""
+    folder = published_files(tmp_path / "published", text)
+    (folder / "chat_template.jinja").write_text(MARKED)
+    return folder
+
+
+def write_chats(path, rows):
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+def learned_of(corpus):
+    """[(ids, which are learned)] of all conversations."""
+    found = []
+    for split in data.SPLITS:
+        documents = corpus.documents(split)
+        for number in range(len(documents)):
+            start = int(documents.starts[number])
+            end = start + int(documents.lengths(np.array([number]))[0])
+            found.append((documents.tokens[start:end].tolist(),
+                          documents.learned[start:end].tolist()))
+    return found
+
+
+@pytest.mark.slow
+def test_ids_and_answers_are_those_of_transformers(folder, tmp_path):
+    """Answers that begin or end one token off; a template whose blanks differ; conversations in the
+    loss that the model should only read."""
+    transformers = peer("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>",
+        chat_template=MARKED)
+    want = [theirs.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+            for row in CHATS]
+    want = sorted((w["input_ids"], w["assistant_masks"]) for w in want)
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    corpus = data.prepare([str(path)], tmp_path / "marked", tokenizer=tokenizer_at(str(folder)))
+    assert sorted(learned_of(corpus)) == want
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    corpus = data.prepare([str(path)], tmp_path / "plain", tokenizer=tokenizer_at(str(folder)))
+    got = sorted(learned_of(corpus))
+    assert [ids for ids, _ in got] == [ids for ids, _ in want]
+    # (What an answer adds to the text has the line break after it, too.)
+    assert all(np.greater_equal(a, b).all() and 0 <= sum(a) - sum(b) <= 2 * CHATS[0].__len__()
+               for (_, a), (_, b) in zip(got, want))
+    record = corpus.record["train"]
+    assert record["learned"] == sum(
+        sum(learned) for _, learned in learned_of(corpus)[:record["documents"]])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
+    """A mask that is shifted, because the text of a conversation is not its turns one after the
+    other."""
+    peer("jinja2")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ loop.length if loop.first else '' }}{{ m.content }}"
+        "{% endfor %}")
+    template = chats.Template(folder)
+    with pytest.raises(ConfigError, match="one answer, its last message"):
+        template.learned(CHATS[0])
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(folder, tmp_path):
+    """A prompt that is learned, or a completion without its end."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} and 1 are", "completion": f" {i + 1}"})
+                            + "\n" for i in range(30)))
+    tokenizer = tokenizer_at(str(folder))
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
+    texts = []
+    for ids, learned in learned_of(corpus):
+        at = learned.index(1)
+        assert learned == [0] * at + [1] * (len(ids) - at) and ids[-1] == tokenizer.ends[0]
+        texts.append((tokenizer.decode(ids[:at]), tokenizer.decode(ids[at:])))
+    assert sorted(texts) == sorted((f"{i} and 1 are", f" {i + 1}") for i in range(30))
+
+
+def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
+    """A role that the template silently leaves out; a conversation without an answer, which only
+    costs time; preferences that are learned as text."""
+    peer("jinja2")
+    bad = [[{"role": "bot", "content": "x"}], [{"role": "user", "content": "x"}],
+           [{"role": "user", "content": 3}, {"role": "assistant", "content": "x"}], []]
+    path = write_chats(tmp_path / "chats.jsonl", CHATS[:20] + bad)
+    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "skipped  4 lines without messages; the first is" in said and "the role 'bot'" in said
+    assert "tokens are answers" in said
+    (tmp_path / "dpo.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    for name, more, says in (("dpo", [], "preferences"), ("chats", [], "need the chat template"),
+                             ("chats", ["--tokenizer", folder, "--strict"], "(--strict)")):
+        assert says in refused(capsys, tmp_path / f"{name}.jsonl", "--out", tmp_path / "no", *more,
+                               main=data.main)
+
+
+def test_a_run_shows_what_it_learns(folder, tmp_path):
+    """A long fine-tuning with the loss on the wrong tokens, which nobody saw."""
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    tokenizer = tokenizer_at(str(folder))
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
+    shown = Sources([corpus], [""]).described(60)
+    record = corpus.record["train"]
+    assert f"{record['documents']} conversations, {record['learned']:,} of" in shown
+    assert "[[" in shown and "</s>]]" in shown and "longer than 60 tokens" in shown
+    done = command("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4,
+                   "--seq_len", 64, "--batch", 4, "--steps", 2, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    other = command("--data", tmp_path / "out", "--pack", "stream", "--out", tmp_path / "no")
+    assert other.returncode == 2 and "--pack documents" in other.stderr
+    assert "tokens are answers" in done.stdout
+    done = command("--run", tmp_path / "run", "--prompt", "1 and", "--tokens", 2, file="sample.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "chat_template.jinja").exists()
