@@ -339,6 +339,10 @@ def _streamed(file, options):
         except BROKEN as e:
             if isinstance(e, ConfigError):
                 raise
+            rest = rest[:len(rest) - _broken_end(rest)]
+            if file.kind == "text" and rest:        # (half a line of JSON is nothing)
+                yield Task(file, start, start + len(rest), rest, file.size)
+                start += len(rest)
             yield Task(file, start, start, position=file.size, problem=(
                 "cut short or damaged", f"{file.path}: cut short or damaged after {start:,} bytes "
                 f"of text ({one_line(e)})"))

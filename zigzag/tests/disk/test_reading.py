@@ -332,3 +332,17 @@ def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
                               text=True)
         assert done.returncode == 0, done.stderr
     assert all_files(tmp_path / "o") == all_files(tmp_path / "whole")
+
+
+def test_what_came_before_a_break_is_kept_to_its_last_character(tmp_path):
+    """The half line at which a compressed text breaks off, left out without a word."""
+    text = "".join(f"{i * 7919 % 1000003}日" for i in range(20_000))        # (one line)
+    (tmp_path / "c.txt").write_text(WORDS)
+    pieces = data.prepare([str(tmp_path / "c.txt")], tmp_path / "pieces", 300).tokenizer
+    raw = gzip.compress(text.encode())
+    for end in range(len(raw) // 2, len(raw) // 2 + 6):
+        (tmp_path / "a.txt.gz").write_bytes(raw[:end])
+        corpus = data.prepare([str(tmp_path / "a.txt.gz")], tmp_path / f"{end}", tokenizer=pieces)
+        found = pieces.decode([*corpus.train, *corpus.held_out])
+        assert text.startswith(found) and len(found) > len(text) // 3
+        assert list(corpus.record["problems"]) == ["cut short or damaged"]
