@@ -23,7 +23,6 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random
 from zigzag.core.flags import from_flags, run_main
 from zigzag.disk.corpus import Corpus as Corpus
-from zigzag.disk.corpus import opened as opened
 from zigzag.disk.corpus import prepare
 from zigzag.disk.corpus import tokenizer_of as tokenizer_of
 from zigzag.disk.corpus import tokenizer_record as tokenizer_record

@@ -665,7 +665,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
                 ) -> Iterator[tuple[Config, Callable[[], Task], dict[str, str], Any]]:
     """--data, for this model: the configuration with its vocabulary, a function that makes the
     task, what config.json records about the data, and what to print. (`run`, `ready` and
-    `fingerprint` are as in data.opened.)"""
+    `fingerprint` are as in opened_sources.)"""
     if not reads_text(config):
         network = networks.network_of(config)
         arrays = examples.open_arrays(config.data, network.batch_shapes(config.network, 1),

@@ -27,7 +27,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import appears, sha256, write_json
 from zigzag.disk.encoding import begin_folder, encode_files, new_pieces
-from zigzag.disk.output import SPLITS, Output
+from zigzag.disk.output import SPLITS, Output, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, counted, find, form_of_files, library_sources
 from zigzag.disk.token_files import TokenFiles, is_token_files
@@ -76,14 +76,6 @@ def _changed(path, digest):
     return bool(digest) and sha256(path) != digest
 
 
-def _map(path, dtype):
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
-                          f"tokens")
-    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
-
-
 class Corpus:
     """A folder that `prepare` made: .train, .held_out, .tokenizer, .record."""
 
@@ -93,7 +85,7 @@ class Corpus:
             self.record = json.loads((self.folder / "data.json").read_text())
             for split in SPLITS:
                 file, wanted = self.folder / f"{split}.bin", self.record[split]
-                tokens = _map(file, np.dtype(self.record["dtype"]))
+                tokens = mapped(file, np.dtype(self.record["dtype"]))
                 if len(tokens) != wanted["tokens"]:
                     raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
                                       f"{wanted['tokens']}")
@@ -113,8 +105,8 @@ class Corpus:
             raise ConfigError(f"{folder} was made by an earlier version, which did not note where "
                               f"documents begin; make it again, or give --pack stream")
         if "learned" in self.record[split]:
-            learned = _map(folder / f"{split}.learned", np.dtype("uint8"))
-        starts = _map(folder / f"{split}.docs", np.dtype("uint64"))
+            learned = mapped(folder / f"{split}.learned", np.dtype("uint8"))
+        starts = mapped(folder / f"{split}.docs", np.dtype("uint64"))
         if len(starts) != self.record[split]["documents"] or (
                 learned is not None and len(learned) != self.record[split]["tokens"]):
             raise ConfigError(f"{folder}: {split}.docs or {split}.learned is not what data.json "
@@ -256,7 +248,7 @@ class Sources:
 
     def __init__(self, corpora: Sequence["Corpus | TokenFiles"], names: Sequence[str],
                  held_out: "Corpus | TokenFiles | None" = None):
-        self.corpora, self.names, self.held_out = corpora, names, held_out
+        self.corpora, self.held_out = corpora, held_out
         first = corpora[0]
         everything = [*corpora, *([held_out] if held_out else [])]
         self.tokenizer, self.record = first.tokenizer, first.record

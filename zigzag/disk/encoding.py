@@ -160,17 +160,6 @@ class Workers:
         return result
 
 
-@contextlib.contextmanager
-def _in_turn(tokenizer, options):
-    yield lambda work: ((task, encode(task, tokenizer, options)) for task in work)
-
-
-@contextlib.contextmanager
-def _on_cores(count, tokenizer, options):
-    with Workers(count, tokenizer, options) as workers:
-        yield workers.results
-
-
 # -------------------------------------------------------------------------------------------
 # A whole encoding
 
@@ -257,10 +246,12 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
                       itertools.accumulate((file.size for file in files), initial=0)))
     work = itertools.islice(work, out.state["tasks"], None)
     is_small = sum(file.size for file in files) < FEW or tokenizer.kind == "bytes"
-    in_turn = _in_turn(tokenizer, options) if is_small or cores < 2 else (
-        _on_cores(cores, tokenizer, options))
-    with in_turn as results:
-        for task, found in results(work):
+    with contextlib.ExitStack() as stack:
+        if is_small or cores < 2:
+            results = ((task, encode(task, tokenizer, options)) for task in work)
+        else:
+            results = stack.enter_context(Workers(cores, tokenizer, options)).results(work)
+        for task, found in results:
             if found.problems and options.strict:
                 raise ConfigError(f"{found.problems[0].message} (--strict)")
             try:

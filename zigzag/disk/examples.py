@@ -170,19 +170,6 @@ def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
     return tuple(record[field] for field in fields)
 
 
-def has_json_lines(path: Path) -> bool:
-    """Whether a file has a JSON object on each line, told by its name or, for a .json file, by its
-    first two lines."""
-    if path.suffix != ".json":
-        return path.suffix in (".jsonl", ".ndjson")
-    with open(path, "rb") as f:
-        lines = [f.readline(2**20) for _ in range(2)]
-    try:
-        return all(isinstance(json.loads(line), dict) for line in lines)
-    except (ValueError, RecursionError):
-        return False
-
-
 # -------------------------------------------------------------------------------------------
 # Arrays
 

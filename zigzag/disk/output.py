@@ -19,6 +19,7 @@ from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
+from zigzag.core.errors import ConfigError
 from zigzag.core.files import write_json
 from zigzag.disk.reading import Task
 from zigzag.disk.tokenizers import Tokenizer
@@ -141,7 +142,7 @@ class Output:
         split, length, size = going_on
         self.state["longest"] = [x for x in self.state["longest"] if x[1] != task.file.name]
         self.save(at_once=True)
-        last = _mapped(self.part("bin", split), self.dtype)[-length:]
+        last = mapped(self.part("bin", split), self.dtype)[-length:]
         for name, less in (("tokens", length), ("bytes", size), ("documents", 1),
                            ("spelled", int(self.lengths[last].sum()))):
             self.state[name][split] -= less
@@ -175,7 +176,7 @@ class Output:
     def _hold_out_the_end(self):
         """Write all documents in their order, and hold out the last tenth of their tokens (of
         conversations, those that begin there). Returns the counts."""
-        arrays = {(kind, split): _mapped(self.part(kind, split), dtype)
+        arrays = {(kind, split): mapped(self.part(kind, split), dtype)
                   for kind, dtype in self.kinds.items() for split in range(2)}
         ranges, starts = self._in_order(arrays)
         total = sum(self.state["tokens"])
@@ -207,7 +208,7 @@ class Output:
     def _in_order(self, arrays):
         """(where the documents are, in their order: (split, first token, end); where each begins if
         they stand in that order)."""
-        order = _mapped(self.part("order"), np.dtype("uint8"))
+        order = mapped(self.part("order"), np.dtype("uint8"))
         begins = [arrays["docs", split].astype(np.int64) for split in range(2)]
         ends = [np.append(b[1:], n) for b, n in zip(begins, self.state["tokens"])]
         at, ranges, starts, written = [0, 0], [], [np.zeros(0, np.int64)], 0
@@ -242,5 +243,10 @@ def _link(source, target):
         shutil.copyfile(source, target)
 
 
-def _mapped(path, dtype):
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The array in a file, mapped into memory."""
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
+                          f"tokens")
+    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)

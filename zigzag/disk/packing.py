@@ -78,7 +78,7 @@ class Packed:
         self.documents, self.length, self.seed, self.cut = documents, length, seed, cut
         self.block = functools.lru_cache(8)(self._block)
         self.blocks = -(-len(documents) // BLOCK)
-        self.ends = np.cumsum([len(self._block(b)) for b in range(self.blocks)])
+        self.ends = np.cumsum([len(self.block(b)) for b in range(self.blocks)])
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.blocks else 0
