@@ -30,8 +30,8 @@ import numpy as np
 from zigzag.core.errors import ConfigError, RunError, human_bytes, one_line
 from zigzag.core.files import sha256
 from zigzag.disk.chats import Template, encode_chat, encode_completion, has_template
-from zigzag.disk.output import SPLITS, Encoded, Output, Problem, dtype_of
-from zigzag.disk.reading import File, Options, Task, counted, read, tasks
+from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
+from zigzag.disk.reading import File, Options, Task, Trouble, counted, read, tasks
 from zigzag.disk.tokenizers import Pieces, Tokenizer, is_tenth, train_pieces
 
 # Below this many bytes of text a second process does not pay.
@@ -52,16 +52,17 @@ def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
             try:
                 text = text.decode()
             except UnicodeDecodeError as e:
-                problem = ("not UTF-8", f"{task.file.path}: not UTF-8 at byte "
-                           f"{task.start + e.start:,} (data.py --encoding names another one)")
+                problem = Trouble("not UTF-8", f"{task.file.path}: not UTF-8 at byte "
+                                  f"{task.start + e.start:,} (data.py --encoding names another "
+                                  f"one)", drops=True)
         if isinstance(text, dict):
             try:
                 text = encode_record(text, tokenizer, options)
             except ConfigError as e:
-                problem = f"{options.form} that cannot be encoded", f"{task.file.path}: {e}"
+                problem = Trouble(f"{options.form} that cannot be encoded",
+                                  f"{task.file.path}: {e}")
         if problem:
-            # (Text in another encoding is left out from its beginning.)
-            problems.append(Problem(*problem, problem[0].startswith("not "), document.begins))
+            problems.append((problem, document.begins))
         else:
             texts.append(text)
             begins.append(document.begins)
@@ -253,7 +254,7 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
             results = stack.enter_context(Workers(cores, tokenizer, options)).results(work)
         for task, found in results:
             if found.problems and options.strict:
-                raise ConfigError(f"{found.problems[0].message} (--strict)")
+                raise ConfigError(f"{found.problems[0][0].message} (--strict)")
             try:
                 out.add(task, found)
                 out.save()

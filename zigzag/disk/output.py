@@ -21,19 +21,12 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import write_json
-from zigzag.disk.reading import Task
+from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
 COUNTS = ("tokens", "bytes", "spelled", "documents", "learned")
-
-
-class Problem(NamedTuple):
-    kind: str           # what the summary counts
-    message: str        # with the place
-    drops: bool         # whether the whole document is dropped, with what was written of it
-    begins: bool        # whether it begins here
 
 
 class Encoded(NamedTuple):
@@ -45,7 +38,7 @@ class Encoded(NamedTuple):
     sizes: np.ndarray
     begins: np.ndarray
     held_out: np.ndarray
-    problems: list[Problem]
+    problems: list[tuple[Trouble, bool]]    # (and whether its document begins here)
     learned: np.ndarray | None      # which tokens are targets; None: all
 
 
@@ -90,11 +83,11 @@ class Output:
     def add(self, task: Task, found: Encoded) -> None:
         """Write the documents of a task."""
         state = self.state
-        for problem in found.problems:
-            if problem.drops and not problem.begins and not state["open"]:
+        for problem, begins in found.problems:
+            if problem.drops and not begins and not state["open"]:
                 continue        # (the document was dropped before)
             if problem.drops:
-                self._drop(task, is_written=not problem.begins)
+                self._drop(task, is_written=not begins)
             count, first = state["problems"].get(problem.kind, (0, problem.message))
             state["problems"][problem.kind] = count + 1, first
         # (What goes on here may be the rest of a document that was dropped.)

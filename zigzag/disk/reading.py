@@ -62,6 +62,13 @@ class File(NamedTuple):
     size: int
 
 
+class Trouble(NamedTuple):
+    """Why something cannot be read."""
+    kind: str               # what the summary counts
+    message: str            # with the place
+    drops: bool = False     # whether the whole document is left out, with what came before
+
+
 class Task(NamedTuple):
     """A piece of a file: bytes start to stop of it, or `content`."""
     file: File
@@ -69,7 +76,7 @@ class Task(NamedTuple):
     stop: int
     content: Any = None         # bytes, or a list of texts; None: read them from the file
     position: int = 0           # how much of the file has been read after this task
-    problem: tuple[str, str] | None = None      # why there is no content: a kind, and a message
+    problem: Trouble | None = None      # why there is no content
 
 
 class Document(NamedTuple):
@@ -77,7 +84,7 @@ class Document(NamedTuple):
     begins: bool
     text: Any           # str; bytes of a file that was not decoded; or a line's dict
     where: str          # its name, by which it is held out or not
-    problem: tuple[str, str] | None = None      # why it cannot be read
+    problem: Trouble | None = None      # why it cannot be read
 
 
 class Found(NamedTuple):
@@ -334,8 +341,8 @@ def _streamed(file, options):
                 yield Task(file, start, start + len(rest), rest, raw.tell())
         except UnicodeDecodeError as e:
             kind = f"not {options.encoding}"
-            yield Task(file, start, start, position=file.size, problem=(
-                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})"))
+            yield Task(file, start, start, position=file.size, problem=Trouble(
+                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})", True))
         except BROKEN as e:
             if isinstance(e, ConfigError):
                 raise
@@ -343,7 +350,7 @@ def _streamed(file, options):
             if file.kind == "text" and rest:        # (half a line of JSON is nothing)
                 yield Task(file, start, start + len(rest), rest, file.size)
                 start += len(rest)
-            yield Task(file, start, start, position=file.size, problem=(
+            yield Task(file, start, start, position=file.size, problem=Trouble(
                 "cut short or damaged", f"{file.path}: cut short or damaged after {start:,} bytes "
                 f"of text ({one_line(e)})"))
 
@@ -364,8 +371,8 @@ def _blocks(file, options, raw):
 
 def _too_long(file, start):
     most = human_bytes(MOST)
-    return (f"lines of more than {most}",
-            f"{file.path} at byte {start:,}: a line of more than {most}")
+    return Trouble(f"lines of more than {most}",
+                   f"{file.path} at byte {start:,}: a line of more than {most}")
 
 
 def _rows(file, options):
@@ -375,8 +382,8 @@ def _rows(file, options):
         table = package.ParquetFile(file.path)
     except Exception as e:      # (pyarrow raises errors of its own)
         yield Task(file, 0, 0, position=file.size,
-                   problem=("cut short or damaged", f"{file.path}: damaged, or no parquet "
-                            f"({one_line(e)})"))
+                   problem=Trouble("cut short or damaged", f"{file.path}: damaged, or no "
+                                   f"parquet ({one_line(e)})"))
         return
     names = table.schema_arrow.names
     if options.field not in names:
@@ -397,8 +404,8 @@ def _rows(file, options):
         yield Task(file, row, row + len(texts), texts, file.size)
     except Exception as e:
         yield Task(file, row, row, position=file.size,
-                   problem=("cut short or damaged", f"{file.path}: damaged after row {row:,} "
-                            f"({one_line(e)})"))
+                   problem=Trouble("cut short or damaged", f"{file.path}: damaged after row "
+                                   f"{row:,} ({one_line(e)})"))
 
 
 def _text_of(value):
@@ -424,8 +431,9 @@ def read(task: Task, options: Options) -> Iterator[Document]:
             if isinstance(text, str):
                 yield Document(True, text, f"{file.name}:{row}")
             elif text is None:
-                yield Document(True, "", file.name, ("rows without a text", (
-                    f"{file.path} row {row:,}: no text in {options.field!r}")))
+                yield Document(True, "", file.name, Trouble(
+                    "rows without a text", f"{file.path} row {row:,}: no text in "
+                    f"{options.field!r}"))
             else:
                 raise ConfigError(f"{file.path} row {row}: {options.field!r} is {text.decode()}, "
                                   f"which is not text")
@@ -463,7 +471,7 @@ def _lines(task, options):
             except ConfigError as e:
                 if task.start == 0 and start == len(raw) and "no field" in str(e):
                     raise ConfigError(f"{e} (data.py --field names another)") from None
-                yield Document(True, "", task.file.name, ("lines without a text", str(e)))
+                yield Document(True, "", task.file.name, Trouble("lines without a text", str(e)))
             else:
                 yield Document(True, text, text)
 
@@ -477,7 +485,7 @@ def _record(task, raw, where, options):
         wrong = "not JSON"
     if wrong:
         return Document(True, "", task.file.name,
-                        (f"lines without {options.form}", f"{where}: {wrong}"))
+                        Trouble(f"lines without {options.form}", f"{where}: {wrong}"))
     return Document(True, record, raw.decode(errors="replace").strip())
 
 
