@@ -804,11 +804,10 @@ def bench(config: Config, mesh: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, opened_data(
             config, tokenizer, Path(folder) / "run") as (config, make_task, *_):
         task, (init, loss, _) = make_task(), language(config)
-        commands.bench(
-            config, mesh, task.flops,
-            lambda config, say: fit(config, init, task.collate, loss, examples=task.examples,
-                                    mesh=mesh, say=say),
-            lambda config, at: training_batch(config, mesh, task, None, at))
+        shapes = batch_shapes(config.batch, task.collate, task.examples)
+        commands.bench(config, TRANSFORMER, task,
+                       lambda config: build(config, mesh, init, loss, shapes),
+                       functools.partial(training_batch, config, mesh, task, shapes))
 
 
 def first_weights(config: Config

@@ -5,9 +5,11 @@ answers are learned.
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}
     {"prompt": "2 + 2 =", "completion": " 4"}
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}     (each a text, or messages)
 
 Learned are the parts of the text that the template marks with {% generation %}, or, if it marks
-none, what each message of the assistant adds to the text before it; and completions.
+none, what each message of the assistant adds to the text before it; and completions. A preference
+is two such texts: what both have in common is not learned.
 
 A template is a program from the model's folder. It runs in jinja2's sandbox, with the functions
 that transformers provides. (The sandbox does not limit time or memory.)
@@ -94,14 +96,15 @@ def _spans(marked):
     return spans
 
 
-def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer
-                ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which of them are learned) of a conversation."""
+def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer,
+                skipped: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which of them are learned) of a conversation, whose first `skipped` answers are not
+    learned."""
     more = {name: record[name] for name in ("tools",) if record.get(name)}
     text, spans = template.learned(record["messages"], **more)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), bool)
-    for begin, end in spans:
+    for begin, end in spans[skipped:]:
         learned |= (begins < end) & (ends > begin)
     return ids, learned
 
@@ -118,6 +121,27 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
+def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tokenizer
+                      ) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
+    both, common = _conversations(record), 0
+    while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
+        common += 1
+    skipped = sum(message["role"] == "assistant" for message in both[0][:common])
+    return [encode_chat({**record, "messages": messages}, template, tokenizer, skipped)
+            for messages in both]
+
+
+def _conversations(record):
+    """The messages of the chosen and of the rejected conversation: the prompt's, unless they begin
+    with them, and their own."""
+    before = record.get("prompt") or []
+    if isinstance(before, str):
+        before = [{"role": "user", "content": before}]
+    return [messages if messages[:len(before)] == before or messages[0]["role"] != "assistant"
+            else [*before, *messages] for messages in (record["chosen"], record["rejected"])]
+
+
 # -------------------------------------------------------------------------------------------
 # Lines of JSON
 
@@ -129,15 +153,25 @@ def form_of(record: dict[str, Any], field: str) -> str:
         return "messages"
     if "prompt" in record and "completion" in record:
         return "completion"
-    return "preference" if {"prompt", "chosen", "rejected"} <= record.keys() else "text"
+    return "preference" if {"chosen", "rejected"} <= record.keys() else "text"
 
 
 def check_record(record: dict[str, Any], form: str) -> str:
     """What is wrong with a line of this form; '' if it is right."""
-    if form == "completion":
-        wrong = [name for name in ("prompt", "completion") if not _is_text(record.get(name))]
-        return f"{wrong[0]!r} is not a text" if wrong else ""
-    messages = record.get("messages")
+    if form == "messages":
+        return _wrong_in(record.get("messages"))
+    if form == "preference" and record.get("chosen") == record.get("rejected"):
+        return "'chosen' and 'rejected' are the same"
+    names = ("prompt", "completion") if form == "completion" else ("prompt", "chosen", "rejected")
+    if form == "preference" and isinstance(record.get("chosen"), list):
+        prompt = record.get("prompt") or []
+        return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
+                or ("" if _is_text(prompt) or not prompt else _wrong_in(prompt, answers=False)))
+    wrong = [name for name in names if not _is_text(record.get(name))]
+    return f"{wrong[0]!r} is not a text" if wrong else ""
+
+
+def _wrong_in(messages, answers=True):
     if not isinstance(messages, list) or not messages:
         return "no list of messages"
     for message in messages:
@@ -148,7 +182,7 @@ def check_record(record: dict[str, Any], form: str) -> str:
                     + did_you_mean(message["role"], ROLES))
         if not _is_text(message.get("content", "")) and not message.get("tool_calls"):
             return "a message whose content is not a text"
-    if not any(message["role"] == "assistant" for message in messages):
+    if answers and not any(message["role"] == "assistant" for message in messages):
         return "no answer of the assistant"
     return ""
 

@@ -24,12 +24,18 @@ from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.files import appears, sha256, write_json
-from zigzag.disk.encoding import begin_folder, encode_files, new_pieces
+from zigzag.disk.encoding import (
+    InterruptedOther,
+    begin_folder,
+    encode_files,
+    new_pieces,
+    what_was_skipped,
+)
 from zigzag.disk.output import SPLITS, Output, mapped
 from zigzag.disk.packing import Documents
-from zigzag.disk.reading import Options, counted, find, form_of_files, library_sources
+from zigzag.disk.reading import Options, find, form_of_files, library_sources
 from zigzag.disk.token_files import TokenFiles, is_token_files
 from zigzag.disk.tokenizers import KINDS, Bytes, Ids, Tokenizer, copy_files
 
@@ -123,15 +129,7 @@ class Corpus:
         r = self.record
         kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
         return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
-                f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}"
-                + _skipped_text(r))
-
-
-def _skipped_text(record):
-    """What was left out, as the end of a line. (`summary` says where.)"""
-    counts = {**record.get("skipped", {}), **{
-        kind: count for kind, (count, _) in record.get("problems", {}).items()}}
-    return f"; skipped {counted(counts)}" if counts else ""
+                f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
@@ -210,9 +208,18 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{flag} {' '.join(paths)}: text, beside token files without a "
                           f"tokenizer; give token files")
-    shutil.rmtree(part, ignore_errors=True)
+    if (part / "data.json").exists():       # (of a run that then was killed: is it of this text?)
+        shutil.rmtree(part, ignore_errors=True)
+    is_kept = False
     try:
-        corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        try:
+            corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        except InterruptedOther:
+            shutil.rmtree(part)
+            corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        except (KeyboardInterrupt, RunError):   # the same command goes on
+            is_kept = True
+            raise
         yield corpus
         if changes:         # (until config.json says otherwise, the old data stays in use)
             made = run / f"{name}-{corpus.fingerprint[:12]}"
@@ -221,7 +228,8 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
             os.replace(part, made)
             corpus.folder = made
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(part, ignore_errors=True)
         if new:
             with contextlib.suppress(OSError):
                 run.rmdir()                 # (only if it is empty)
@@ -286,8 +294,7 @@ class Sources:
         lines = []
         for corpus in self.corpora:
             lines.append(str(corpus))
-            lines += [f"skipped {count:,} {kind}; the first is {first}" for kind, (count, first)
-                      in corpus.record.get("problems", {}).items()]
+            lines += [f"skipped {line}" for line in what_was_skipped(corpus.record) if line]
             if corpus.is_learned_in_part:
                 lines += _answers(corpus, length)
         if self.held_out:

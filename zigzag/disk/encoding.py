@@ -29,11 +29,19 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, human_bytes, one_line
 from zigzag.core.files import sha256
-from zigzag.disk.chats import Template, encode_chat, encode_completion, has_template
+from zigzag.disk.chats import (
+    Template,
+    encode_chat,
+    encode_completion,
+    encode_preference,
+    has_template,
+)
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import File, Options, Task, Trouble, counted, read, tasks
-from zigzag.disk.tokenizers import Pieces, Tokenizer, is_tenth, train_pieces
+from zigzag.disk.tokenizers import Pieces, Tokenizer, hashed, is_tenth, train_pieces
 
+WHOSE_TEMPLATE = ("the chat template of a published model: data.py --tokenizer DIR, or train.py "
+                  "--model DIR")
 # Below this many bytes of text a second process does not pay.
 FEW = 2**23
 # A new tokenizer is trained on at most about this many bytes of text.
@@ -64,9 +72,10 @@ def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
         if problem:
             problems.append((problem, document.begins))
         else:
-            texts.append(text)
-            begins.append(document.begins)
-            held_out.append(is_tenth(document.where))
+            documents = text if isinstance(text, list) else [text]
+            texts += documents
+            begins += [document.begins] * len(documents)
+            held_out += [is_tenth(document.where)] * len(documents)
     begins = np.array(begins, bool)
     if options.form == "text":
         tokens, counts = tokenizer.encode_all(texts)
@@ -87,11 +96,20 @@ def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
 
 
 def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
-                  ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which of them are learned) of a line of JSON."""
+                  ) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, which of them are learned) of the documents in a line of JSON: one or, for a
+    preference, two, the chosen one first."""
     if options.form == "completion":
-        return encode_completion(record, tokenizer)
-    return encode_chat(record, template_of(tokenizer.folder), tokenizer)
+        return [encode_completion(record, tokenizer)]
+    if options.form == "messages":
+        return [encode_chat(record, template_of(tokenizer.folder), tokenizer)]
+    if isinstance(record["chosen"], str):
+        return [encode_completion({**record, "completion": record[name]}, tokenizer)
+                for name in ("chosen", "rejected")]
+    folder = getattr(tokenizer, "folder", None)
+    if not has_template(folder):
+        raise ConfigError(f"conversations need {WHOSE_TEMPLATE}")
+    return encode_preference(record, template_of(folder), tokenizer)
 
 
 @functools.cache
@@ -164,13 +182,16 @@ class Workers:
 # -------------------------------------------------------------------------------------------
 # A whole encoding
 
+class InterruptedOther(ConfigError):
+    """A folder has the beginning of another encoding."""
+
+
 def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int,
                  tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Make the folder `out`, unless it holds something else. Returns what an encoding that goes on
     there must have in common with the one that was interrupted."""
     if options.form == "messages" and not has_template(getattr(tokenizer, "folder", None)):
-        raise ConfigError(f"{files[0].path} has conversations, which need the chat template of a "
-                          f"published model: data.py --tokenizer DIR, or train.py --model DIR")
+        raise ConfigError(f"{files[0].path} has conversations, which need {WHOSE_TEMPLATE}")
     # (The standard input is a new file each time.)
     names = [[file.name, file.size, file.name != "stdin" and os.stat(file.path).st_mtime_ns]
              for file in files]
@@ -186,8 +207,8 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     if (out / "progress.json").exists():
         old = json.loads((out / "progress.json").read_text())["settings"]
         if other := [name for name in settings if old.get(name) != settings[name]]:
-            raise ConfigError(f"--out {out} holds an encoding that was interrupted, and that had "
-                              f"other {', '.join(other)}; give another --out or remove it")
+            raise InterruptedOther(f"--out {out} holds an encoding that was interrupted, and that "
+                                   f"had other {', '.join(other)}; give another --out or remove it")
     return settings
 
 
@@ -204,7 +225,7 @@ def _sampled_lines(files, options):
     over all of it."""
     total, seen, held_out = sum(file.size for file in files), 0, []
     for number, task in enumerate(task for file in files for task in tasks(file, options)):
-        if total > SAMPLE and _uniform(number) > SAMPLE / total:
+        if total > SAMPLE and hashed(str(number)) * total > SAMPLE * 2**64:
             continue
         for document in read(task, options):
             text = document.text
@@ -228,11 +249,6 @@ def _texts_in(record):
     values = record.values() if isinstance(record, dict) else record
     return [text for value in values if isinstance(value, (str, dict, list))
             for text in _texts_in(value)]
-
-
-def _uniform(number):
-    digest = hashlib.sha256(str(number).encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out: Output,
@@ -299,21 +315,31 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def some(count: int, what: str) -> str:
+    """A count as text: 1 file, 2,000 files."""
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+def what_was_skipped(record: dict[str, Any]) -> list[str]:
+    """From data.json: the kinds of files that were skipped ('': none), and a line for each kind of
+    problem within files."""
+    files = record.get("skipped", {})
+    return [f"{sum(files.values()):,}: {counted(files)}" if files else "",
+            *(f"{count:,} {kind}; the first is {first}"
+              for kind, (count, first) in record.get("problems", {}).items())]
+
+
 def summary(record: dict[str, Any]) -> str:
     """What a prepared folder was made of, from its data.json: lines to print."""
-    tokens, size, documents = (sum(record[split][name] for split in SPLITS)
-                               for name in ("tokens", "bytes", "documents"))
-    read_ = f"read     {record['files']:,} files"
-    if record["skipped"]:
-        read_ += f"; skipped {sum(record['skipped'].values()):,}: {counted(record['skipped'])}"
-    lines = [read_]
-    for kind, (count, first) in record["problems"].items():
-        lines.append(f"skipped  {count:,} {kind}; the first is {first}")
+    tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
+    files, *lines = what_was_skipped(record)
+    lines = [f"read     {some(record['files'], 'file')}" + (files and f"; skipped {files}"),
+             *(f"skipped  {line}" for line in lines)]
     if "learned" in record["train"]:
         count = sum(record[split]["learned"] for split in SPLITS)
         lines.append(f"learned  {count:,} of {tokens:,} tokens are answers")
     longest = ", ".join(f"{length:,} ({name})" for length, name in record["longest"])
-    lines.append(f"made     {documents:,} documents, {tokens:,} tokens, "
+    lines.append(f"made     {some(record['documents'], 'document')}, {tokens:,} tokens, "
                  f"{size / max(tokens, 1):.2f} bytes per token, in {clock(record['seconds'])}; "
                  f"longest: {longest}")
     return "\n".join(lines)

@@ -164,6 +164,7 @@ class Output:
         names = COUNTS if "learned" in self.kinds else COUNTS[:-1]
         return {**{split: {name: counts[name][i] for name in names}
                    for i, split in enumerate(SPLITS)},
+                "form": self.state["settings"]["form"], "documents": sum(self.state["documents"]),
                 **{name: self.state[name] for name in ("problems", "longest")}}
 
     def _hold_out_the_end(self):
@@ -175,7 +176,9 @@ class Output:
         total = sum(self.state["tokens"])
         keep = total - total // 10
         if "learned" in self.kinds and len(starts) > 1:
-            keep = int(starts[min(np.searchsorted(starts, keep), len(starts) - 1)])
+            # (The two documents of a preference stay together.)
+            firsts = starts[::2 if self.state["settings"]["form"] == "preference" else 1]
+            keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)])
         counts = {"tokens": [keep, total - keep], "spelled": [0, 0], "learned": [0, 0]}
         for kind in self.kinds.keys() - {"docs"}:
             table, name = ((self.lengths, "spelled") if kind == "bin" else

@@ -195,7 +195,9 @@ def _look_at(path, name, encoding):
     if encoding:        # (UTF-16 has zeros)
         sample = sample.decode(encoding, errors="ignore").encode(errors="ignore")
     if b"\0" in sample:
-        return path.suffix.lower() or "without a suffix"
+        is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return (path.suffix.lower() or "without a suffix") + is_utf16 * (
+            " in UTF-16 (data.py --encoding utf-16)")
     is_lines = inner.suffix in (".jsonl", ".ndjson") or (
         inner.suffix == ".json" or name == "stdin") and _has_objects(begin, 2 - (name == "stdin"))
     return File(name, str(path), "lines" if is_lines else "text", packing, size)
@@ -501,10 +503,6 @@ def form_of_files(files: Sequence[File], field: str) -> str:
                     forms.setdefault(form_of(record, field), file.path)
         else:
             forms.setdefault("text", file.path)
-    if "preference" in forms:
-        raise ConfigError(f"{forms['preference']} has preferences (prompt, chosen, rejected), from "
-                          f"which no task learns yet; expected texts, messages, or prompts and "
-                          f"completions")
     if len(forms) > 1:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "

@@ -407,8 +407,10 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
         if problem:
             raise problem[0] from None
         most = re.search(r"value <= (\d+)", str(e))
+        least = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(e))
         raise ConfigError(f"--vocab_size {vocab_size}: " + (
-            f"the text has pieces for at most {most[1]}" if most
+            f"the text has pieces for at most {most[1]}" if most else
+            f"the bytes and the text's different characters need {least[1]}" if least
             else str(e).splitlines()[-1].strip())) from None
     if problem:
         raise problem[0]
@@ -416,8 +418,13 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
     return Pieces(out)
 
 
+def hashed(text: str) -> int:
+    """A number below 2**64 that follows from the text."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
 def is_tenth(text: str) -> bool:
     """Whether a document with this name or text is held out: a tenth are, by a hash, so that adding
     a document moves no other."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") % 10 == 0
+    return hashed(text) % 10 == 0

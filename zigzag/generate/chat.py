@@ -14,7 +14,7 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
                 add_generation_prompt: bool = True, **more: Any) -> str:
     """The text that a model continues, for a conversation such as [{"role": "user", "content":
     "Hello"}]. With `add_generation_prompt` it ends where the answer begins. Special tokens are
-    spelled out in it: encode it with a tokenizer's `encode`. `more` is passed to the template
+    spelled out in it: encode it with a tokenizer's `with_places`. `more` is passed to the template
     (tools)."""
     return Template(folder, template).render(messages, add_generation_prompt, **more)
 
@@ -47,7 +47,8 @@ class Conversation:
     def _ids(self, text):
         system = [{"role": "system", "content": self.system}] if self.system else []
         now = [*system, *self.messages, {"role": "user", "content": text}]
-        return self.tokenizer.encode(chat_prompt(self.tokenizer.folder, now)).tolist()
+        # (As in training: a special token that the template spells out is one id.)
+        return self.tokenizer.with_places(chat_prompt(self.tokenizer.folder, now))[0].tolist()
 
     def keep(self, text: str, answer: str) -> None:
         """Add this text and its answer to the conversation."""

@@ -206,15 +206,11 @@ def _without_stderr():
 # -------------------------------------------------------------------------------------------
 # Measurements
 
-# The steps of --bench before the measurement, and in it.
-WARM, TIMED = 5, 30
-
-
-def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int, flops: float,
-                 loader: float) -> None:
-    """Report the time of the steps that the reporter has seen, with `tokens` and `flops` each.
-    `loader` is the time in seconds to make a batch. The last line is JSON."""
-    took = reporter.took[WARM:]
+def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, took: Sequence[float],
+                 reused: Sequence[float], tokens: int, flops: float, loader: float) -> None:
+    """Report the seconds that steps of `tokens` and `flops` took: by turns with one batch that is
+    used again, and with a new one. `loader` is the time in seconds to make a batch. The last line
+    is JSON."""
     step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
     best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
     reporter.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
@@ -224,8 +220,11 @@ def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, tokens: int,
                   f"({USUAL_COUNT}), {flops / step / best:.0%} of the {best / 1e9:,.0f} that a "
                   f"matrix product reaches here, mfu "
                   + ("n/a" if share is None else f"{share:.1%}"))
-    reporter.line(f"memory   {human_bytes(peak)} at most; the loader makes a batch in "
-                  f"{loader * 1e3:.1f} ms, while devices work")
+    # (Of neighbours: what else the machine does changes more than this from second to second.)
+    costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
+    reporter.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
+                  f"{costs:.1%} to the time of a step with one batch that is used again")
+    reporter.line(f"memory   {human_bytes(peak)} at most")
     reporter.line(json.dumps({
         "tokens_per_second": round(tokens / step, 1), "step_seconds": step,
         "model_flops_per_second": flops / step, "matmul_flops_per_second": best,

@@ -149,6 +149,11 @@ def check_vocabulary(config: Any, ids: int) -> Any:
 def check_corpus(config: Any, sources: Any) -> Any:
     """The configuration with the corpora's vocabulary, after refusing one that is too short."""
     config = check_vocabulary(config, sources.tokenizer.vocab_size)
+    if any(corpus and corpus.record.get("form") == "preference"
+           for corpus in (*sources.corpora, sources.held_out)):
+        raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
+                          "train.py learns yet; expected texts, messages, or prompts and "
+                          "completions")
     for corpus in sources.corpora:
         count = len(corpus.train)
         if count <= config.seq_len and not corpus.is_learned_in_part:

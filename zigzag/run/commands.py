@@ -14,6 +14,7 @@ import time
 from typing import Any, Callable, NamedTuple
 
 import jax
+import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.flags import change
@@ -24,12 +25,16 @@ from zigzag.core.mesh import (
     simulate_devices,
 )
 from zigzag.core.report import BenchReporter, Reporter
+from zigzag.disk.mixture import numbers_at
 from zigzag.measure import chips, forecast
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
-from zigzag.run.loop import report_header
+from zigzag.run.loop import Loop, Task, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.weights import lora
+
+# The updates of --bench: before the measurement, and in it.
+WARM, TIMED = 6, 60
 
 
 class Trained(NamedTuple):
@@ -134,17 +139,29 @@ def show_sharding(config: Any, trained: Trained) -> None:
     print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min, state))
 
 
-def bench(config: Any, mesh: Any, flops: float, fit: Callable, make_batch: Callable) -> None:
-    """Time the loop and the loader of a training run, and print the results. fit(config, reporter)
-    trains, make_batch(config, update) makes a batch."""
-    config = dataclasses.replace(config, out="", steps=forecast.WARM + forecast.TIMED, profile=0,
-                                 metric="", best="", eval_first=False, sample_prompts="", log=())
-    say = BenchReporter(config.steps)
-    fit(config, say)
-    if len(say.took) < config.steps:
-        return              # stopped by a signal, which has been reported
+def bench(config: Any, trained: Trained, task: Task, build: Callable, make_batch: Callable) -> None:
+    """Time the updates of a run, and print the results. build(config) makes its program, and
+    make_batch(update) a batch. Every second update has a batch that was there before, which shows
+    what the loader costs."""
+    config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
+    say = BenchReporter(WARM + TIMED)
+    program = build(config)
+    loop = Loop(program, task, None, say, lambda at: numbers_at(
+        task.examples, config.seed, at * config.batch + np.arange(config.batch)))
+    with jax.set_mesh(program.mesh):
+        report_header(program, say, trained.count(program), trained.hidden)
+        step, same = prepare(loop), make_batch(0)
+        for at in range(config.steps):
+            batch = same if at % 2 else make_batch(at)
+            loop.state, metrics = step(loop.state, batch)
+            loop.at += 1
+            # As in a training run: the time of a step is that in which the next batch is made.
+            flush_metrics(loop)
+            loop.pending = loop.at, metrics
     begin = time.perf_counter()
     for at in range(10):
-        make_batch(config, at)
-    forecast.bench_report(say, mesh, config.dtype, tokens=say.tokens, flops=flops,
+        make_batch(at)
+    took = say.took[WARM:]
+    forecast.bench_report(say, program.mesh, config.dtype, took=took[1::2], reused=took[::2],
+                          tokens=say.tokens, flops=task.flops,
                           loader=(time.perf_counter() - begin) / 10)

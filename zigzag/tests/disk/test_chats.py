@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 import data
+import networks
+import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Sources
 from zigzag.disk.tokenizers import tokenizer_at
+from zigzag.generate.chat import Conversation
 from zigzag.tests.common import command, peer, published_files, refused
 
 # With and without marks around what the assistant wrote.
@@ -106,7 +109,7 @@ def test_a_completion_is_learned_and_its_prompt_is_not(folder, tmp_path):
 
 def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
     """A role that the template silently leaves out; a conversation without an answer, which only
-    costs time; preferences that are learned as text."""
+    costs time."""
     peer("jinja2")
     bad = [[{"role": "bot", "content": "x"}], [{"role": "user", "content": "x"}],
            [{"role": "user", "content": 3}, {"role": "assistant", "content": "x"}], []]
@@ -115,11 +118,66 @@ def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "skipped  4 lines without messages; the first is" in said and "the role 'bot'" in said
     assert "tokens are answers" in said
-    (tmp_path / "dpo.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    for name, more, says in (("dpo", [], "preferences"), ("chats", [], "need the chat template"),
+    for name, more, says in (("chats", [], "need the chat template"),
                              ("chats", ["--tokenizer", folder, "--strict"], "(--strict)")):
         assert says in refused(capsys, tmp_path / f"{name}.jsonl", "--out", tmp_path / "no", *more,
                                main=data.main)
+
+
+def test_a_preference_is_two_documents(folder, tmp_path, capsys):
+    """A rejected answer that is learned like the chosen one; a prompt that counts as an answer; one
+    of a pair that is held out."""
+    question, answers = {"role": "user", "content": "Why?"}, [
+        [{"role": "assistant", "content": word}] for word in ("Because.", "No.")]
+    before = [question, {"role": "assistant", "content": "Hm"}, question]
+    names, texts = ("chosen", "rejected"), ("Because.", "No.")
+    rows = [{"prompt": before, **dict(zip(names, answers))},
+            {"prompt": "Why?", **dict(zip(names, answers))},
+            {"prompt": "Why?", **{n: [question, *a] for n, a in zip(names, answers)}},
+            {n: [*before, *a] for n, a in zip(names, answers)},
+            {"prompt": "Why? ", **dict(zip(names, texts))}]
+    path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(str(folder))
+    template = chats.Template(folder)
+    for number, (row, messages) in enumerate(zip(rows, (before, [question], [question], before,
+                                                        None))):
+        path.write_text((json.dumps(row) + "\n") * 3)
+        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+        held_out = corpus.record["held_out"]["documents"]
+        assert held_out in (0, 2) and corpus.record["documents"] == 6
+        for at, (ids, learned) in enumerate(learned_of(corpus)):
+            text = texts[at % 2]
+            whole = "Why? " + text if messages is None else template.render(
+                [*messages, {"role": "assistant", "content": text}])
+            assert tokenizer.spelled(ids).replace("</s>", "").split() == whole.replace(
+                "</s>", "").split()
+            assert tokenizer.decode(np.array(ids)[np.array(learned) > 0]).strip() == text
+    path.write_text("".join(json.dumps(row) + "\n" for row in [
+        *rows[:1], {**rows[4], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
+        {**rows[0], "chosen": "x"}]))
+    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "skipped  3 lines without preference; the first is" in said and "are the same" in said
+    assert "made     2 documents" in said
+    assert "no task of train.py learns" in refused(capsys, "--data", tmp_path / "out")
+    assert "need the chat template" in refused(
+        capsys, path, "--out", tmp_path / "no", "--tokenizer", "bytes", main=data.main)
+
+
+def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
+    """A special token that a template spells out: one id where it was learned, several in a chat
+    (with a tokenizer that is only a tokenizer.model)."""
+    peer("jinja2")
+    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "chat_template.jinja").write_text(MARKED)
+    tokenizer, c = tokenizer_at(str(folder)), train.parse([])
+    talk = Conversation(networks.network_of(c), tokenizer, c.network)
+    ids = talk.ask("Why?", print).ids
+    learned, _ = chats.encode_chat({"messages": [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]},
+        chats.Template(folder), tokenizer)
+    end = ids.index(tokenizer.ends[0]) + 1      # (after it, a piece may end elsewhere)
+    assert end > 4 and ids[:end] == learned[:end].tolist()
 
 
 def test_a_run_shows_what_it_learns(folder, tmp_path):

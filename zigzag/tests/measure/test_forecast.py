@@ -196,8 +196,10 @@ def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh
 @pytest.mark.slow
 def test_bench_trains_and_keeps_nothing(tmp_path, text):
     """A folder left behind by a benchmark, which the next run would continue."""
-    done = command(*SMALL, "--bench", "--mesh", "data=2", "--data", text, cwd=tmp_path)
+    done = command(*SMALL, "--bench", "--mesh", "data=2", "--data", text, "--pack", "documents",
+                   cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"loader   a batch in [\d.]+ ms, .* adds -?[\d.]+% to the time", done.stdout)
     numbers = json.loads(done.stdout.splitlines()[-1])
     assert set(numbers) == {"tokens_per_second", "step_seconds", "model_flops_per_second",
                             "matmul_flops_per_second", "peak_bytes", "first_step_seconds"}
