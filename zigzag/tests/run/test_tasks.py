@@ -1,17 +1,13 @@
 """Custom tasks: the functions given to train.fit, and its refusals."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import data
-import shard
 from zigzag.core.errors import ConfigError
-from zigzag.tests.common import ROOT, full, learn, make, net, tokens_of
+from zigzag.tests.common import learn, make, net, tokens_of
 
 ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
@@ -96,52 +92,13 @@ def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
         learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
 
 
-def own_pipeline(params, batch, specs=None, **more):
-    """A loss that calls shard.pipelined_loss and nothing else of this project's."""
-    def head(params, x, batch):
-        logp = jax.nn.log_softmax(x @ params["head"])
-        return (-jnp.take_along_axis(logp, batch["targets"][..., None], -1).sum(),
-                batch["targets"].size)
-
-    return shard.pipelined_loss(
-        lambda p, batch: p["embed"][batch["tokens"]],
-        lambda w, x, i, batch: (x + jnp.tanh(x @ w["wq"][:, 0] @ w["wo"][0]), None), head,
-        {k: params[k] for k in ("embed", "head")}, params["layers"], batch,
-        specs and specs["layers"], **more)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", full("1f1b")])
-def test_a_count_of_the_part_that_the_head_is_given_is_a_part(schedule):
-    """A count of a stage's part of the time, added as if it were the count of all of it.
-
-    In a process of its own: in workers that had run hundreds of tests, the two devices of gpipe
-    waited for each other for ever (in about one suite in ten, for an unknown reason); alone they
-    never did, in 20 runs and 3,300 executions."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from zigzag.tests.run.test_tasks import assert_counts_are_parts\n"
-         f"assert_counts_are_parts({schedule!r})"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def assert_counts_are_parts(schedule):
-    def loss(params, batch, specs=None):
-        return own_pipeline(params, batch, specs, microbatches=2, schedule=schedule)
-
-    one, piped = (learn(make(layers=4, steps=2), mesh, loss=loss)[0] for mesh in ("", "pipe=2"))
-    for a, b in zip(one, piped, strict=True):
-        assert a["tokens"] == b["tokens"] == 128
-        assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
-
-
 @pytest.mark.parametrize("mesh, loss, says", [
     ("seq=2", lambda p, b: (net.loss(p, b, make())[0], b["targets"].size),
      "sum of the batch's weights"),
-    ("pipe=2", lambda p, b: own_pipeline(p, b), "specs"),
     ("data=2", lambda p, b: (*net.loss(p, b, make()), {"tokens": jnp.ones(())}),
      "'tokens' is taken")])
 def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
-    """A constant count of one device's part of the time; layers that every stage runs; a sum logged
-    under the name of another."""
+    """A constant count of one device's part of the time; a sum logged under the name of another."""
     with pytest.raises(ConfigError, match=says):
         learn(make(steps=1), mesh, loss=loss)
 
