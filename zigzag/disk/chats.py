@@ -17,6 +17,7 @@ that transformers provides. (The sandbox does not limit time or memory.)
 
 import datetime
 import json
+import os
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -61,19 +62,20 @@ class Template:
             raise ConfigError(f"{self.folder}: its chat template refuses these messages "
                               f"({one_line(e)})") from None
 
-    def learned(self, messages: Sequence[dict[str, Any]], **more: Any
+    def learned(self, messages: Sequence[dict[str, Any]], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and which parts of it, from character to character, are
-        learned."""
+        learned: of its answers from message number `first` on."""
         text = self.render(messages, **more)
         if BEGIN in text or END in text:
             raise ConfigError("a message has a character for private use (U+E0F0 or U+E0F1)")
         marked = self.render(messages, marks=True, **more)
         if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
-            return text, _spans(marked)
+            begin = len(self._before(messages, first, text, more)) if first else 0
+            return text, [span for span in _spans(marked) if span[0] >= begin]
         spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for i in range(first, len(messages)):
+            if messages[i]["role"] != "assistant":
                 continue
             before = self.render(messages[:i], add_generation_prompt=True, **more)
             after = self.render(messages[:i + 1], **more)
@@ -86,6 +88,16 @@ class Template:
         return text, spans
 
 
+    def _before(self, messages, first, text, more):
+        """The beginning of the text of a conversation that its first messages make."""
+        for begins_answer in (True, False):
+            before = self.render(messages[:first], add_generation_prompt=begins_answer, **more)
+            if text.startswith(before):
+                return before
+        raise ConfigError("the chat template changes earlier turns when a turn is added, so what "
+                          "only one of two answers has is not known")
+
+
 def _spans(marked):
     spans, at = [], 0
     for part in marked.split(BEGIN):
@@ -96,15 +108,15 @@ def _spans(marked):
     return spans
 
 
-def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer,
-                skipped: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which of them are learned) of a conversation, whose first `skipped` answers are not
-    learned."""
+def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer, first: int = 0
+                ) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which of them are learned) of a conversation, of whose answers those from message
+    number `first` on are learned."""
     more = {name: record[name] for name in ("tools",) if record.get(name)}
-    text, spans = template.learned(record["messages"], **more)
+    text, spans = template.learned(record["messages"], first, **more)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), bool)
-    for begin, end in spans[skipped:]:
+    for begin, end in spans:
         learned |= (begins < end) & (ends > begin)
     return ids, learned
 
@@ -124,22 +136,39 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
 def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tokenizer
                       ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
-    both, common = _conversations(record), 0
-    while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
-        common += 1
-    skipped = sum(message["role"] == "assistant" for message in both[0][:common])
-    return [encode_chat({**record, "messages": messages}, template, tokenizer, skipped)
-            for messages in both]
-
-
-def _conversations(record):
-    """The messages of the chosen and of the rejected conversation: the prompt's, unless they begin
-    with them, and their own."""
     before = record.get("prompt") or []
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
-    return [messages if messages[:len(before)] == before or messages[0]["role"] != "assistant"
-            else [*before, *messages] for messages in (record["chosen"], record["rejected"])]
+    both = [messages if _begin_with(messages, before) else [*before, *messages]
+            for messages in (record["chosen"], record["rejected"])]
+    common = 0
+    while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
+        common += 1
+    found = [encode_chat({**record, "messages": messages}, template, tokenizer, common)
+             for messages in both]
+    if not all(learned.any() for _, learned in found):
+        raise ConfigError("one of the two has no answer that the other has not")
+    return found
+
+
+def _begin_with(messages, before):
+    """Whether messages begin with these (by what they say: there may be other fields)."""
+    return len(messages) > len(before) and all(
+        a["role"] == b["role"] and a.get("content") == b.get("content")
+        for a, b in zip(messages, before))
+
+
+def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt; if it is
+    not given, it is what both have in common, up to the end of a word."""
+    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    if prompt is None:
+        prompt = os.path.commonprefix([chosen, rejected])
+        while prompt and not prompt[-1].isspace():
+            prompt = prompt[:-1]
+    if chosen.startswith(prompt) and rejected.startswith(prompt):
+        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+    return prompt, chosen, rejected
 
 
 # -------------------------------------------------------------------------------------------
@@ -162,13 +191,26 @@ def check_record(record: dict[str, Any], form: str) -> str:
         return _wrong_in(record.get("messages"))
     if form == "preference" and record.get("chosen") == record.get("rejected"):
         return "'chosen' and 'rejected' are the same"
-    names = ("prompt", "completion") if form == "completion" else ("prompt", "chosen", "rejected")
-    if form == "preference" and isinstance(record.get("chosen"), list):
-        prompt = record.get("prompt") or []
-        return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
-                or ("" if _is_text(prompt) or not prompt else _wrong_in(prompt, answers=False)))
+    names = ("prompt", "completion") if form == "completion" else ("chosen", "rejected", "prompt")
+    if form == "preference":
+        prompt = record.get("prompt")
+        if isinstance(record.get("chosen"), list):
+            return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
+                    or _wrong_prompt(prompt, record))
+        names = names[:2] if prompt is None else names
     wrong = [name for name in names if not _is_text(record.get(name))]
     return f"{wrong[0]!r} is not a text" if wrong else ""
+
+
+def _wrong_prompt(prompt, record):
+    """What is wrong with the prompt of two conversations."""
+    if not prompt:
+        return ""
+    if not _is_text(prompt):
+        return _wrong_in(prompt, answers=False)
+    begins = [messages[0]["role"] == "assistant" or messages[0].get("content") == prompt
+              for messages in (record["chosen"], record["rejected"])]
+    return "" if all(begins) else "messages that begin neither with the prompt nor with an answer"
 
 
 def _wrong_in(messages, answers=True):

@@ -51,7 +51,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     found = find(paths, flag, out, options) if paths else library_sources()
-    options = dataclasses.replace(options, form=form_of_files(found.files, options.field))
+    options = dataclasses.replace(options, form=form_of_files(found.files, options))
     settings = begin_folder(out, found.files, options, vocab_size, tokenizer)
     if vocab_size:
         tokenizer = new_pieces(out, vocab_size, found.files, options)
@@ -61,19 +61,19 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             out / tokenizer.file)
     else:
         tokenizer = Bytes()
-    output = Output(out, tokenizer, settings)
-    encode_files(found.files, tokenizer, options, output, cores)
-    if not sum(output.state["documents"]):
-        name = " ".join([flag, *map(str, paths)]).strip()
-        raise ConfigError(f"{name}: no text in it that can be "
-                          f"read; " + "; ".join(m for _, m in output.state["problems"].values()))
-    record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
-              "dtype": output.dtype.name, **output.finish(),
-              "files": len(found.files), "skipped": found.skipped}
-    for split in SPLITS:
-        record[split]["digest"] = sha256(out / f"{split}.bin")
-    write_json(out / "data.json", {**record, "seconds": round(time.monotonic() - begun, 1)})
-    output.clean()
+    with Output(out, tokenizer, settings) as output:
+        encode_files(found.files, tokenizer, options, output, cores)
+        if not sum(output.state["documents"]):
+            name = " ".join([flag, *map(str, paths)]).strip()
+            raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
+                message for _, message in output.state["problems"].values()))
+        record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
+                  "dtype": output.dtype.name, **output.finish(),
+                  "files": len(found.files), "skipped": found.skipped}
+        for split in SPLITS:
+            record[split]["digest"] = sha256(out / f"{split}.bin")
+        write_json(out / "data.json", {**record, "seconds": round(time.monotonic() - begun, 1)})
+        output.clean()
     return Corpus(out)
 
 
@@ -203,20 +203,24 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
 @contextlib.contextmanager
 def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     """The corpus of text, encoded beside `made`, and put there if the body of the `with` passes."""
+    if "-" in paths:
+        find(["-"], flag)       # (refused)
     name = made.name.partition("-")[0]
     part, new = run / f"{name}.part", not run.exists()
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{flag} {' '.join(paths)}: text, beside token files without a "
                           f"tokenizer; give token files")
-    if (part / "data.json").exists():       # (of a run that then was killed: is it of this text?)
+    # (A whole one is of a run that was killed right after: it may be of another text.)
+    if (part / "data.json").exists() or not (part / "progress.json").exists():
         shutil.rmtree(part, ignore_errors=True)
     is_kept = False
     try:
         try:
-            corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
-        except InterruptedOther:
-            shutil.rmtree(part)
-            corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+            try:
+                corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+            except InterruptedOther:
+                shutil.rmtree(part)
+                corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
         except (KeyboardInterrupt, RunError):   # the same command goes on
             is_kept = True
             raise

@@ -35,10 +35,18 @@ from zigzag.disk.chats import (
     encode_completion,
     encode_preference,
     has_template,
+    split_preference,
 )
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import File, Options, Task, Trouble, counted, read, tasks
-from zigzag.disk.tokenizers import Pieces, Tokenizer, hashed, is_tenth, train_pieces
+from zigzag.disk.tokenizers import (
+    Pieces,
+    Tokenizer,
+    digest_of_files,
+    hashed,
+    is_tenth,
+    train_pieces,
+)
 
 WHOSE_TEMPLATE = ("the chat template of a published model: data.py --tokenizer DIR, or train.py "
                   "--model DIR")
@@ -104,8 +112,9 @@ def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
     if options.form == "messages":
         return [encode_chat(record, template_of(tokenizer.folder), tokenizer)]
     if isinstance(record["chosen"], str):
-        return [encode_completion({**record, "completion": record[name]}, tokenizer)
-                for name in ("chosen", "rejected")]
+        prompt, chosen, rejected = split_preference(record)
+        return [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
+                for text in (chosen, rejected)]
     folder = getattr(tokenizer, "folder", None)
     if not has_template(folder):
         raise ConfigError(f"conversations need {WHOSE_TEMPLATE}")
@@ -193,11 +202,11 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     if options.form == "messages" and not has_template(getattr(tokenizer, "folder", None)):
         raise ConfigError(f"{files[0].path} has conversations, which need {WHOSE_TEMPLATE}")
     # (The standard input is a new file each time.)
-    names = [[file.name, file.size, file.name != "stdin" and os.stat(file.path).st_mtime_ns]
-             for file in files]
+    names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
+              os.stat(file.path).st_mtime_ns] for file in files]
     settings = {"files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
                 "vocab_size": vocab_size, "tokenizer": tokenizer.kind if tokenizer else "",
-                "sha256": sha256(tokenizer.path) if hasattr(tokenizer, "path") else "",
+                "files of the tokenizer": digest_of_files(tokenizer) if tokenizer else "",
                 "field": options.field,
                 "encoding": options.encoding, "form": options.form}
     try:
@@ -205,7 +214,10 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     except OSError as e:
         raise ConfigError(f"--out {out}: {e.strerror}") from None
     if (out / "progress.json").exists():
-        old = json.loads((out / "progress.json").read_text())["settings"]
+        try:
+            old = dict(json.loads((out / "progress.json").read_text())["settings"])
+        except (ValueError, KeyError, TypeError):
+            old = {}
         if other := [name for name in settings if old.get(name) != settings[name]]:
             raise InterruptedOther(f"--out {out} holds an encoding that was interrupted, and that "
                                    f"had other {', '.join(other)}; give another --out or remove it")

@@ -21,6 +21,11 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import write_json
+
+try:
+    import fcntl
+except ImportError:         # (not on every system)
+    fcntl = None
 from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
@@ -55,14 +60,38 @@ class Output:
         # (For each split a count. `open`: split, tokens and bytes of the document that goes on.)
         self.state = {"settings": settings, "tasks": 0, "problems": {}, "longest": [],
                       "open": None, **{name: [0, 0] for name in COUNTS}}
-        if self.path.exists():
-            self.state = json.loads(self.path.read_text())
         self.kinds = {"bin": self.dtype, "docs": np.dtype("uint64")}
         if settings["form"] != "text":
             self.kinds["learned"] = np.dtype("uint8")
         self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
+        self.lock()
+        if self.path.exists():
+            self.state = json.loads(self.path.read_text())
+        is_new = not self.path.exists()
         self._cut()
-        self.saved = time.monotonic()
+        self.save(at_once=True)
+        self.is_new = is_new        # nothing was saved but its beginning
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        for file in self.files.values():
+            file.close()
+        # (After a refusal at once, other flags are welcome.)
+        if self.is_new and kind and issubclass(kind, ConfigError):
+            self.path.unlink(missing_ok=True)
+
+    def lock(self) -> None:
+        """Refuse a folder into which another process encodes. (The lock ends with the process.)"""
+        if fcntl is not None:
+            try:
+                fcntl.flock(self.files["order",], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"--out {self.folder}: another process encodes into this "
+                                  f"folder") from None
+            except OSError:         # (a disk without locks)
+                pass
 
     def part(self, kind: str, split: int | None = None) -> Path:
         name = kind if split is None else f"{SPLITS[split]}.{kind}"
@@ -82,12 +111,13 @@ class Output:
 
     def add(self, task: Task, found: Encoded) -> None:
         """Write the documents of a task."""
-        state = self.state
+        state, drops = self.state, False
         for problem, begins in found.problems:
             if problem.drops and not begins and not state["open"]:
                 continue        # (the document was dropped before)
-            if problem.drops:
+            if problem.drops:       # (a task of a text file has nothing else)
                 self._drop(task, is_written=not begins)
+                drops = True
             count, first = state["problems"].get(problem.kind, (0, problem.message))
             state["problems"][problem.kind] = count + 1, first
         # (What goes on here may be the rest of a document that was dropped.)
@@ -98,6 +128,9 @@ class Output:
             found.held_out[found.begins].astype(np.uint8).tofile(self.files["order",])
             self._note(task, found)
         state["tasks"] += 1
+        if drops:       # (first the state: a file may be too long, and not too short)
+            self.save(at_once=True)
+            self._cut()
 
     def _write(self, found, split, is_here):
         """Write the documents of this split."""
@@ -128,19 +161,18 @@ class Output:
         state["longest"] = sorted(state["longest"], reverse=True)[:3]
 
     def _drop(self, task, is_written):
-        """Leave out a document: take back what is written of it, and skip the rest."""
+        """Leave out a document: no longer count what is written of it, and skip the rest."""
         going_on, self.state["open"] = self.state["open"], None
         if not (is_written and going_on):
             return
         split, length, size = going_on
         self.state["longest"] = [x for x in self.state["longest"] if x[1] != task.file.name]
-        self.save(at_once=True)
+        self.files["bin", split].flush()
         last = mapped(self.part("bin", split), self.dtype)[-length:]
+        spelled = sum(int(self.lengths[part].sum()) for part in _parts(last))
         for name, less in (("tokens", length), ("bytes", size), ("documents", 1),
-                           ("spelled", int(self.lengths[last].sum()))):
+                           ("spelled", spelled)):
             self.state[name][split] -= less
-        write_json(self.path, self.state)       # (first: a file may be too long, and not too short)
-        self._cut()
 
     def save(self, at_once: bool = False) -> None:
         """Make what is written safe, if the last time was a while ago."""
@@ -149,7 +181,7 @@ class Output:
                 file.flush()
                 os.fsync(file.fileno())
             write_json(self.path, self.state)
-            self.saved = time.monotonic()
+            self.saved, self.is_new = time.monotonic(), False
 
     def finish(self) -> dict[str, Any]:
         """Make the final files, and return what data.json says of them. If hashes hold out almost
@@ -178,7 +210,7 @@ class Output:
         if "learned" in self.kinds and len(starts) > 1:
             # (The two documents of a preference stay together.)
             firsts = starts[::2 if self.state["settings"]["form"] == "preference" else 1]
-            keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)])
+            keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
         counts = {"tokens": [keep, total - keep], "spelled": [0, 0], "learned": [0, 0]}
         for kind in self.kinds.keys() - {"docs"}:
             table, name = ((self.lengths, "spelled") if kind == "bin" else
@@ -218,10 +250,10 @@ class Output:
 
     def clean(self) -> None:
         """Remove the .part files and the progress: data.json is there."""
-        for name, file in self.files.items():
-            file.close()
+        for name in self.files:
             self.part(*name).unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
+        for name in ("progress.json", "stdin"):
+            (self.folder / name).unlink(missing_ok=True)
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -42,6 +42,9 @@ BOMB_RATIO, BOMB_BYTES = 200, 2**27
 
 PACKED_NAMES = (".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd")
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+# How a text in UTF-16 or UTF-32 begins. (UTF-32's mark begins with UTF-16's.)
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 BROKEN = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
@@ -107,15 +110,17 @@ def library_sources() -> Found:
                   for p in files], {})
 
 
-def find(paths: Sequence[str], flag: str = "--data", spool: Path | None = None,
+def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
          options: Options = Options()) -> Found:
     """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
-    the standard input, which is kept in the folder `spool`. In a fixed order."""
-    files, skipped = [], {}
+    the standard input, which is kept in `out`. In a fixed order, without what is in `out`."""
+    files, skipped, own = [], {}, out and out.resolve()
     encoding = options.encoding if _is_recoded(options) else ""
     for path in paths:
-        root, found = _under(path, flag, spool)
+        root, found = _under(path, flag, out)
         for p in found:
+            if path != "-" and own in p.resolve().parents:
+                continue
             try:
                 file = _look_at(p, p.relative_to(root).as_posix(), encoding)
             except OSError as e:
@@ -158,7 +163,7 @@ def _under(path, flag, spool):
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
         return spool, [spool / "stdin"]
     path, text = Path(path), str(path)
-    if (path / "data.json").exists():
+    if _is_prepared(path):
         how = ("give it alone, or --weights to mix several" if flag == "--data" else
                f"its text is encoded already; train on it by python train.py --data {path}")
         raise ConfigError(f"{name} was made by data.py: {how}")
@@ -178,6 +183,14 @@ def _under(path, flag, spool):
         hidden and p != path)]
 
 
+def _is_prepared(folder):
+    """Whether a folder was made by data.py. (A folder of texts may have a data.json, too.)"""
+    try:
+        return "tokenizer" in json.loads((folder / "data.json").read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
 def _look_at(path, name, encoding):
     """The File at a path, or the kind that it is skipped as. `encoding` is '' for UTF-8."""
     with open(path, "rb") as f:
@@ -195,9 +208,11 @@ def _look_at(path, name, encoding):
     if encoding:        # (UTF-16 has zeros)
         sample = sample.decode(encoding, errors="ignore").encode(errors="ignore")
     if b"\0" in sample:
-        is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return (path.suffix.lower() or "without a suffix") + is_utf16 * (
-            " in UTF-16 (data.py --encoding utf-16)")
+        kind = path.suffix.lower() or "without a suffix"
+        named = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "")
+        if named and not encoding:
+            kind += f" in {named} (data.py --encoding {named})"
+        return kind
     is_lines = inner.suffix in (".jsonl", ".ndjson") or (
         inner.suffix == ".json" or name == "stdin") and _has_objects(begin, 2 - (name == "stdin"))
     return File(name, str(path), "lines" if is_lines else "text", packing, size)
@@ -344,7 +359,8 @@ def _streamed(file, options):
         except UnicodeDecodeError as e:
             kind = f"not {options.encoding}"
             yield Task(file, start, start, position=file.size, problem=Trouble(
-                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})", True))
+                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})",
+                drops=file.kind == "text"))
         except BROKEN as e:
             if isinstance(e, ConfigError):
                 raise
@@ -427,7 +443,7 @@ def read(task: Task, options: Options) -> Iterator[Document]:
     place of text; then the rest of its file, if it is a text file, is no document either."""
     file = task.file
     if task.problem:
-        yield Document(False, "", file.name, task.problem)
+        yield Document(task.problem.drops and task.start == 0, "", file.name, task.problem)
     elif file.kind == "parquet":
         for row, text in enumerate(task.content, task.start):
             if isinstance(text, str):
@@ -491,16 +507,19 @@ def _record(task, raw, where, options):
     return Document(True, record, raw.decode(errors="replace").strip())
 
 
-def form_of_files(files: Sequence[File], field: str) -> str:
+def form_of_files(files: Sequence[File], options: Options) -> str:
     """What the lines of JSON are, by the first line of each file: they must all be the same."""
     forms = {}
     for file in files:
         if file.kind == "lines":
-            line = _beginning(file.path, file.packing, PIECE).lstrip().partition(b"\n")[0]
+            begin = _beginning(file.path, file.packing, PIECE)
+            if b"\n" not in begin and len(begin) == PIECE:
+                begin = _beginning(file.path, file.packing, MOST)
+            line = begin.lstrip().partition(b"\n")[0]
             with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
+                record = json.loads(line.decode(options.encoding))
                 if isinstance(record, dict):
-                    forms.setdefault(form_of(record, field), file.path)
+                    forms.setdefault(form_of(record, options.field), file.path)
         else:
             forms.setdefault("text", file.path)
     if len(forms) > 1:
@@ -521,6 +540,9 @@ def _raw_lines(task):
             line = f.readline(min(left, MOST))
             length = len(line)
             while not line.endswith(b"\n") and (left := task.stop - f.tell()) > 0:
+                if not line:
+                    raise ConfigError(f"{task.file.path} has changed while it was read; start "
+                                      f"again")
                 line = f.readline(min(left, MOST))
                 length += len(line)
             yield line if length == len(line) else length

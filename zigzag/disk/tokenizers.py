@@ -34,7 +34,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import read_json, write_json, write_whole
+from zigzag.core.files import read_json, sha256, write_json, write_whole
 from zigzag.disk.tiktoken import Tiktoken
 from zigzag.disk.tiktoken import save as save_tiktoken
 
@@ -147,8 +147,10 @@ class Pieces(Spelled):
             if (i := self._id(part)) is not None and self.model.is_control(i):
                 found.append((i, at, at + len(part)))
             elif part:
-                found += [(piece.id, at + piece.begin, at + piece.end) for piece in
-                          self.model.encode(part, out_type="immutable_proto").pieces]
+                for piece in self.model.encode(part, out_type="immutable_proto").pieces:
+                    # (sentencepiece gives a character's place to the last of its bytes alone.)
+                    is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
+                    found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
             at += len(part)
         return tuple(np.array(found, np.int64).reshape(-1, 3).T)
 
@@ -322,6 +324,16 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
         write_json(folder / "generation_config.json", ids)
         here.append("generation_config.json")
     return here
+
+
+def digest_of_files(tokenizer: Tokenizer) -> str:
+    """A digest of a tokenizer's files: its own, and those beside it that are copied with it. ''
+    for bytes."""
+    if tokenizer.kind in ("bytes", "ids"):
+        return ""
+    files = [tokenizer.path, *(tokenizer.folder / name for name in (*FILES, "config.json"))]
+    return hashlib.sha256(" ".join(
+        f"{file.name} {sha256(file)}" for file in files if file.exists()).encode()).hexdigest()
 
 
 def _unicode(text):

@@ -69,9 +69,12 @@ def series(run: str) -> dict[str, list[np.ndarray]]:
         if name == "expert_load":
             loads = [(row["step"], np.asarray(row[name], float).ravel()) for row in rows
                      if row.get(name)]
+            loads = [(step, load) for step, load in loads if np.isfinite(load).all()]
             curves = [[(step, which(load)) for step, load in loads] for which in (np.min, np.max)]
         if curves[0]:
             found[title] = [np.array(curve, float) for curve in curves]
+    if not found:
+        raise ConfigError(f"--plot {run}: none of its numbers is finite")
     return found
 
 

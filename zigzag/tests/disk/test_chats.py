@@ -131,15 +131,21 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
         [{"role": "assistant", "content": word}] for word in ("Because.", "No.")]
     before = [question, {"role": "assistant", "content": "Hm"}, question]
     names, texts = ("chosen", "rejected"), ("Because.", "No.")
+    system = [{"role": "system", "content": "Be short"}]
     rows = [{"prompt": before, **dict(zip(names, answers))},
             {"prompt": "Why?", **dict(zip(names, answers))},
             {"prompt": "Why?", **{n: [question, *a] for n, a in zip(names, answers)}},
             {n: [*before, *a] for n, a in zip(names, answers)},
-            {"prompt": "Why? ", **dict(zip(names, texts))}]
+            {"prompt": system, **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": before[:2], **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": "Why? ", **dict(zip(names, texts))},
+            {"prompt": "Why? ", **{n: "Why? " + t for n, t in zip(names, texts)}},
+            {n: "Why? " + t for n, t in zip(names, texts)}]
     path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(str(folder))
     template = chats.Template(folder)
-    for number, (row, messages) in enumerate(zip(rows, (before, [question], [question], before,
-                                                        None))):
+    for number, (row, messages) in enumerate(zip(rows, (
+            before, [question], [question], before, [*system, question], before, None, None,
+            None), strict=True)):
         path.write_text((json.dumps(row) + "\n") * 3)
         corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
         held_out = corpus.record["held_out"]["documents"]
@@ -152,15 +158,59 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
                 "</s>", "").split()
             assert tokenizer.decode(np.array(ids)[np.array(learned) > 0]).strip() == text
     path.write_text("".join(json.dumps(row) + "\n" for row in [
-        *rows[:1], {**rows[4], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
-        {**rows[0], "chosen": "x"}]))
+        *rows[:1], {**rows[6], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
+        {**rows[0], "chosen": "x"}, {**rows[2], "prompt": "What?"},
+        {n: [*before[:2], *a] for n, a in zip(names, (before[:1], [*before[:1], *answers[0]]))}]))
     data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "skipped  3 lines without preference; the first is" in said and "are the same" in said
+    assert "skipped  4 lines without preference; the first is" in said and "are the same" in said
+    assert "skipped  1 preference that cannot be encoded" in said and "has no answer that" in said
     assert "made     2 documents" in said
+    assert data.Corpus(tmp_path / "out").record["train"]["documents"] == 2
     assert "no task of train.py learns" in refused(capsys, "--data", tmp_path / "out")
     assert "need the chat template" in refused(
         capsys, path, "--out", tmp_path / "no", "--tokenizer", "bytes", main=data.main)
+
+
+@pytest.mark.parametrize("template, learned", [
+    (MARKED, "Because.</s>"), (PLAIN, "Because.</s>"),
+    # One that marks only the last answer, and one that marks two parts of each.
+    (MARKED.replace("{% generation %}", "{% if loop.last %}{% generation %}").replace(
+        "{{ eos_token }}{% endgeneration %}", "{{ eos_token }}{% endgeneration %}{% else %}"
+        "{{ m.content | trim }}{{ eos_token }}{% endif %}"), "Because.</s>"),
+    (MARKED.replace("{{ m.content | trim }}{{ eos_token }}{% endgen", "{{ m.content | trim }}"
+                    "{% endgeneration %}{% generation %}{{ eos_token }}{% endgen"),
+     "Because.</s>"),
+    # One that leaves the thoughts of earlier answers out, and marks nothing.
+    (PLAIN.replace("{{ m.content | trim }}", "{{ (m.content if loop.last else m.content.split("
+                   "'</think>')[-1]) | trim }}"), "Because.</s>")])
+def test_what_a_preference_has_in_common_is_not_learned(folder, template, learned):
+    """Marks that are counted as answers: the common answer is learned, or nothing."""
+    peer("jinja2")
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = tokenizer_at(str(folder))
+    before = [{"role": "user", "content": "Why?"},
+              {"role": "assistant", "content": "<think>Hm</think>Hm"},
+              {"role": "user", "content": "Well?"}]
+    record = {"prompt": before, **{name: [{"role": "assistant", "content": text}] for name, text
+                                   in (("chosen", "Because."), ("rejected", "No."))}}
+    (ids, marks), _ = chats.encode_preference(record, chats.Template(folder), tokenizer)
+    assert tokenizer.spelled(ids[marks].tolist()) == learned
+
+
+def test_every_byte_of_an_answer_is_learned(tmp_path, text):
+    """The first bytes of a character without a piece, left out at the beginning of an answer."""
+    peer("jinja2")
+    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "chat_template.jinja").write_text(MARKED)
+    tokenizer = tokenizer_at(str(folder))
+    ids, learned = chats.encode_chat({"messages": [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "🙂日"}]},
+        chats.Template(folder), tokenizer)
+    assert tokenizer.decode(ids[learned].tolist()) == "🙂日"
+    _, begins, ends = tokenizer.with_places("a🙂日b")
+    assert (begins < ends).all() and begins[0] == 0 and ends[-1] == 4
 
 
 def test_a_chat_is_read_as_it_was_learned(tmp_path, text):

@@ -259,6 +259,124 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys):
         assert says in error, error
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_what_cannot_be_decoded_takes_nothing_else_with_it(tmp_path, kind, small_tasks):
+    """The document before a file in another encoding, left out in its place, and the file not
+    counted."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+
+    def write(name, content):
+        text = content if kind == "txt" else json.dumps({"text": content}) + "\n"
+        (folder / f"{name}.{kind}").write_bytes(text.replace("@", "\x81").encode("latin-1"))
+
+    for name, content in (("a", "first\n" * 9), ("b", "@"), ("c", "@ x"), ("d", "last\n" * 9)):
+        write(name, content)
+    options = reading.Options(encoding="cp1252")
+    corpus = data.prepare([str(folder)], tmp_path / "out", options=options)
+    assert "".join(documents_of(corpus)) == "first\n" * 9 + "last\n" * 9
+    assert corpus.record["problems"]["not cp1252"][0] == 2 and corpus.record["documents"] == 2
+    # Of lines, those before it are whole documents, and stay; a text is left out.
+    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(90))
+    (tmp_path / f"long.{kind}").write_bytes(lines.encode() + b"\x81")
+    file, = reading.find([str(tmp_path / f"long.{kind}")], options=options).files
+    before = sum((task.content or b"").count(b"\n") for task in reading.tasks(file, options))
+    data.prepare([file.path, str(folder / f"a.{kind}")], tmp_path / "long", options=options)
+    lines = [f"line {i}" for i in range(before) if kind == "jsonl"]
+    assert before > 20 and sorted(documents_of(data.Corpus(tmp_path / "long"))) == sorted(
+        [*lines, "first\n" * 9])
+
+
+def test_a_document_is_dropped_whole_or_not_at_all(tmp_path, monkeypatch, text, small_tasks):
+    """Half a document that stays, because a kill fell between its end and the note of it."""
+    tokenizer = data.prepare([str(text)], tmp_path / "t", 300).tokenizer
+    (tmp_path / "in").mkdir()
+    for name, raw in (("a", b"good\n" * 99), ("b", b"half\n" * 2000 + b"\xff"), ("c", b"c\n")):
+        (tmp_path / "in" / f"{name}.txt").write_bytes(raw)
+    whole = data.prepare([str(tmp_path / "in")], tmp_path / "whole", tokenizer=tokenizer)
+    assert whole.record["problems"]["not UTF-8"][0] == 1 and whole.record["documents"] == 2
+    monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
+    write, cut = output.write_json, output.Output._cut
+    for name, function in (("write_json", write), ("_cut", cut)):
+        for at in range(1, 40):
+            out, calls = tmp_path / f"{name}{at}", []
+
+            def failing(*args, at=at, calls=calls, function=function):
+                calls.append(1)
+                if len(calls) == at:
+                    raise KeyboardInterrupt
+                return function(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(*(output, name) if name == "write_json" else (output.Output, name),
+                              failing)
+                with contextlib.suppress(KeyboardInterrupt):
+                    data.prepare([str(tmp_path / "in")], out, tokenizer=tokenizer)
+            if not (out / "data.json").exists():
+                data.prepare([str(tmp_path / "in")], out, tokenizer=tokenizer)
+            assert all_files(out) == all_files(tmp_path / "whole"), (name, at)
+            made = data.Corpus(out).record
+            assert {**made, "seconds": 0} == {**whole.record, "seconds": 0}, (name, at)
+            if len(calls) < at:
+                break
+
+
+def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, text, small_tasks):
+    """A corpus of two chat templates, or of two texts from the standard input; two processes in one
+    folder; a folder inside the text's own, which is then read as text."""
+    tokens = data.prepare([str(text)], tmp_path / "t", 300).folder
+    corpus_files(tmp_path / "in")
+    monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
+    add, count = output.Output.add, []
+
+    def stopping(self, task, found):
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        add(self, task, found)
+
+    def encode(path, out, stops=False):
+        count.clear()
+        with monkeypatch.context() as patch:
+            if stops:
+                patch.setattr(output.Output, "add", stopping)
+            with contextlib.suppress(KeyboardInterrupt if stops else ()):
+                return data.prepare([str(path)], out, flag="",
+                                    tokenizer=data.tokenizer_at(str(tokens)))
+
+    encode(tmp_path / "in", tmp_path / "out", stops=True)
+    (tokens / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
+    with pytest.raises(ConfigError, match="other files of the tokenizer; give another"):
+        encode(tmp_path / "in", tmp_path / "out")
+    for content in (b"OLD\n" * 900, b"NEW\n" * 900):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        if content.startswith(b"OLD"):
+            encode("-", tmp_path / "stdin", stops=True)
+    with pytest.raises(ConfigError, match="had other files; give another"):
+        encode("-", tmp_path / "stdin")
+    with pytest.raises(ConfigError, match="the standard input is read by data.py"):
+        with corpus_file.opened(["-"], tmp_path / "no"):
+            pass
+    encode(tmp_path / "in", tmp_path / "in" / "out", stops=True)
+    inside = encode(tmp_path / "in", tmp_path / "in" / "out")
+    assert inside.record["files"] == 31 and not inside.record["skipped"]
+    (tmp_path / "locked").mkdir()
+    with output.Output(tmp_path / "locked", inside.tokenizer, {"form": "text"}):
+        with pytest.raises(ConfigError, match="another process encodes into this folder"):
+            output.Output(tmp_path / "locked", inside.tokenizer, {"form": "text"})
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
+    """A loop that waits for the rest of a file for ever."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' * 9)
+    file, = reading.find([str(path)]).files
+    task, = reading.tasks(file, reading.Options())
+    path.write_text('{"text": "o')
+    with pytest.raises(ConfigError, match="has changed while it was read"):
+        list(reading.read(task, reading.Options()))
+
+
 def test_an_encoding_has_a_name(tmp_path):
     """Replacement characters in place of letters."""
     (tmp_path / "a.txt").write_bytes("café à la\n".encode("latin-1") * 900)
@@ -266,7 +384,7 @@ def test_an_encoding_has_a_name(tmp_path):
     corpus = data.prepare([str(tmp_path / "a.txt")], tmp_path / "o",
                           options=reading.Options(encoding="latin-1"))
     assert "".join(documents_of(corpus)) == "café à la\n" * 900
-    with pytest.raises(ConfigError, match=r"1 .txt in UTF-16 \(data.py --encoding utf-16\)"):
+    with pytest.raises(ConfigError, match=r"1 .txt in utf-16 \(data.py --encoding utf-16\)"):
         data.prepare([str(tmp_path / "b.txt")], tmp_path / "p")
     corpus = data.prepare([str(tmp_path / "b.txt")], tmp_path / "p",
                           options=reading.Options(encoding="utf-16"))
