@@ -478,14 +478,15 @@ def test_progress_is_lines_when_the_output_is_a_file(tmp_path):
 
 def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
     """Workers that outlive a command that was killed; a folder that no command can finish."""
-    corpus_files(tmp_path / "in", 40, 20_000)
+    corpus_files(tmp_path / "in", 10, 20_000)
     words = [sys.executable, "-c", "import sys; from zigzag.disk import encoding, output, reading\n"
              "reading.PIECE, encoding.FEW, output.SAVE_SECONDS = 2000, 0, 0.0\n"
              "import data; data.run_main(data.main)", str(tmp_path / "in"), "--vocab_size", "400",
              "--cores", "2", "--out"]
     command = subprocess.Popen([*words, str(tmp_path / "o")], cwd=ROOT, stdout=subprocess.PIPE)
     until = time.monotonic() + 60
-    while not (tmp_path / "o" / "progress.json").exists():
+    progress = tmp_path / "o" / "progress.json"
+    while not progress.exists() or json.loads(progress.read_text())["tasks"] < 20:
         assert time.monotonic() < until and command.poll() is None
         time.sleep(0.01)
     os.kill(command.pid, signal.SIGKILL)

@@ -287,7 +287,7 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
         same(first if rank == 0 else lora.merged(first), params)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
     """Adapters of a run combined with its newest weights, which have changed. (The folder has the
     name of a preset.)"""

@@ -36,6 +36,7 @@ from zigzag.tests.common import (
     command,
     digit_pairs,
     ends,
+    full,
     hosts,
     learn,
     make,
@@ -602,7 +603,7 @@ def corpus_of(tmp_path, text, **changes):
     return config, opened_sources(config.data, False, (), tmp_path / "run")
 
 
-@pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), slow("")])
+@pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), full("")])
 def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
     """Prompts that see each other's padding; samples that are twice in the file after an evaluation
     is repeated, or lost when a run continues."""
@@ -669,7 +670,7 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
     assert "a prompt has 41 tokens; the last 8 are read" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
     """Samples that change the training."""
     (tmp_path / "prompts.txt").write_text("3 and\n")

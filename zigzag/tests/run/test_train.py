@@ -100,7 +100,7 @@ def test_adamw_schedule_and_clipping_equal_optax():
     assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
 
 
-@pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), slow("fsdp=2,expert=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), full("fsdp=2,expert=2,tensor=2")])
 def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
     """Muon on other matrices than the ones that act on activations, separately for each layer and
     expert (a mesh with repeated key heads once had others); for the rest, Nesterov's Adam."""
@@ -215,7 +215,7 @@ def poisoned(config):
     return rows
 
 
-@pytest.mark.parametrize("mesh", ["", full("data=2,pipe=2"), slow("fsdp=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", full("data=2,pipe=2"), full("fsdp=2,tensor=2")])
 def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     """A NaN in one gradient that clipping spreads to every weight. (The run continues, and ends if
     this happens again and again.)"""
@@ -347,7 +347,8 @@ def without_overrides():
 
 
 @pytest.mark.parametrize("mesh, what, path, shape, entries", [
-    pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i in (0, 2) else pytest.mark.slow)
+    pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i in (0, 2) else
+                 pytest.mark.slow if i < 8 else pytest.mark.full)
     for i, d in enumerate(drawn_overrides(16))])
 def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries,
                                                             without_overrides):
