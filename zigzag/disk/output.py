@@ -78,9 +78,8 @@ class Output:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         for file in self.files.values():
             file.close()
-        # (After a refusal at once, other flags are welcome.)
         if self.is_new and kind and issubclass(kind, ConfigError):
-            self.path.unlink(missing_ok=True)
+            self.clean()            # refused at once: other flags are welcome
 
     def lock(self) -> None:
         """Refuse a folder into which another process encodes. (The lock ends with the process.)"""

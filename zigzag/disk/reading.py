@@ -370,7 +370,7 @@ def _streamed(file, options):
                 start += len(rest)
             yield Task(file, start, start, position=file.size, problem=Trouble(
                 "cut short or damaged", f"{file.path}: cut short or damaged after {start:,} bytes "
-                f"of text ({one_line(e)})"))
+                f"of text, which are kept ({one_line(e)})"))
 
 
 def _blocks(file, options, raw):
