@@ -254,6 +254,8 @@ class RunFolder(contextlib.AbstractContextManager):
                                               self.verify)
                 state = {"params": items["params"], **items["opt"]}
                 self.saved, self.skipped = at, meta.get("skipped", 0)
+                if at != steps[0]:
+                    say(f"continuing {self.out} at step {at}")
                 break
             except CorruptCheckpoint as e:
                 name = self._set_aside(at)

@@ -435,7 +435,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
 
     mean = mean_loss(net.loss, config)
-    rules = BY_HAND + (WIDE_NORMS if config.qk_norm_wide else [])
+    rules = BY_HAND + (WIDE_NORMS if getattr(config, "qk_norm_wide", False) else [])
     no_worse_than_by_hand(mean, jax.device_get(params), (batch,), rules, shards)
 
 
