@@ -18,6 +18,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
 from zigzag.weights.network import Network
+from zigzag.weights.positions import parse_scaling
 
 
 def padded_length(length: int) -> int:
@@ -191,11 +192,15 @@ class Windows:
 
 
 def context_of(network: Network, c: Any) -> int:
-    """The most tokens in a row: seq_len, or the number of positions if that is less. No limit for
-    an encoder-decoder, which refuses rows longer than its positions."""
+    """The most tokens in a row: seq_len (with positions that scale with the length, as far as they
+    are made to), or the number of positions if that is less. No limit for an encoder-decoder, which
+    refuses rows longer than its positions."""
     if network.source_shape(c) is not None:
         return sys.maxsize
-    return min(c.seq_len, network.max_positions(c))
+    scaling, length = parse_scaling(getattr(c, "rope_scaling", "")), c.seq_len
+    if scaling["rope_type"] == "dynamic":
+        length = max(length, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+    return min(length, network.max_positions(c))
 
 
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:

@@ -2,6 +2,7 @@
 beams and greedy texts equal to transformers'."""
 
 import functools
+import json
 import os
 
 import jax
@@ -14,7 +15,7 @@ from networks import transformer
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.generate import cache, rows
-from zigzag.generate.rows import cut_at_end, padded_length
+from zigzag.generate.rows import context_of, cut_at_end, padded_length
 from zigzag.hub.llama import start_id
 from zigzag.tests.common import make, mesh_of, net, peer
 from zigzag.tests.networks import test_families, test_pairs_families
@@ -102,6 +103,17 @@ def test_every_family_writes_what_forward_says(name):
 def test_every_family_writes_so_on_a_mesh(name, mesh):
     """Another device's heads or slots; a device that sees only a part of a source."""
     assert_writes_as_forward(name, mesh)
+
+
+def test_positions_that_scale_with_the_length_have_a_longer_context():
+    """A model that is made to go on beyond the length it was trained on, and is read anew from half
+    of that length on."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}
+    for seq_len, context in ((16, 64), (100, 100)):
+        c = make(seq_len=seq_len, rope_scaling=json.dumps(scaling))
+        assert context_of(networks.network_of(c), c) == context
+    c = change(c, rope_scaling=json.dumps({**scaling, "rope_type": "linear"}))
+    assert context_of(networks.network_of(c), c) == 100
 
 
 # -------------------------------------------------------------------------------------------
