@@ -183,6 +183,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.state, self.verify = state, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
+        self.has_damaged = False        # newer checkpoints than the restored one were set aside
         self.skipped = 0        # updates in a row without a finite gradient, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = None        # step of the best checkpoint
@@ -254,11 +255,9 @@ class RunFolder(contextlib.AbstractContextManager):
                                               self.verify)
                 state = {"params": items["params"], **items["opt"]}
                 self.saved, self.skipped = at, meta.get("skipped", 0)
-                if at != steps[0]:
-                    say(f"continuing {self.out} at step {at}")
                 break
             except CorruptCheckpoint as e:
-                name = self._set_aside(at)
+                name, self.has_damaged = self._set_aside(at), True
                 say(f"checkpoint {at} is damaged ({e}): set aside as {name}")
         if steps and state is None:
             raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "

@@ -140,7 +140,8 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
         say.log_to(folder.folder / f"log-{jax.process_index()}.txt", folder.restored is not None)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    if loop.at and "fingerprint" not in folder.record:      # (else main has said so)
+    # (Else main has said so, and rightly, unless the newest checkpoint is damaged.)
+    if loop.at and ("fingerprint" not in folder.record or folder.has_damaged):
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
