@@ -87,7 +87,6 @@ class Template:
             spans.append((len(before), len(after)))
         return text, spans
 
-
     def _before(self, messages, first, text, more):
         """The beginning of the text of a conversation that its first messages make."""
         for begins_answer in (True, False):

@@ -216,11 +216,7 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     is_kept = False
     try:
         try:
-            try:
-                corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
-            except InterruptedOther:
-                shutil.rmtree(part)
-                corpus = prepare(paths, part, tokenizer=tokenizer, flag=flag)
+            corpus = _prepared_anew(paths, part, tokenizer, flag)
         except (KeyboardInterrupt, RunError):   # the same command goes on
             is_kept = True
             raise
@@ -237,6 +233,15 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
         if new:
             with contextlib.suppress(OSError):
                 run.rmdir()                 # (only if it is empty)
+
+
+def _prepared_anew(paths, part, tokenizer, flag):
+    """The corpus of text in `part`, in place of one of other text that was interrupted there."""
+    try:
+        return prepare(paths, part, tokenizer=tokenizer, flag=flag)
+    except InterruptedOther:
+        shutil.rmtree(part)
+        return prepare(paths, part, tokenizer=tokenizer, flag=flag)
 
 
 def _digest(folder):

@@ -21,13 +21,13 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import write_json
+from zigzag.disk.reading import Task, Trouble
+from zigzag.disk.tokenizers import Tokenizer
 
 try:
     import fcntl
 except ImportError:         # (not on every system)
     fcntl = None
-from zigzag.disk.reading import Task, Trouble
-from zigzag.disk.tokenizers import Tokenizer
 
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
@@ -65,9 +65,9 @@ class Output:
             self.kinds["learned"] = np.dtype("uint8")
         self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
         self.lock()
-        if self.path.exists():
-            self.state = json.loads(self.path.read_text())
         is_new = not self.path.exists()
+        if not is_new:
+            self.state = json.loads(self.path.read_text())
         self._cut()
         self.save(at_once=True)
         self.is_new = is_new        # nothing was saved but its beginning
@@ -248,7 +248,7 @@ class Output:
         return ranges, np.concatenate(starts)
 
     def clean(self) -> None:
-        """Remove the .part files and the progress: data.json is there."""
+        """Remove the .part files and what else only an encoding that goes on needs."""
         for name in self.files:
             self.part(*name).unlink(missing_ok=True)
         for name in ("progress.json", "stdin"):
