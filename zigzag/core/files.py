@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, read as JSON, hashed, and awaited on shared disks."""
+"""Files: written whole or not at all, read as JSON, locked, hashed, awaited on shared disks."""
 
 import contextlib
 import hashlib
@@ -7,9 +7,14 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 from zigzag.core.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:         # (not on every system)
+    fcntl = None
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -24,6 +29,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def lock(file: IO) -> None:
+    """Lock an open file until it is closed, or the process ends. BlockingIOError: another process
+    has locked it."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_json(path: Path) -> Any:

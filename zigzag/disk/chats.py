@@ -188,15 +188,18 @@ def check_record(record: dict[str, Any], form: str) -> str:
     """What is wrong with a line of this form; '' if it is right."""
     if form == "messages":
         return _wrong_in(record.get("messages"))
-    if form == "preference" and record.get("chosen") == record.get("rejected"):
+    if form == "completion":
+        return _not_texts(record, "prompt", "completion")
+    if record.get("chosen") == record.get("rejected"):
         return "'chosen' and 'rejected' are the same"
-    names = ("prompt", "completion") if form == "completion" else ("chosen", "rejected", "prompt")
-    if form == "preference":
-        prompt = record.get("prompt")
-        if isinstance(record.get("chosen"), list):
-            return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
-                    or _wrong_prompt(prompt, record))
-        names = names[:2] if prompt is None else names
+    if isinstance(record.get("chosen"), list):
+        return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
+                or _wrong_prompt(record.get("prompt"), record))
+    prompt = () if record.get("prompt") is None else ("prompt",)
+    return _not_texts(record, "chosen", "rejected", *prompt)
+
+
+def _not_texts(record, *names):
     wrong = [name for name in names if not _is_text(record.get(name))]
     return f"{wrong[0]!r} is not a text" if wrong else ""
 

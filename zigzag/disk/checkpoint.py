@@ -22,7 +22,6 @@ follows from the evaluations in the checkpoints that exist.
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import functools
 import gc
 import json
@@ -40,7 +39,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
-from zigzag.core.files import appears, write_json, write_whole
+from zigzag.core.files import appears, lock, write_json, write_whole
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
 
@@ -219,12 +218,12 @@ class RunFolder(contextlib.AbstractContextManager):
         """Lock the folder, until the process ends, and write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock = self.files.enter_context(open(self.folder / "lock", "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            lock.write(word)
-            lock.flush()
-            os.fsync(lock.fileno())
+            held = self.files.enter_context(open(self.folder / "lock", "a"))
+            lock(held)
+            held.truncate(0)
+            held.write(word)
+            held.flush()
+            os.fsync(held.fileno())
             note_changes()
             write_json(self.folder / "config.json", self.record)
         except BlockingIOError:

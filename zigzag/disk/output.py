@@ -20,14 +20,9 @@ from typing import Any, Iterator, NamedTuple
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import write_json
+from zigzag.core.files import lock, write_json
 from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import Tokenizer
-
-try:
-    import fcntl
-except ImportError:         # (not on every system)
-    fcntl = None
 
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
@@ -64,7 +59,7 @@ class Output:
         if settings["form"] != "text":
             self.kinds["learned"] = np.dtype("uint8")
         self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
-        self.lock()
+        self._lock()
         is_new = not self.path.exists()
         if not is_new:
             self.state = json.loads(self.path.read_text())
@@ -81,16 +76,15 @@ class Output:
         if self.is_new and kind and issubclass(kind, ConfigError):
             self.clean()            # refused at once: other flags are welcome
 
-    def lock(self) -> None:
-        """Refuse a folder into which another process encodes. (The lock ends with the process.)"""
-        if fcntl is not None:
-            try:
-                fcntl.flock(self.files["order",], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"--out {self.folder}: another process encodes into this "
-                                  f"folder") from None
-            except OSError:         # (a disk without locks)
-                pass
+    def _lock(self):
+        """Refuse a folder into which another process encodes."""
+        try:
+            lock(self.files["order",])
+        except BlockingIOError:
+            raise ConfigError(f"--out {self.folder}: another process encodes into this "
+                              f"folder") from None
+        except OSError:             # (a disk without locks)
+            pass
 
     def part(self, kind: str, split: int | None = None) -> Path:
         name = kind if split is None else f"{SPLITS[split]}.{kind}"

@@ -18,7 +18,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
 from zigzag.weights.network import Network
-from zigzag.weights.positions import parse_scaling
+from zigzag.weights.positions import scaled_length
 
 
 def padded_length(length: int) -> int:
@@ -192,14 +192,12 @@ class Windows:
 
 
 def context_of(network: Network, c: Any) -> int:
-    """The most tokens in a row: seq_len (with positions that scale with the length, as far as they
-    are made to), or the number of positions if that is less. No limit for an encoder-decoder, which
-    refuses rows longer than its positions."""
+    """The most tokens in a row: seq_len (more, if the positions scale with the length), or the
+    number of positions if that is less. No limit for an encoder-decoder, which refuses rows longer
+    than its positions."""
     if network.source_shape(c) is not None:
         return sys.maxsize
-    scaling, length = parse_scaling(getattr(c, "rope_scaling", "")), c.seq_len
-    if scaling["rope_type"] == "dynamic":
-        length = max(length, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+    length = scaled_length(getattr(c, "rope_scaling", ""), c.seq_len)
     return min(length, network.max_positions(c))
 
 

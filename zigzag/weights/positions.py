@@ -39,6 +39,15 @@ def scaling_type(scaling: str) -> Any:
         return "default"        # (check_rotary refuses it, and says why)
 
 
+def scaled_length(scaling: str, length: int) -> int:
+    """How many positions a sequence may have whose configuration says `length`: more, if the
+    scaling adapts to longer ones."""
+    known = parse_scaling(scaling)
+    if known["rope_type"] == "dynamic":
+        return max(length, int(known["factor"] * known["original_max_position_embeddings"]))
+    return length
+
+
 def check_rotary(c: Any, dim: int = 0) -> None:
     """Refuse an invalid scaling, for heads of which `dim` numbers are rotated (0: all)."""
     try:
