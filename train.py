@@ -855,6 +855,7 @@ def train_language(config: Config, mesh: Any) -> None:
                  **vars(make_task()))
     if result.step >= config.steps and reads_text(config):
         prompt = "..." if config.data else "def main("
+        prompt = "5 7" if record["tokenizer"] == "ids" else prompt
         say.line(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"')
 
 

@@ -138,8 +138,7 @@ def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tok
     before = record.get("prompt") or []
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
-    both = [messages if _begin_with(messages, before) else [*before, *messages]
-            for messages in (record["chosen"], record["rejected"])]
+    both = [_joined(before, record[name]) for name in ("chosen", "rejected")]
     common = 0
     while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
         common += 1
@@ -150,11 +149,15 @@ def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tok
     return found
 
 
-def _begin_with(messages, before):
-    """Whether messages begin with these (by what they say: there may be other fields)."""
-    return len(messages) > len(before) and all(
-        a["role"] == b["role"] and a.get("content") == b.get("content")
-        for a, b in zip(messages, before))
+def _joined(before, messages):
+    """Messages that come after others, whose end they may repeat (by what they say: there may be
+    other fields)."""
+    def said(some):
+        return [(message["role"], message.get("content")) for message in some]
+
+    repeated = next(n for n in range(min(len(before), len(messages) - 1), -1, -1)
+                    if said(messages[:n]) == said(before[len(before) - n:]))
+    return [*before, *messages[repeated:]]
 
 
 def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:

@@ -138,14 +138,15 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
             {n: [*before, *a] for n, a in zip(names, answers)},
             {"prompt": system, **{n: [question, *a] for n, a in zip(names, answers)}},
             {"prompt": before[:2], **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": [*system, question], **{n: [question, *a] for n, a in zip(names, answers)}},
             {"prompt": "Why? ", **dict(zip(names, texts))},
             {"prompt": "Why? ", **{n: "Why? " + t for n, t in zip(names, texts)}},
             {n: "Why? " + t for n, t in zip(names, texts)}]
     path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(str(folder))
     template = chats.Template(folder)
     for number, (row, messages) in enumerate(zip(rows, (
-            before, [question], [question], before, [*system, question], before, None, None,
-            None), strict=True)):
+            before, [question], [question], before, [*system, question], before,
+            [*system, question], None, None, None), strict=True)):
         path.write_text((json.dumps(row) + "\n") * 3)
         corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
         held_out = corpus.record["held_out"]["documents"]
@@ -158,7 +159,7 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
                 "</s>", "").split()
             assert tokenizer.decode(np.array(ids)[np.array(learned) > 0]).strip() == text
     path.write_text("".join(json.dumps(row) + "\n" for row in [
-        *rows[:1], {**rows[6], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
+        *rows[:1], {**rows[7], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
         {**rows[0], "chosen": "x"}, {**rows[2], "prompt": "What?"},
         {n: [*before[:2], *a] for n, a in zip(names, (before[:1], [*before[:1], *answers[0]]))}]))
     data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])

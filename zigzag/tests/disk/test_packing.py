@@ -2,6 +2,7 @@
 seed and the step, and a document in a row is what it is alone."""
 
 import json
+import shlex
 
 import jax
 import numpy as np
@@ -148,10 +149,9 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
         done = command(*words, "--steps", steps, "--eval_every", 4, "--out", out,
                        *(["--change", "decay"] if steps == 8 else []))
         assert done.returncode == 0, done.stderr
-    done = command(*words, "--steps", 4, "--eval_every", 4, "--out", tmp_path / "other")
+    assert f"evaluated on {out / 'held_out'}" in done.stdout
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, 9))
-    assert f"evaluated on {out / 'held_out'}" in command(*words, "--out", out).stdout
     split = tmp_path / "split"
     done = command(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4,
                    "--out", split)
@@ -213,14 +213,16 @@ def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
 
 
 def test_token_files_are_trained_and_sampled_as_numbers(tmp_path):
-    """A run without a tokenizer that cannot evaluate, or write."""
+    """A run without a tokenizer that cannot evaluate, or write; the command that it proposes."""
     TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")
     done = command(*SMALL, "--data", tmp_path / "x.bin", "--vocab_size", 300, "--steps", 2,
                    "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    done = command("--run", tmp_path / "out", "--prompt", "5 6", "--tokens", 4, file="sample.py")
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words[:3] == ["sample", "python", "sample.py"]
+    done = command(*words[3:], "--tokens", 4, file="sample.py")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 6 and done.stdout.startswith("5 6")
+    assert len(done.stdout.split()) == 6 and done.stdout.startswith("5 7")
 
 
 def test_a_small_batch_loop(tmp_path):

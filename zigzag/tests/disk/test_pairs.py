@@ -467,7 +467,7 @@ T5_SMALL = ("--model", "transformer", "--encoder_layers", 2, "--layers", 2, "--h
             "--relative", "buckets", "--source_len", 12, "--seq_len", 12, "--batch", 64)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pairs_train_on_shards_as_on_one_device(tmp_path):
     """The command line's own way from a line of JSON to a step, and to an answer of sample.py."""
     digits = digit_pairs(tmp_path / "digits.jsonl", 400)

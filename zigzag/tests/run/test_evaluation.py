@@ -570,7 +570,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
     words = ("--model", "transformer", "--encoder_layers", 1, "--source_len", 12, "--data", digits,
              "--out", out,
              *SMALL[:-2], "--batch", 16, "--steps", 4, "--eval_every", 2, "--eval_first", "true",
-             "--sample_prompts", tmp_path / "prompts.jsonl")
+             "--shards", 2, "--sample_prompts", tmp_path / "prompts.jsonl")
     done = command(*words, "--metric", "rouge", "--best", "largest:rougeL")
     assert done.returncode == 0, done.stderr
     rows = evaluations(json.loads(line) for line in open(out / "metrics.jsonl"))
