@@ -327,7 +327,7 @@ def without_times(path):
 
 
 # -------------------------------------------------------------------------------------------
-# Commands, each in a process of its own
+# Commands: in this process, or each in one of its own
 
 SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
 
@@ -335,8 +335,20 @@ WORDS = ["a".join(parts) for parts in itertools.product(
     ("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"), ("s", "t"))]
 
 
+def continued(*words):
+    """The configuration that a command line of train.py asks for."""
+    return train.continued(train.read_flags([str(w) for w in words]))
+
+
+def go(*words):
+    """train.py in this process, on one device."""
+    config, mesh = continued(*words), mesh_of("")
+    train.train_language(train.resolve_dtype(config, mesh), mesh)
+    return config
+
+
 def command(*words, file="train.py", env=None, **more):
-    """Run a command and wait for its end."""
+    """Run a command in a process of its own, and wait for its end."""
     return subprocess.run(
         [sys.executable, str(ROOT / file), *map(str, words)], text=True, capture_output=True,
         timeout=600, cwd=more.pop("cwd", ROOT),

@@ -349,7 +349,7 @@ def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkey
                 "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_LOCALID": str(i),
                 "SLURM_STEP_NUM_NODES": "1"}.items():
             monkeypatch.setenv(name, value)
-        return started(*SMALL, "--mesh", "data=2", "--steps", 4, "--data", text,
+        return started(*SMALL, "--mesh", "data=2", "--steps", 1, "--data", text,
                        "--out", tmp_path / "run", "--distributed")
 
     results = ends([one(0), one(1)])

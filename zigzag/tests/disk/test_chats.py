@@ -7,13 +7,14 @@ import pytest
 
 import data
 import networks
+import sample
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Sources
 from zigzag.disk.tokenizers import tokenizer_at
 from zigzag.generate.chat import Conversation
-from zigzag.tests.common import command, peer, published_files, refused
+from zigzag.tests.common import go, peer, published_files, refused
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -231,7 +232,7 @@ def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
     assert end > 4 and ids[:end] == learned[:end].tolist()
 
 
-def test_a_run_shows_what_it_learns(folder, tmp_path):
+def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     """A long fine-tuning with the loss on the wrong tokens, which nobody saw."""
     path = write_chats(tmp_path / "chats.jsonl", CHATS)
     tokenizer = tokenizer_at(str(folder))
@@ -240,12 +241,10 @@ def test_a_run_shows_what_it_learns(folder, tmp_path):
     record = corpus.record["train"]
     assert f"{record['documents']} conversations, {record['learned']:,} of" in shown
     assert "[[" in shown and "</s>]]" in shown and "longer than 60 tokens" in shown
-    done = command("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4,
-                   "--seq_len", 64, "--batch", 4, "--steps", 2, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    other = command("--data", tmp_path / "out", "--pack", "stream", "--out", tmp_path / "no")
-    assert other.returncode == 2 and "--pack documents" in other.stderr
-    assert "tokens are answers" in done.stdout
-    done = command("--run", tmp_path / "run", "--prompt", "1 and", "--tokens", 2, file="sample.py")
-    assert done.returncode == 0, done.stderr
+    go("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4, "--seq_len", 64,
+       "--batch", 4, "--steps", 2, "--out", tmp_path / "run")
+    assert "tokens are answers" in capsys.readouterr().out
+    assert "--pack documents" in refused(
+        capsys, "--data", tmp_path / "out", "--pack", "stream", "--out", tmp_path / "no")
+    sample.main(["--run", str(tmp_path / "run"), "--prompt", "1 and", "--tokens", "2"])
     assert (tmp_path / "run" / "chat_template.jinja").exists()

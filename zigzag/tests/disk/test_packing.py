@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import data
+import sample
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import mixture, packing
 from zigzag.disk.token_files import TokenFiles
 from zigzag.tests.common import (
     SMALL,
-    command,
+    go,
     hosts,
     learn,
     make,
@@ -110,10 +111,11 @@ def text_folder(path, documents_):
     return path
 
 
-@pytest.mark.parametrize("mesh", ["", "seq=2", "pipe=2", "tensor=2"])
-def test_the_loss_of_a_packed_document_is_its_loss_alone(tmp_path, mesh):
-    """Attention, or positions, that go on from one document into the next; sums that count the
-    padding."""
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """(a configuration, its weights, a batch of packed rows, the sum and the count of the losses of
+    their documents, each alone)."""
+    tmp_path = tmp_path_factory.mktemp("packed")
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(3, 15, 60)]
     corpus = data.prepare([str(text_folder(tmp_path / "t", texts))], tmp_path / "d")
@@ -121,14 +123,23 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(tmp_path, mesh):
     rows = data.rows_of(corpus, "train", 32, "documents")
     batch = data.collate([rows[i] for i in range(8)], 32)
     params = net.init(config.network, jax.random.key(0))
+    loss = jax.jit(lambda batch: net.loss(params, batch, config.network))
     total = count = 0.0
     for row in map(rows.__getitem__, range(8)):
         for part in row:
             alone = {"tokens": part.tokens[None], "targets": part.targets[None],
                      "weights": part.weights[None]}
-            s, n = net.loss(params, alone, config.network)
+            s, n = loss(alone)
             total, count = total + float(s), count + float(n)
     assert count == batch["weights"].sum()
+    return config, params, batch, total, count
+
+
+@pytest.mark.parametrize("mesh", ["", "seq=2", "pipe=2", "tensor=2"])
+def test_the_loss_of_a_packed_document_is_its_loss_alone(packed, mesh):
+    """Attention, or positions, that go on from one document into the next; sums that count the
+    padding."""
+    config, params, batch, total, count = packed
     program = train.build(config, mesh_of(mesh), lambda key: params, train.language(config)[1],
                           {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
                           | {"seeds": jax.ShapeDtypeStruct((8,), np.uint32)})
@@ -146,15 +157,13 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
     words = [*SMALL, "--data", a, b, "--weights", 3, 1, "--held_out", text, "--pack", "documents",
              "--batch", 4]
     for steps in (4, 8):
-        done = command(*words, "--steps", steps, "--eval_every", 4, "--out", out,
-                       *(["--change", "decay"] if steps == 8 else []))
-        assert done.returncode == 0, done.stderr
-    assert f"evaluated on {out / 'held_out'}" in done.stdout
+        go(*words, "--steps", steps, "--eval_every", 4, "--out", out,
+           *(["--change", "decay"] if steps == 8 else []))
+    assert f"evaluated on {out / 'held_out'}" in capsys.readouterr().out
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, 9))
     split = tmp_path / "split"
-    done = command(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4,
-                   "--out", split)
+    go(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
     assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= set(last)
     assert min(last["eval_loss_a"], last["eval_loss_b"]) <= last["eval_loss"] <= max(
@@ -212,17 +221,16 @@ def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
                                       "--pack", "documents", "--out", tmp_path / "out")
 
 
-def test_token_files_are_trained_and_sampled_as_numbers(tmp_path):
+def test_token_files_are_trained_and_sampled_as_numbers(tmp_path, capsys):
     """A run without a tokenizer that cannot evaluate, or write; the command that it proposes."""
     TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")
-    done = command(*SMALL, "--data", tmp_path / "x.bin", "--vocab_size", 300, "--steps", 2,
-                   "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout.splitlines()[-1])
+    go(*SMALL, "--data", tmp_path / "x.bin", "--vocab_size", 300, "--steps", 2, "--out",
+       tmp_path / "out")
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[:3] == ["sample", "python", "sample.py"]
-    done = command(*words[3:], "--tokens", 4, file="sample.py")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 6 and done.stdout.startswith("5 7")
+    sample.main([*words[3:], "--tokens", "4"])
+    said = capsys.readouterr().out
+    assert len(said.split()) == 6 and said.startswith("5 7")
 
 
 def test_a_small_batch_loop(tmp_path):

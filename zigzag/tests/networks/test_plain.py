@@ -178,6 +178,11 @@ def edit(monkeypatch):
     return make_edit
 
 
+@functools.cache
+def on_no_mesh(config):
+    return gradients_of(config, "", batch_of(config))
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,seq=2", *(
     full(axis + "=2") for axis in ("tensor", "seq", "pipe", "fsdp"))])
 @pytest.mark.parametrize("name", EDITS)
@@ -185,8 +190,9 @@ def edit(monkeypatch):
 def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh):
     """An edited mask or scores that a CPU obeys and a device with a kernel ignores."""
     _, config = edit(name)
-    batch, calls = batch_of(config), []
-    want = gradients_of(config, "", batch)
+    calls, want = [], on_no_mesh(config)
+    usual = on_no_mesh(make(kv_heads=2, microbatches=2))[1]
+    assert name == "a second norm scale" or abs(want[1] - usual) > 1e-6     # (it is an edit)
 
     def kernel(q, k, v):
         calls.append(name)
@@ -194,11 +200,9 @@ def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh
 
     monkeypatch.setattr(attention, "causal_kernel", kernel)
     give_kernel(monkeypatch, "splash")
-    got = gradients_of(config, mesh, batch)
+    got = gradients_of(config, mesh, batch_of(config))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
     assert bool(calls) == (name not in LEAVES_THE_KERNEL and "seq" not in mesh)
-    usual = gradients_of(make(kv_heads=2, microbatches=2), "", batch)[1]
-    assert name == "a second norm scale" or abs(want[1] - usual) > 1e-6     # (it is an edit)
 
 
 @pytest.mark.parametrize("name", EDITS)

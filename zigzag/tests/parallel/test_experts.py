@@ -179,20 +179,3 @@ def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
     assert not e_up[:, 2:].any() and e_up[:, :2].any((0, 2, 3)).all()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 2e-7 * np.sqrt(b.size)
-
-
-@pytest.mark.slow
-def test_the_metrics_have_each_experts_load_and_any_other_sum():
-    """A load that is divided twice, or by the count of one device; other sums of a task that are
-    lost."""
-    rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
-    load = np.array(rows[0]["expert_load"])
-    assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4)
-    assert rows[0]["router_loss"] > 0
-
-    def loss(params, batch):
-        total, count = net.loss(params, batch, make())
-        return total, count, {"right": jnp.sum(batch["weights"])}
-
-    rows, _ = learn(make(steps=2, accumulate=2), "data=2", loss=loss)
-    assert rows[-1]["right"] == 1

@@ -9,20 +9,9 @@ import pytest
 import data
 import train
 from zigzag.core.errors import ConfigError
-from zigzag.tests.common import SMALL, ends, hosts, mesh_of, refused, started
+from zigzag.tests.common import SMALL, continued, ends, go, hosts, refused, started
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
-
-
-def continued(*words):
-    return train.continued(train.read_flags([str(w) for w in words]))
-
-
-def go(*words):
-    """train.py in this process, on one device."""
-    config, mesh = continued(*words), mesh_of("")
-    train.train_language(train.resolve_dtype(config, mesh), mesh)
-    return config
 
 
 def record_of(run):

@@ -148,16 +148,6 @@ def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
     assert other == pytest.approx(one, rel=5e-6)
 
 
-def test_an_evaluation_tells_the_mean_training_loss_since_the_last():
-    """A training loss averaged over the whole run, with which overfitting cannot be seen."""
-    config = make(steps=5, eval_every=2)
-    rows, _ = learn(config, held_out=tokens_of(config, 4, 5))
-    losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
-    told = {r["step"]: r["train_loss"] for r in rows if "eval_loss" in r}
-    assert told == {2: pytest.approx((losses[1] + losses[2]) / 2),
-                    4: pytest.approx((losses[3] + losses[4]) / 2), 5: pytest.approx(losses[5])}
-
-
 def test_other_sums_are_logged_beside_the_loss():
     """Other sums that are not divided by the count over all micro-batches and devices, as the loss
     is; names that are already taken."""

@@ -42,9 +42,9 @@ INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The transformer on one device."""
-    return learn(make())[0]
+def alone(alone):
+    """The metrics of the transformer on one device."""
+    return alone[0]
 
 
 def losses_of(rows):
