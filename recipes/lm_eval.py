@@ -101,7 +101,10 @@ class Zigzag(TemplateLM):
     def _generate(self, prompts, options):
         tokens, until = options["max_gen_toks"], options["until"]
         options.setdefault("temperature", 1.0 if options["do_sample"] else 0.0)
-        rows = [self.tok_encode(prompt)[-max(1, self.max_length - tokens):] for prompt in prompts]
+        if tokens >= self.max_length:
+            raise ValueError(f"max_gen_toks {tokens}: the context has {self.max_length} tokens; "
+                             f"--gen_kwargs max_gen_toks=N asks for fewer")
+        rows = [self.tok_encode(prompt)[-(self.max_length - tokens):] for prompt in prompts]
         found = sample.generate(
             self.params, rows, self.config, tokens=tokens, tokenizer=self.tokenizer,
             stop=[*filter(None, until), *self.tokenizer.ends],

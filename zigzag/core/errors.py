@@ -6,7 +6,11 @@ flags.run_main). Every other exception is a bug, and stays a traceback.
 
 import difflib
 import importlib
+import re
 from typing import Any, Callable, Iterable
+
+# Control characters except tab and newline: a text must not move the cursor or retitle a window.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ConfigError(ValueError):
@@ -69,6 +73,11 @@ def one_line(error: BaseException) -> str:
         if part in text:
             return part.lower().replace("_", " ")
     return text.split(" See full TensorStore")[0][:120]
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey."""
+    return CONTROL.sub("\ufffd", text)
 
 
 def human_bytes(size: float) -> str:

@@ -222,7 +222,9 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
 
 def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     """Run a command, and end it with an exit status: after a refusal or a failure with one line,
-    after a bug with a traceback."""
+    after a bug with a traceback. Characters that the output's encoding lacks are escaped."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run_to_the_end(main)
     except (Exception, KeyboardInterrupt) as e:

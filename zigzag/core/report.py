@@ -18,7 +18,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import jax
 
-from zigzag.core.errors import human_bytes
+from zigzag.core.errors import human_bytes, printable
 from zigzag.core.flags import changed
 
 
@@ -89,7 +89,8 @@ class Reporter:
     def log_to(self, path: Path, goes_on: bool) -> None:
         """Write the lines to a file, too, with those so far. (Processes that print nothing have a
         file as well.) goes_on: keep what earlier starts wrote there."""
-        self.file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8")
+        self.file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8",
+                         errors="backslashreplace")        # (a path may have any bytes)
         if goes_on:
             self.file.write("\n")
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
@@ -172,8 +173,7 @@ class Reporter:
             parts = text if isinstance(text, Mapping) else {"": text}
             width = max(map(len, parts)) + 1 if any(parts) else 0
             for label, part in parts.items():
-                clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in part)
-                first, *rest = clean.split("\n")
+                first, *rest = printable(part).split("\n")
                 self.line("\n".join(f"    {name:{width}}| {line}" for name, line in zip(
                     [label, *[""] * len(rest)], [first, *rest])))
 

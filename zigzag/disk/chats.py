@@ -111,13 +111,26 @@ def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer
                 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, which of them are learned) of a conversation, of whose answers those from message
     number `first` on are learned."""
-    more = {name: record[name] for name in ("tools",) if record.get(name)}
-    text, spans = template.learned(record["messages"], first, **more)
+    tools = _tools_of(record)
+    text, spans = template.learned(record["messages"], first, **({"tools": tools} if tools else {}))
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), bool)
     for begin, end in spans:
         learned |= (begins < end) & (ends > begin)
     return ids, learned
+
+
+def _tools_of(record):
+    """The tools of a conversation: a list of objects, or the text of one, as tables keep it."""
+    tools = record.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError("its tools are not a list of objects")
+    return tools
 
 
 def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
@@ -227,7 +240,8 @@ def _wrong_in(messages, answers=True):
         if message["role"] not in ROLES:
             return (f"the role {message['role']!r:.40}; expected {', '.join(ROLES)}"
                     + did_you_mean(message["role"], ROLES))
-        if not _is_text(message.get("content", "")) and not message.get("tool_calls"):
+        content = message.get("content")
+        if not (_is_text(content) or content is None and message.get("tool_calls")):
             return "a message whose content is not a text"
     if answers and not any(message["role"] == "assistant" for message in messages):
         return "no answer of the assistant"

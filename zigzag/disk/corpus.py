@@ -24,7 +24,7 @@ from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.errors import ConfigError, RunError, printable
 from zigzag.core.files import appears, sha256, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
@@ -280,6 +280,8 @@ class Sources:
             getattr(held_out, split)) > 1]} if held_out else {
             name if len(corpora) > 1 else "": [(corpus, "held_out")]
             for name, corpus in zip(names, corpora)}
+        if held_out and not self.evaluated[""]:
+            raise ConfigError(f"--held_out {held_out.folder}: fewer than two tokens")
         self.fingerprint = first.fingerprint
         if len(everything) > 1:
             self.fingerprint = hashlib.sha256(" ".join(
@@ -319,12 +321,14 @@ def _answers(corpus, length):
             f"{record['tokens']:,} tokens are answers")
     if count := int((lengths > length).sum()):
         line += f"; {count:,} are longer than {length:,} tokens (--seq_len), and cut there"
+    if lost := documents.unlearned(length):
+        line += f", {lost:,} of them before their first answer"
     end, text = min(int(lengths[0]), length), ""
     learned = documents.learned[:end] > 0
     for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):
         part = corpus.tokenizer.spelled(documents.tokens[run[0]:run[-1] + 1].tolist())
         text += f"[[{part}]]" if learned[run[0]] else part
-    return [line, *("| " + part for part in text.strip().split("\n"))]
+    return [line, *("| " + part for part in printable(text).strip().split("\n"))]
 
 
 def _vocabulary(corpus):
@@ -354,7 +358,8 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
 
 def _names(paths):
     """Short names of the paths, all different."""
-    parts = [[*Path(path).parts[:-1], Path(path).stem] for path in paths]
+    parts = [[*Path(path).parts[:-1], Path(path).name if Path(path).is_dir() else Path(path).stem]
+             for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):
         names = ["_".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):

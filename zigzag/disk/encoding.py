@@ -235,11 +235,14 @@ def new_pieces(out: Path, vocab_size: int, files: list[File], options: Options) 
 def _sampled_lines(files, options):
     """Yield the lines of all documents that are not held out or, of much text, of some tasks spread
     over all of it."""
-    total, seen, held_out = sum(file.size for file in files), 0, []
+    total, seen, held_out, problems = sum(file.size for file in files), 0, [], []
     for number, task in enumerate(task for file in files for task in tasks(file, options)):
         if total > SAMPLE and hashed(str(number)) * total > SAMPLE * 2**64:
             continue
         for document in read(task, options):
+            if document.problem:
+                problems = problems or [document.problem.message]
+                continue
             text = document.text
             if isinstance(text, dict):
                 text = "\n".join(_texts_in(text))
@@ -249,6 +252,8 @@ def _sampled_lines(files, options):
                 yield from text.split("\n")
             elif not seen:
                 held_out.append(text)
+    if problems and not (seen or held_out):
+        raise ConfigError(f"no text that can be read; {problems[0]}")
     if not seen:        # (a single document, say)
         for text in held_out:
             yield from text.split("\n")

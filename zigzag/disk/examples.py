@@ -144,6 +144,13 @@ def _expected(fields):
     return "{" + ", ".join(f'{json.dumps(field)}: "..."' for field in fields) + "}"
 
 
+def lacks(field: str, record: dict[str, Any], expected: str = "") -> str:
+    """What to say of an object without this field."""
+    there = ", ".join(map(repr, list(record)[:5])) or "nothing"
+    return (f"no field {field!r}, it has {there[:80]}" + (f"; {expected}" if expected else "")
+            + did_you_mean(field, record))
+
+
 def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
     """The texts in these fields of a line of JSON, or a ConfigError that names the line."""
     expected = f"expected one object a line: {_expected(fields)}"
@@ -156,9 +163,7 @@ def texts_of(raw: bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"{where}: {repr(record)[:40]} is not an object; {expected}")
     for field in fields:
         if field not in record:
-            there = ", ".join(map(repr, list(record)[:5])) or "nothing"
-            raise ConfigError(f"{where}: no field {field!r}, it has {there[:80]}; {expected}"
-                              + did_you_mean(field, record))
+            raise ConfigError(f"{where}: {lacks(field, record, expected)}")
         if not isinstance(record[field], str):
             raise ConfigError(f"{where}: {field!r} is {repr(record[field])[:40]}, which is not "
                               f"text; {expected}")

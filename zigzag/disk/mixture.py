@@ -83,6 +83,7 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
     weights = np.array(weights, float)
     if not (np.isfinite(weights).all() and (weights > 0).all()):
         raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
+    weights = weights / weights.max()       # (their sum may be infinite)
     exact = weights / weights.sum() * ROUND
     shares = np.floor(exact).astype(np.int64)
     shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1

@@ -51,6 +51,17 @@ class Documents:
         ends = np.where(numbers + 1 < len(self.starts), self.starts[after], len(self.tokens))
         return (ends - self.starts[numbers]).astype(np.int64)
 
+    def unlearned(self, length: int) -> int:
+        """The number of documents longer than `length` of whose first `length` tokens no target is
+        learned."""
+        numbers = np.arange(len(self))
+        starts = self.starts[self.lengths(numbers) > length].astype(np.int64)
+        if not len(starts):
+            return 0
+        bounds = np.stack([starts + 1, starts + length + 1], 1).ravel()
+        bounds = bounds[bounds < len(self.learned)]     # (the last part goes on to the end)
+        return int((np.maximum.reduceat(self.learned, bounds)[::2] == 0).sum())
+
     def part(self, number: int, first: int, length: int) -> Part:
         """`length` tokens of a document, from token number `first` on."""
         start = int(self.starts[number])

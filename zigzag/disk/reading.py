@@ -15,7 +15,6 @@ What cannot be read does not stop a corpus: it is skipped, counted, and named in
 
 import bz2
 import codecs
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO, Iterator, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line, optional_package
 from zigzag.disk.chats import check_record, form_of
-from zigzag.disk.examples import texts_of
+from zigzag.disk.examples import lacks, texts_of
 
 PIECE = 2**20           # bytes of a task, about: a task ends at the end of a line
 MOST = 2**26            # bytes of a line: a longer line of JSON is skipped, one of text is cut
@@ -41,7 +40,9 @@ MOST = 2**26            # bytes of a line: a longer line of JSON is skipped, one
 BOMB_RATIO, BOMB_BYTES = 200, 2**27
 
 PACKED_NAMES = (".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd")
-MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst",
+         b"\x50\x2a\x4d\x18": "zst"}     # (the last: a frame to skip, with which pzstd begins)
+LINES_NAMES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 # How a text in UTF-16 or UTF-32 begins. (UTF-32's mark begins with UTF-16's.)
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
          codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -113,16 +114,18 @@ def library_sources() -> Found:
 def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
          options: Options = Options()) -> Found:
     """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
-    the standard input, which is kept in `out`. In a fixed order, without what is in `out`."""
-    files, skipped, own = [], {}, out and out.resolve()
-    encoding = options.encoding if _is_recoded(options) else ""
+    the standard input, which is kept in `out`. In a fixed order, each once, without what is in
+    `out`."""
+    files, skipped, seen, own = [], {}, set(), out and out.resolve()
     for path in paths:
         root, found = _under(path, flag, out)
         for p in found:
-            if path != "-" and own in p.resolve().parents:
+            real = p.resolve()
+            if real in seen or path != "-" and own in real.parents:
                 continue
+            seen.add(real)
             try:
-                file = _look_at(p, p.relative_to(root).as_posix(), encoding)
+                file = _look_at(p, p.relative_to(root).as_posix(), options)
             except OSError as e:
                 raise ConfigError(f"{p}: cannot be read ({e.strerror})") from None
             if isinstance(file, File):
@@ -167,10 +170,12 @@ def _under(path, flag, spool):
         how = ("give it alone, or --weights to mix several" if flag == "--data" else
                f"its text is encoded already; train on it by python train.py --data {path}")
         raise ConfigError(f"{name} was made by data.py: {how}")
-    if path.exists():
-        root, found = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
+    if _exists(path, name):
+        root, found = (path.parent, [path]) if path.is_file() else (path, _walk(path))
     elif glob.has_magic(text):
         found = sorted(map(Path, glob.glob(text, recursive=True)))
+        if "**" not in text:        # (which matches what is in folders, too)
+            found = [p for match in found for p in (_walk(match) if match.is_dir() else [match])]
         root = Path(text[:min(i for i, c in enumerate(text) if c in "*?[")])
         root = root if text[len(str(root)):len(str(root)) + 1] == os.sep else root.parent
         if not found:
@@ -183,6 +188,26 @@ def _under(path, flag, spool):
         hidden and p != path)]
 
 
+def _exists(path, name):
+    try:
+        return path.exists()
+    except OSError as e:        # (a name that is too long)
+        raise ConfigError(f"{name:.200}: {e.strerror}") from None
+
+
+def _walk(folder):
+    """The files under a folder, in a fixed order. Links are followed, to each folder once."""
+    found, seen = [], set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        found += (Path(root, name) for name in names)
+    return sorted(found)
+
+
 def _is_prepared(folder):
     """Whether a folder was made by data.py. (A folder of texts may have a data.json, too.)"""
     try:
@@ -191,8 +216,9 @@ def _is_prepared(folder):
         return False
 
 
-def _look_at(path, name, encoding):
-    """The File at a path, or the kind that it is skipped as. `encoding` is '' for UTF-8."""
+def _look_at(path, name, options):
+    """The File at a path, or the kind that it is skipped as."""
+    encoding = options.encoding if _is_recoded(options) else ""
     with open(path, "rb") as f:
         begin, size = f.read(8192), os.fstat(f.fileno()).st_size
     packing = next((kind for magic, kind in MAGIC.items() if begin.startswith(magic)), "")
@@ -202,7 +228,8 @@ def _look_at(path, name, encoding):
     if packing:
         inner = inner.with_suffix("") if inner.suffix in PACKED_NAMES else inner
         begin = _beginning(path, packing, 2**20)
-    elif inner.suffix == ".json" or name == "stdin":
+    suffix = inner.suffix.lower()
+    if not packing and (suffix == ".json" or name == "stdin"):
         begin = _beginning(path, "", 2**20)
     sample = begin[:8192]
     if encoding:        # (UTF-16 has zeros)
@@ -213,8 +240,10 @@ def _look_at(path, name, encoding):
         if named and not encoding:
             kind += f" in {named} (data.py --encoding {named})"
         return kind
-    is_lines = inner.suffix in (".jsonl", ".ndjson") or (
-        inner.suffix == ".json" or name == "stdin") and _has_objects(begin, 2 - (name == "stdin"))
+    if suffix == ".json" and _is_array(begin, options):
+        return ".json with an array (make each entry a line: jq -c '.[]')"
+    is_lines = suffix in LINES_NAMES or (
+        suffix == ".json" or name == "stdin") and _has_objects(begin, 2 - (name == "stdin"))
     return File(name, str(path), "lines" if is_lines else "text", packing, size)
 
 
@@ -225,6 +254,20 @@ def _has_objects(begin, count):
         return len(lines) == count and all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_array(begin, options):
+    """Whether it is an array of what could be lines of JSON: conversations, or texts."""
+    text = begin.decode(errors="ignore").removeprefix("\ufeff").lstrip()
+    try:
+        first, _ = json.JSONDecoder().raw_decode(text[1:].lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return text.startswith("[") and isinstance(first, dict) and _is_example(first, options)
+
+
+def _is_example(record, options):
+    return options.field in record or form_of(record, options.field) != "text"
 
 
 def _beginning(path, packing, size):
@@ -264,12 +307,13 @@ def _unpacked(raw: BinaryIO, packing: str, size: int) -> Iterator[bytes]:
 def _zstd(raw, size):
     """The content of a file of zstd frames."""
     package = optional_package("zstandard", f"{raw.name} (zstd)")
-    decoder = package.ZstdDecompressor().decompressobj()
+    frames = package.ZstdDecompressor(max_window_size=2**31)        # (zstd --long=31)
+    decoder = frames.decompressobj()
     try:
         while chunk := raw.read(2**16):
             while chunk:
                 if decoder.eof:
-                    decoder = package.ZstdDecompressor().decompressobj()
+                    decoder = frames.decompressobj()
                 if content := decoder.decompress(chunk):
                     yield from (content[i:i + size] for i in range(0, len(content), size))
                 chunk = decoder.unused_data if decoder.eof else b""
@@ -405,9 +449,11 @@ def _rows(file, options):
         return
     names = table.schema_arrow.names
     if options.field not in names:
-        raise ConfigError(f"{file.path}: no column {options.field!r}, it has "
-                          f"{', '.join(names)[:80]}; --field names it"
-                          + did_you_mean(options.field, names))
+        yield Task(file, 0, 0, position=file.size, problem=Trouble(
+            f"without the column {options.field!r}",
+            f"{file.path}: no column {options.field!r}, it has {', '.join(names)[:80]}; --field "
+            f"names it{did_you_mean(options.field, names)}"))
+        return
     row, count = 0, max(table.metadata.num_rows, 1)
     try:
         texts, size = [], 0
@@ -448,13 +494,10 @@ def read(task: Task, options: Options) -> Iterator[Document]:
         for row, text in enumerate(task.content, task.start):
             if isinstance(text, str):
                 yield Document(True, text, f"{file.name}:{row}")
-            elif text is None:
-                yield Document(True, "", file.name, Trouble(
-                    "rows without a text", f"{file.path} row {row:,}: no text in "
-                    f"{options.field!r}"))
             else:
-                raise ConfigError(f"{file.path} row {row}: {options.field!r} is {text.decode()}, "
-                                  f"which is not text")
+                what = "no text in" if text is None else f"{text.decode()}, which is not text, in"
+                yield Document(True, "", file.name, Trouble(
+                    "rows without a text", f"{file.path} row {row:,}: {what} {options.field!r}"))
     elif file.kind == "lines":
         yield from _lines(task, options)
     else:
@@ -487,8 +530,6 @@ def _lines(task, options):
             try:
                 text, = texts_of(raw, where, (options.field,))
             except ConfigError as e:
-                if task.start == 0 and start == len(raw) and "no field" in str(e):
-                    raise ConfigError(f"{e} (data.py --field names another)") from None
                 yield Document(True, "", task.file.name, Trouble("lines without a text", str(e)))
             else:
                 yield Document(True, text, text)
@@ -508,25 +549,41 @@ def _record(task, raw, where, options):
 
 
 def form_of_files(files: Sequence[File], options: Options) -> str:
-    """What the lines of JSON are, by the first line of each file: they must all be the same."""
-    forms = {}
+    """What the lines of JSON are, by the first example in each file: they must all be the same."""
+    forms, has_example, other = {}, False, None
     for file in files:
-        if file.kind == "lines":
-            begin = _beginning(file.path, file.packing, PIECE)
-            if b"\n" not in begin and len(begin) == PIECE:
-                begin = _beginning(file.path, file.packing, MOST)
-            line = begin.lstrip().partition(b"\n")[0]
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line.decode(options.encoding))
-                if isinstance(record, dict):
-                    forms.setdefault(form_of(record, options.field), file.path)
-        else:
+        if file.kind != "lines":
             forms.setdefault("text", file.path)
+            continue
+        for record in _first_objects(file, options):
+            if _is_example(record, options):
+                forms.setdefault(form_of(record, options.field), file.path)
+                has_example = True
+                break
+            other = other or (file.path, record)
+    if other and not has_example:
+        path, record = other
+        raise ConfigError(f"{path}: {lacks(options.field, record)} (data.py --field names another)")
     if len(forms) > 1:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --weights")
     return next(iter(forms), "text")
+
+
+def _first_objects(file, options):
+    """The objects of JSON in the first lines of a file. (Other lines are skipped.)"""
+    begin = _beginning(file.path, file.packing, PIECE)
+    if b"\n" not in begin and len(begin) == PIECE:
+        begin = _beginning(file.path, file.packing, MOST)
+    text = codecs.getincrementaldecoder(options.encoding)("ignore").decode(begin)
+    for line in text.removeprefix("\ufeff").split("\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def _raw_lines(task):

@@ -96,8 +96,10 @@ class TokenFiles:
         self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
         if tokenizer and hasattr(tokenizer, "path"):
             self.record["tokenizer_sha256"] = sha256(tokenizer.path)
-        largest = max(int(part.max()) for a in arrays.values() for part in (a[:10**6], a[-10**6:])
-                      if len(part))
+        parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
+        if not parts:
+            raise ConfigError(f"{flag} {path}: no tokens in it")
+        largest = max(int(part.max()) for part in parts)
         if largest >= vocab_size:
             raise ConfigError(f"{flag} {path}: has the id {largest}; the vocabulary has "
                               f"{vocab_size} (--vocab_size)")
@@ -148,7 +150,12 @@ def _open(path: Path) -> np.ndarray:
         raise ConfigError(f"{path}: {size:,} bytes, which is not a whole number of uint16 tokens")
     # In uint32, the upper half of each number is 0, or small.
     halves = np.fromfile(path, "<u2", 2**16)
-    is_32 = size % 4 == 0 and len(halves) > 2 and halves[1::2].max() < 16 < halves[::2].max()
+    low, high = halves[::2], halves[1::2]
+    is_32 = size % 4 == 0 and len(halves) > 2 and low.any() and (
+        high.max() < 16 < low.max() or not high.any())
+    if is_32 and size % 8 == 0 and not low[1::2].any():
+        raise ConfigError(f"{path}: every second token of 32 bits is 0, as if it were of 64 bits; "
+                          f"expected uint16 or uint32 (or a .npy, which says what it has)")
     return np.memmap(path, np.uint32 if is_32 else np.uint16, "r")
 
 

@@ -29,7 +29,7 @@ import sys
 import threading
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
-from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.errors import CONTROL, ConfigError, RunError, printable
 from zigzag.generate.prompts import Prompt, TooLong
 
 # -------------------------------------------------------------------------------------------
@@ -105,10 +105,6 @@ class Answer:
 # -------------------------------------------------------------------------------------------
 # Printing
 
-# Control characters except tab and newline: a text must not move the cursor or retitle a window.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
 def is_terminal() -> bool:
     """Whether a person reads what is printed."""
     return bool(sys.stdout) and sys.stdout.isatty()     # (None: it was closed)
@@ -153,7 +149,7 @@ def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
 
 def write(text: str, end: str = "\n") -> None:
     """Print to a terminal at once, without control characters."""
-    print(CONTROL.sub("\ufffd", text), end=end, flush=True)
+    print(printable(text), end=end, flush=True)
 
 
 def note(text: str) -> None:
@@ -331,10 +327,7 @@ def converse(greeting: str, answer: Callable[[str, list[int]], None],
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
     """A context that ends the program with status 0 if the reader of stdout has closed it, with 130
-    on Ctrl-C, and with one line if stdout cannot be written. Characters that its encoding lacks are
-    escaped."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    on Ctrl-C, and with one line if stdout cannot be written."""
     try:
         try:
             yield

@@ -9,6 +9,7 @@
 import re
 from typing import Any, Sequence
 
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import (
@@ -156,6 +157,13 @@ def check_corpus(config: Any, sources: Any) -> Any:
                           "completions")
     for corpus in sources.corpora:
         count = len(corpus.train)
+        if corpus.is_learned_in_part:
+            documents = corpus.documents("train")
+            if documents.unlearned(config.seq_len) == len(documents):
+                begins = int(np.argmax(documents.learned))
+                raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
+                                  f"within so many tokens, so there is nothing to learn; the first "
+                                  f"one comes after {begins:,} tokens")
         if count <= config.seq_len and not corpus.is_learned_in_part:
             raise ConfigError(f"--seq_len {config.seq_len}: the data has only {count} tokens to "
                               f"train on; give more data or a --seq_len below {count}")

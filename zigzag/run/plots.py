@@ -95,7 +95,7 @@ def _row(line):
     """The object in a line; None for a line that is being written."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

@@ -124,7 +124,8 @@ def with_steps(c: Any, examples: int) -> Any:
     """The configuration with the steps that its --epochs over this many examples take."""
     if not c.epochs:
         return c
-    return dataclasses.replace(c, epochs=0.0, steps=math.ceil(c.epochs * examples / c.batch) or 1)
+    steps = math.ceil(c.epochs * examples / c.batch - 1e-9)     # (1.1 * 50 is 55.00000000000001)
+    return dataclasses.replace(c, epochs=0.0, steps=steps or 1)
 
 
 def check_given(schedule: Callable) -> None:

@@ -1,6 +1,7 @@
 """The command line: refusals of one line that name what would be accepted, help, exit statuses."""
 
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -240,6 +241,14 @@ def test_the_users_flags_are_kept(tmp_path, text):
     done = command(*SMALL, "--shards", 3, "--data", text, "--out", tmp_path / "o",
                    env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     assert done.returncode == 2 and "there are 8 (cpu)" in done.stderr
+
+
+def test_a_path_of_any_bytes_can_be_printed(monkeypatch):
+    """A traceback after all work is done, because of one character of a file's name."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="utf-8", errors="strict"))
+    flags.run_main(lambda: print("caf\udce9"))
+    assert raw.getvalue() == b"caf\\udce9\n"
 
 
 def test_a_bug_stays_a_traceback():

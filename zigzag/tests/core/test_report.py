@@ -85,7 +85,10 @@ def test_each_process_keeps_its_lines_in_a_file(capsys, tmp_path):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) and first == f"start {start}"
         assert [re.match(r"step +(\d+)/100  loss", line)[1] for line in steps] == ["1", "5"]
     reporter.log_to(tmp_path / "log-0.txt", False)
-    assert "start 0" not in (tmp_path / "log-0.txt").read_text()
+    reporter.is_quiet = True
+    reporter.line("caf\udce9")      # (a path of other bytes than UTF-8)
+    text = (tmp_path / "log-0.txt").read_text()
+    assert "start 0" not in text and "caf\\udce9" in text
 
 
 def test_the_options_are_those_that_somebody_has_changed():

@@ -125,6 +125,58 @@ def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
                                main=data.main)
 
 
+def test_what_is_no_message_is_skipped(folder, tmp_path):
+    """Empty turns that are learned for a field of another name; Python's own notation of a list."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "tool_calls": tools}
+    question, answer = CHATS[0][:2]
+    for messages, more, says in (
+            ([{"role": "user", "value": "x"}, answer], {}, "content is not a text"),
+            ([question, {"role": "assistant"}], {}, "content is not a text"),
+            ([question, {**call, "content": [{"text": "x"}]}], {}, "content is not a text"),
+            ([question, answer], {"tools": "[1"}, "tools are not"),
+            ([question, answer], {"tools": ["add"]}, "tools are not"),
+            ([question, call, answer], {"tools": json.dumps(tools)}, ""),
+            ([question, answer], {"tools": None}, "")):
+        wrong = chats.check_record({"messages": messages}, "messages")
+        if says.startswith("tools"):
+            with pytest.raises(ConfigError, match=says):
+                chats.encode_chat({"messages": messages, **more}, chats.Template(folder),
+                                  tokenizer_at(str(folder)))
+        else:
+            assert says in wrong and bool(says) == bool(wrong)
+    (folder / "chat_template.jinja").write_text("{{ tools[0].function.name }} " + MARKED)
+    as_list, as_text = (chats.encode_chat(
+        {"messages": [question, answer], "tools": x}, chats.Template(folder),
+        tokenizer_at(str(folder)))[0].tolist() for x in (tools, json.dumps(tools)))
+    assert as_list == as_text and tokenizer_at(str(folder)).spelled(as_list).startswith("add")
+
+
+def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
+    """A run that learns nothing, with a loss of 0."""
+    long = [{**CHATS[0][0], "content": "so " * 200}, CHATS[0][1]]
+    tokenizer = tokenizer_at(str(folder))
+    path = write_chats(tmp_path / "a.jsonl", [long] * 20)
+    corpus = data.prepare([str(path)], tmp_path / "long", tokenizer=tokenizer)
+    begins = int(np.argmax(corpus.documents("train").learned))
+    for length in (64, begins - 1):
+        assert f"comes after {begins:,} tokens" in refused(
+            capsys, "--data", tmp_path / "long", "--seq_len", length, "--out", tmp_path / "no")
+    assert corpus.documents("train").unlearned(begins) == 0
+    # (Ends of the tokens: the last conversation is a long one, or a short one.)
+    for number, chats_ in enumerate(([*CHATS[:30], long], [long, *CHATS[:30]])):
+        path = write_chats(tmp_path / f"{number}.jsonl", chats_)
+        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+        lost = 1 if corpus.documents("train").unlearned(64) else 0
+        shown = Sources([corpus], [""]).described(64)
+        assert ("and cut there, 1 of them before" in shown) == bool(lost)
+        for length in (1, 5, 64, 300):
+            documents = corpus.documents("train")
+            want = sum(n > length and not any(marks[1:length + 1])
+                       for ids, marks in learned_of(corpus)[:len(documents)] for n in [len(ids)])
+            assert documents.unlearned(length) == want
+
+
 def test_a_preference_is_two_documents(folder, tmp_path, capsys):
     """A rejected answer that is learned like the chosen one; a prompt that counts as an answer; one
     of a pair that is held out."""

@@ -221,6 +221,22 @@ def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
                                       "--pack", "documents", "--out", tmp_path / "out")
 
 
+def test_token_files_without_tokens_or_of_64_bits_are_refused(tmp_path, capsys):
+    """A traceback; zeros between all tokens, which are learned."""
+    np.save(tmp_path / "none.npy", np.zeros(0, np.uint16))
+    np.save(tmp_path / "one.npy", np.ones(1, np.uint16))
+    np.save(tmp_path / "good.npy", TOKENS.astype(np.uint16))
+    TOKENS.astype(np.int64).tofile(tmp_path / "64.bin")
+    for words, says in ((["none.npy"], "none.npy: no tokens in it"), (["64.bin"], "of 64 bits"),
+                        (["good.npy", "--held_out", tmp_path / "one.npy"], "fewer than two")):
+        assert says in refused(capsys, "--data", tmp_path / words[0], *words[1:], "--vocab_size",
+                               300, "--out", tmp_path / "out")
+    for dtype in (np.uint16, np.uint32):
+        (TOKENS % 16).astype(dtype).tofile(tmp_path / "small.bin")
+        assert TokenFiles(tmp_path / "small.bin", 300).train[:9].tolist() == (TOKENS % 16)[
+            :9].tolist()
+
+
 def test_token_files_are_trained_and_sampled_as_numbers(tmp_path, capsys):
     """A run without a tokenizer that cannot evaluate, or write; the command that it proposes."""
     TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")

@@ -259,6 +259,93 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys):
         assert says in error, error
 
 
+def test_each_file_is_read_once_and_through_links(tmp_path):
+    """Text on another disk, left out without a word; documents that are both learned and held out,
+    because two paths lead to them; a link to a folder above, followed for ever."""
+    folder, disk, names = tmp_path / "in", tmp_path / "disk", {f"{i:02}.txt" for i in range(8)}
+    write(disk, "txt", TEXTS[:8])
+    write(folder, "txt", TEXTS[:8])
+    (folder / "part").symlink_to(disk)
+    (disk / "above").symlink_to(folder)
+    everything = {str(path / name) for path in (folder, disk) for name in names}
+    for words in ([folder], [folder, disk, folder / "00.txt"], [folder / "*"], [folder / "**"],
+                  [folder / "0[0-3].txt", disk]):
+        found = reading.find([str(word) for word in words]).files
+        assert sorted(os.path.realpath(file.path) for file in found) == sorted(everything), words
+    assert reading.find([str(folder)]).files[-1].name == "part/07.txt"
+    with pytest.raises(ConfigError, match="too long"):
+        reading.find(["x" * 300])
+
+
+@pytest.mark.parametrize("name, begin", [
+    ("a.jsonl", b"\xef\xbb\xbf"), ("a.JSONL", b"// a header\n"), ("a.jsonlines", b'{"about": 1}\n'),
+    ("a.jl", b"\n[1]\n")])
+@pytest.mark.parametrize("form", ["text", "completion"])
+def test_a_first_line_does_not_decide(tmp_path, name, begin, form):
+    """A whole file refused, or learned as JSON, for a byte order mark or a header."""
+    rows = [{"text": f"The text {i}"} if form == "text" else
+            {"prompt": f"{i} and", "completion": " so on"} for i in range(20)]
+    (tmp_path / name).write_bytes(begin + "".join(
+        json.dumps(row) + "\n" for row in rows).encode())
+    corpus = data.prepare([str(tmp_path / name)], tmp_path / "out")
+    assert corpus.record["documents"] == 20
+    assert sum(n for n, _ in corpus.record["problems"].values()) == (begin.strip()[:1] in b"/{[")
+    if form == "text":
+        assert sorted(documents_of(corpus)) == sorted(row["text"] for row in rows)
+    (tmp_path / name).write_bytes("".join(
+        json.dumps(row) + "\n" for row in rows).encode("utf-16-be"))
+    other = data.prepare([str(tmp_path / name)], tmp_path / "other",
+                         options=reading.Options(encoding="utf-16-be"))
+    assert other.record["documents"] == 20 and not other.record["problems"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_without_the_field_stops_no_other(tmp_path, kind):
+    """Hours of work that end at one file of a thousand."""
+    write(tmp_path / "in", kind, TEXTS)
+    (tmp_path / "in" / f"a.{kind}").rename(tmp_path / "in" / f"z.{kind}")
+    if kind == "jsonl":
+        (tmp_path / "in/b.jsonl").write_text('{"id": 1}\n' * 3)
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "in/b.parquet")
+        pq.write_table(pa.table({"text": [1, 2, 3]}), tmp_path / "in/c.parquet")
+    corpus = data.prepare([str(tmp_path / "in")], tmp_path / "out")
+    assert sorted(documents_of(corpus)) == sorted(TEXTS)
+    found = {kind: n for kind, (n, _) in corpus.record["problems"].items()}
+    assert found == ({"lines without a text": 3} if kind == "jsonl" else
+                     {"without the column 'text'": 1, "rows without a text": 3})
+    with pytest.raises(ConfigError, match="'id'" if kind == "jsonl" else "it has id; --field"):
+        data.prepare([str(tmp_path / f"in/b.{kind}")], tmp_path / "none", 300)
+    assert kind == "parquet" or not (tmp_path / "none").exists(), "refused before any work"
+
+
+def test_an_array_of_examples_is_not_learned_as_text(tmp_path):
+    """Braces and names of fields that are learned, because they are in one array."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=1))
+    (folder / "b.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 9))
+    with pytest.raises(ConfigError, match=r"skipped 2 \.json with an array .*jq -c"):
+        data.prepare([str(folder)], tmp_path / "none")
+    for text in ("[1, 2]", '[{"id": 1}]', '{"text": "one"}', "[", ""):
+        (folder / "c.json").write_text(text)
+        assert not text or [file.kind for file in reading.find([str(folder)]).files] == ["text"]
+
+
+def test_long_windows_and_frames_to_skip(tmp_path):
+    """The large public files (zstd --long), left out as damaged; those of pzstd, as no text."""
+    package = pytest.importorskip("zstandard")
+    pack = package.ZstdCompressor(compression_params=package.ZstdCompressionParameters(
+        window_log=28)).compressobj()
+    frame = pack.compress(WORDS.encode()) + pack.flush()
+    for begin in (b"", b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"):
+        (tmp_path / "a.txt.zst").write_bytes(begin + frame)
+        corpus = data.prepare([str(tmp_path / "a.txt.zst")], tmp_path / f"out{len(begin)}")
+        assert not corpus.record["problems"] and corpus.record["documents"] == 1
+        assert sum(corpus.record[split]["bytes"] for split in data.SPLITS) == len(WORDS)
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_what_cannot_be_decoded_takes_nothing_else_with_it(tmp_path, kind, small_tasks):
     """The document before a file in another encoding, left out in its place, and the file not
