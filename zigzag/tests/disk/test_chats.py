@@ -170,8 +170,9 @@ def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
         lost = 1 if corpus.documents("train").unlearned(64) else 0
         shown = Sources([corpus], [""]).described(64)
         assert ("and cut there, 1 of them before" in shown) == bool(lost)
-        for length in (1, 5, 64, 300):
-            documents = corpus.documents("train")
+        documents = corpus.documents("train")
+        last = int(documents.lengths(np.array([len(documents) - 1]))[0])
+        for length in (1, 5, 64, 300, last - 1, last):
             want = sum(n > length and not any(marks[1:length + 1])
                        for ids, marks in learned_of(corpus)[:len(documents)] for n in [len(ids)])
             assert documents.unlearned(length) == want

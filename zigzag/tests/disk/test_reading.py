@@ -289,6 +289,9 @@ def test_a_first_line_does_not_decide(tmp_path, name, begin, form):
         json.dumps(row) + "\n" for row in rows).encode())
     corpus = data.prepare([str(tmp_path / name)], tmp_path / "out")
     assert corpus.record["documents"] == 20
+    (tmp_path / name).write_bytes(begin + json.dumps(rows[0]).encode())
+    assert reading.form_of_files(reading.find([str(tmp_path / name)]).files,
+                                 reading.Options()) == form
     assert sum(n for n, _ in corpus.record["problems"].values()) == (begin.strip()[:1] in b"/{[")
     if form == "text":
         assert sorted(documents_of(corpus)) == sorted(row["text"] for row in rows)
