@@ -22,6 +22,7 @@ from zigzag.hub.family import (
 from zigzag.hub.published_config import (
     activation,
     refuse,
+    refuse_other,
     refuse_other_heads,
     rope,
     sizes,
@@ -256,7 +257,12 @@ def _falcon(r):
               "parallel_norms": (r["num_ln_in_parallel_attn"] or 2) if grouped else 1,
               "activation": activation(r["activation"]),
               "biases": "qkv,out,mlp" if r["bias"] else ""}
-    return {**fields, "positions": "alibi16"} if r["alibi"] else {**fields, **rope(r)}
+    if not r["alibi"]:
+        return {**fields, **rope(r)}
+    # (With the others, transformers 4 adds ALiBi twice.)
+    refuse_other(r, "_attn_implementation", None, "sdpa")
+    refuse_other(r, "output_attentions", None, False)
+    return {**fields, "positions": "alibi16"}
 
 
 GPT["falcon"] = Family(

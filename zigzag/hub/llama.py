@@ -39,6 +39,7 @@ from zigzag.hub.published_config import (
     count,
     factor,
     refuse,
+    refuse_other,
     refuse_other_heads,
     rope,
     sizes,
@@ -307,6 +308,8 @@ def _softcap(r, name):
 
 
 def _gemma2(r):
+    if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
+        refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
     return {**_gemma(r), **_every(r, 2)}
 
 

@@ -169,8 +169,8 @@ def is_unread(case, name):
     try:
         _, r = llama.read_record(with_usual_names(record, EACH_FAMILY[name].aliases),
                                  EACH_FAMILY[name])
-    except ConfigError:
-        return False
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
+        return False        # (refused, as in llama.fields_of)
     return any(path == case.key or path.startswith(f"{case.key}.") for path in r.unread())
 
 

@@ -195,6 +195,9 @@ def reference(name):
         their_loss(output, batch).backward()
         gradients = {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
                      for n, w in theirs.named_parameters() if not n.endswith("mask_token")}
+        if not theirs.config.tie_word_embeddings:   # (of the bias's two names, the one of 5)
+            gradients = {n.replace("predictions.bias", "predictions.decoder.bias"): w
+                         for n, w in gradients.items()}
     return Reference(folder, batch, where_tokens_are(output.detach().numpy(), batch), gradients)
 
 
