@@ -323,6 +323,9 @@ def _answers(corpus, length):
         line += f"; {count:,} are longer than {length:,} tokens (--seq_len), and cut there"
     if lost := documents.unlearned(length):
         line += f", {lost:,} of them before their first answer"
+    held_out = corpus.documents("held_out")
+    if len(held_out) and held_out.unlearned(length) == len(held_out):
+        line += "; no held-out one keeps an answer, so the held-out loss is 0 and says nothing"
     end, text = min(int(lengths[0]), length), ""
     learned = documents.learned[:end] > 0
     for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):

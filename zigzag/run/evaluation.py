@@ -10,7 +10,6 @@ Results are the same on every mesh, except for rounding. Each example counts onc
 of the last batch is dropped.
 """
 
-import math
 import time
 import traceback
 from pathlib import Path
@@ -156,12 +155,11 @@ def _held_out_means(program, task, params):
         first += count
         if sums is not None:
             total = sums if total is None else jax.tree.map(_add, total, sums)
-            parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or math.nan))} if name else {}
+            parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or 1))} if name else {}
     loss, count, others = total
-    count = count or math.nan       # (nothing was learned: no loss, instead of one of 0)
-    return float(loss / count), parts | {
-        f"eval_{name}": np.round(x / count, 5).tolist() if np.ndim(x)
-        else float(x / count) for name, x in others.items()}
+    return float(loss / (count or 1)), parts | {
+        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
+        else float(x / (count or 1)) for name, x in others.items()}
 
 
 def _held_out_sums(program, task, params, first, last):

@@ -172,6 +172,10 @@ def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
         assert ("and cut there, 1 of them before" in shown) == bool(lost)
         documents = corpus.documents("train")
         last = int(documents.lengths(np.array([len(documents) - 1]))[0])
+        held = corpus.documents("held_out")
+        for length in (1, 300, 900):
+            says = "says nothing" in Sources([corpus], [""]).described(length)
+            assert says == (held.unlearned(length) == len(held)) and not (says and length == 900)
         for length in (1, 5, 64, 300, last - 1, last):
             want = sum(n > length and not any(marks[1:length + 1])
                        for ids, marks in learned_of(corpus)[:len(documents)] for n in [len(ids)])

@@ -547,7 +547,9 @@ REFUSED = [
     ("deepseek_v3", dict(attention_bias=True)), ("deepseek_v3", dict(scoring_func="softmax")),
     ("deepseek_v3", dict(topk_method="greedy")), ("starcoder2", dict(norm_type="rms_norm")),
     ("starcoder2", dict(mlp_type="gated")), ("smollm3", dict(use_sliding_window=False)),
-    ("llama", dict(is_causal=False))]
+    ("llama", dict(is_causal=False)), ("falcon rw", dict(output_attentions=True)),
+    ("falcon rw", dict(_attn_implementation="eager")),
+    ("gemma2", dict(_attn_implementation="sdpa"))]
 
 
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
