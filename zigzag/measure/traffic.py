@@ -266,9 +266,9 @@ def _pipe(run):
 
 def _seq(run, segments):
     """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
-    Their slots and documents, which decide what queries see, go with them."""
-    c, n = run.config, run.sizes["tensor"]
+    What decides which of them a query sees goes with them: their slots, and the documents of a
+    microbatch. No layer changes these, so most programs send them once for all layers."""
+    c, n, hops = run.config, run.sizes["tensor"], run.sizes["seq"] - 1
     K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
-    hops = run.layers * (run.sizes["seq"] - 1)
-    yield "collective-permute", "seq", 2 * hops * (run.forwards + 1), K
-    yield "collective-permute", "seq", hops * run.forwards * (1 + segments), run.tokens * 4
+    yield "collective-permute", "seq", 2 * hops * run.layers * (run.forwards + 1), K
+    yield "collective-permute", "seq", hops * (c.accumulate + run.ticks * segments), run.tokens * 4
