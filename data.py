@@ -59,10 +59,10 @@ class Windows:
         if not 0 <= i < self.count:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
-        found = np.asarray(self.tokens[start:start + self.length + 1], np.int64)
+        found = np.asarray(self.tokens[start:start + self.length + 1])
         # (A device would silently look up another row for an id that does not exist.)
-        if (bad := (found < 0) | (found >= self.vocab_size)).any():
-            at = start + int(bad.argmax())
+        if found.min(initial=0) < 0 or found.max(initial=0) >= self.vocab_size:
+            at = start + int(((found < 0) | (found >= self.vocab_size)).argmax())
             raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
                               f"{self.tokens[at]} at position {at}; the vocabulary has "
                               f"{self.vocab_size}")

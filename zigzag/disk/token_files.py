@@ -31,7 +31,7 @@ class Joined:
     def __init__(self, arrays: Sequence[np.ndarray]):
         for array in arrays:
             read_at_random(array)
-        self.arrays = arrays
+        self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
         self.ends = np.cumsum([len(a) for a in arrays], dtype=np.int64)
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
 
