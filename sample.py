@@ -56,7 +56,6 @@ from zigzag.generate.prompts import (
     Config,
     Prompt,
     given_text,
-    make_prompts,
     prompt_texts,
     step_of,
     whole_context,
@@ -517,8 +516,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score
                                               or config.choices or config.bench)
         is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
-        if config.system and not is_chat:
-            raise ConfigError("--system is for a conversation: on a terminal, with no prompt")
+        if config.system and not (is_chat or config.chat):
+            raise ConfigError("--system is for a conversation: on a terminal with no prompt, or "
+                              "with --chat")
         text = given_text(config)       # (first: an error here should not wait for the model)
         params, c, tokenizer = load_model(config)
         network = networks.network_of(c)
@@ -534,8 +534,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif is_chat:
             writer.converse()
         else:
-            texts = prompt_texts(config, text, has_input)
-            writer.write(make_prompts(network, c, tokenizer, texts, config.source))
+            writer.write(prompt_texts(config, text, has_input))
 
 
 if __name__ == "__main__":

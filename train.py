@@ -854,9 +854,8 @@ def train_language(config: Config, mesh: Any) -> None:
     result = fit(config, init, loss=loss, mesh=mesh, record=record, weights=weights, say=say,
                  **vars(make_task()))
     if result.step >= config.steps and reads_text(config):
-        prompt = "..." if config.data else "def main("
-        prompt = "5 7" if record["tokenizer"] == "ids" else prompt
-        say.line(f'sample   python sample.py --run {shlex.quote(config.out)} --prompt "{prompt}"')
+        flags = text.prompt_flags if config.data else '--prompt "def main("'
+        say.line(f"sample   python sample.py --run {shlex.quote(config.out)} {flags}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ SENTENCES = [
     ("save_every", "that is an option of sample.py", "prompt prompts tokens max_new_tokens "
      "temperature top_k top_p min_p stop score json logprobs num_samples"),
     ("prompt", "that is an option of train.py", "data steps batch_size lr layers seq_len dtype"),
-    ("prompt", "on a terminal, without a prompt, it is a chat", "chat interactive"),
+    ("prompt", "on a terminal, without a prompt, it is a chat", "interactive"),
     ("prompt", "--temperature 0 is greedy", "do_sample greedy sample"),
     ("PATH", "paths are given without a flag: python data.py PATH ... --out DIR",
      "data dataset input inputs path paths file files in text corpus data_dir"),

@@ -300,6 +300,13 @@ class Sources:
     def is_learned_in_part(self) -> bool:
         return any(corpus.is_learned_in_part for corpus in self.corpora)
 
+    @property
+    def prompt_flags(self) -> str:
+        """The flags with which sample.py is given a prompt like these data."""
+        if any(corpus.record.get("form") == "messages" for corpus in self.corpora):
+            return '--chat --prompt "..."'
+        return '--prompt "5 7"' if self.tokenizer.kind == "ids" else '--prompt "..."'
+
     def described(self, length: int) -> str:
         """Lines to print when a run begins, for rows of `length` tokens."""
         lines = []

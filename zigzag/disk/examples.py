@@ -70,6 +70,7 @@ class Pairs:
     """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
     A pair is held out by the hash of its source. So adding a line moves no other, and training
     never sees the source of a held-out pair."""
+    prompt_flags = '--prompt "..."'     # of sample.py
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
                  fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0):

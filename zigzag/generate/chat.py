@@ -56,12 +56,14 @@ class Conversation:
                           {"role": "assistant", "content": answer}]
 
 
-def conversation(network: Network, tokenizer: Any, c: Any, system: str = ""
+def conversation(network: Network, tokenizer: Any, c: Any, system: str = "", is_asked: bool = False
                  ) -> Conversation | None:
-    """A new conversation, if the model has a chat template."""
+    """A new conversation, if the model has a chat template, or None. With a system message, or if
+    one is asked for, a model without a template is refused."""
     folder = getattr(tokenizer, "folder", None)     # (bytes have no files)
     if folder and network.source_shape(c) is None and has_template(folder):
         return Conversation(network, tokenizer, c, system)
-    if system:
-        raise ConfigError("--system: this model has no chat template, which a system message needs")
+    if system or is_asked:
+        flag, needs = ("--system", "a system message") if system else ("--chat", "a message")
+        raise ConfigError(f"{flag}: this model has no chat template, which {needs} needs")
     return None

@@ -33,7 +33,7 @@ class Config:
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
-    a chat template, else it continues what you type."""
+    a chat template, else it continues what you type. With --chat a prompt is a message to it."""
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
@@ -41,6 +41,7 @@ class Config:
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
     source: str = ""            # or a .npy file, for an encoder that does not read text
+    chat: bool = False          # answer each prompt as a message, by the model's chat template
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of the text of this file, or of each
                                 # text in a file of objects with "text" (for an encoder-decoder:
@@ -75,8 +76,8 @@ class Config:
 # The groups of flags in --help.
 GROUPS = {
     "the model": ("run", "checkpoint", "model", "shards", "mesh"),
-    "what to do": ("prompt", "prompts", "source", "system", "score", "by", "choices",
-                   "bench"),
+    "what to do": ("prompt", "prompts", "source", "chat", "system", "score", "by",
+                   "choices", "bench"),
     "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
                   "stop_at_context", "beams", "length_penalty", "seed"),
     "output": ("json", "logprobs", "batch"),
@@ -100,6 +101,9 @@ def _check_flags(config):
              if getattr(config, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
+    others = ("source", "score", "choices", "bench")
+    if config.chat and (given := [f"--{name}" for name in others if getattr(config, name)]):
+        raise ConfigError(f"--chat is for prompts: give it without {given[0]}")
     if config.logprobs and (not config.json or config.beams):
         raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
     if config.by not in ("", "line"):
@@ -234,15 +238,22 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
                  source: str = "") -> list[Prompt]:
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
     read text."""
-    counts, prompts = collections.Counter(), []
+    prompts = []
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     for number, text in enumerate(texts, 1):
         what = f"prompt {number}" if len(texts) > 1 else "the prompt"
-        prompts.append(_make_prompt(network, c, tokenizer, text, source, what)._replace(
-            repeat=counts[text]))
-        counts[text] += 1
-    return prompts
+        prompts.append(_make_prompt(network, c, tokenizer, text, source, what))
+    return counted_repeats(prompts)
+
+
+def counted_repeats(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, each with the number of equal ones before it."""
+    counts, found = collections.Counter(), []
+    for prompt in prompts:
+        found.append(prompt._replace(repeat=counts[prompt.text]))
+        counts[prompt.text] += 1
+    return found
 
 
 def reads_text(network: Network, c: Any) -> bool:

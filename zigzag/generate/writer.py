@@ -10,7 +10,7 @@ from zigzag.generate import chat, choices, terminal
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.prompts import (
     SAMPLING_FLAGS,
-    Prompt,
+    counted_repeats,
     make_prompts,
     max_new_tokens,
     scored_texts,
@@ -46,10 +46,10 @@ class Writer(NamedTuple):
         """The ids that end a text."""
         return special_ids(self.c, self.tokenizer)[1:2] if self.has_source else self.tokenizer.ends
 
-    def write(self, prompts: Sequence[Prompt]) -> None:
-        """Print an answer for each prompt."""
+    def write(self, texts: Sequence[str]) -> None:
+        """Print an answer for each of these prompts."""
         config, params, c = self.config, self.params, self.c
-        for tokens, some in self._batches(prompts):
+        for tokens, some in self._batches(self._prompts(texts)):
             ids = [prompt.ids for prompt in some]
             source = [prompt.source for prompt in some] if self.has_source else None
             pieces = None
@@ -76,6 +76,17 @@ class Writer(NamedTuple):
             answers = [self._answer(prompt, tokens, **more) for prompt, _, more in rows]
             terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json)
 
+    def _prompts(self, texts):
+        """The texts as Prompts; with --chat, each is the one message of a conversation."""
+        if self.config.chat:
+            talk = self._conversation()
+            return counted_repeats([talk.ask(text, terminal.note) for text in texts])
+        return make_prompts(self.network, self.c, self.tokenizer, texts, self.config.source)
+
+    def _conversation(self):
+        return chat.conversation(self.network, self.tokenizer, self.c, self.config.system,
+                                 self.config.chat)
+
     def _answer(self, prompt, tokens, **more):
         room = sys.maxsize
         if self.config.stop_at_context:
@@ -99,7 +110,7 @@ class Writer(NamedTuple):
 
     def converse(self) -> None:
         """Hold a conversation by the model's chat template. Without one, each line is a prompt."""
-        talk = chat.conversation(self.network, self.tokenizer, self.c, self.config.system)
+        talk = self._conversation()
         reading = None if self.has_source else Reading(
             self.passes, self.network, self.params, self.c,
             Sampling(**{name: getattr(self.config, name) for name in SAMPLING_FLAGS}))

@@ -300,8 +300,10 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     assert "[[" in shown and "</s>]]" in shown and "longer than 60 tokens" in shown
     go("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4, "--seq_len", 64,
        "--batch", 4, "--steps", 2, "--out", tmp_path / "run")
-    assert "tokens are answers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tokens are answers" in said
+    assert said.endswith(f'--run {tmp_path / "run"} --chat --prompt "..."\n')
     assert "--pack documents" in refused(
         capsys, "--data", tmp_path / "out", "--pack", "stream", "--out", tmp_path / "no")
-    sample.main(["--run", str(tmp_path / "run"), "--prompt", "1 and", "--tokens", "2"])
+    sample.main(["--run", str(tmp_path / "run"), "--chat", "--prompt", "1 and", "--tokens", "2"])
     assert (tmp_path / "run" / "chat_template.jinja").exists()

@@ -361,6 +361,32 @@ def test_a_conversation_has_a_memory(tmp_path):
     assert chat.conversation(model.NETWORK, Bytes(), c) is None
 
 
+def test_chat_takes_prompts_as_messages(capsys, monkeypatch, tmp_path):
+    """A prompt that is continued, not answered; one conversation that all prompts share; a question
+    in the answer; equal prompts with equal answers; a flag that is ignored."""
+    fake = FakeModel(monkeypatch, ["abc", "d", "e", "f", "g"], WithFolder(tmp_path))
+    assert sampled(capsys, "--chat", "--prompt", "one") == "abc\n"
+    (tmp_path / "p").write_text("one\ntwo\none\n")
+    out = sampled(capsys, "--chat", "--prompts", tmp_path / "p", "--system", "S", "--json")
+    assert [[json.loads(line)[name] for name in ("prompt", "text")] for line in out.splitlines()
+            ] == [["one", "d"], ["two", "e"], ["one", "f"]]
+    given_input(monkeypatch, b"two\n")
+    assert sampled(capsys, "--chat") == "g\n"
+    rows = [[bytes(ids).decode() for ids in prompts] for prompts, _ in fake.seen]
+    assert rows == [["u:one;a:"], [f"s:S;u:{text};a:" for text in ("one", "two", "one")],
+                    ["u:two;a:"]]
+    assert fake.seen[1][1]["seed"] == [0, 0, 1]
+    assert "refuses these messages (no)" in refused(
+        capsys, "--chat", "--prompt", "fail", main=sample.main)
+    FakeModel(monkeypatch, [])
+    assert "--chat: this model has no chat template, which a message needs" in refused(
+        capsys, "--chat", "--prompt", "one", main=sample.main)
+    assert "--system: this model has no chat template" in refused(
+        capsys, "--chat", "--prompt", "one", "--system", "S", main=sample.main)
+    assert "--chat is for prompts: give it without --score" in refused(
+        capsys, "--chat", "--score", tmp_path / "p", main=sample.main)
+
+
 def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path):
     """An interrupted answer that is missing from the conversation; a turn that waits for the end of
     the previous answer; Ctrl-C that waits for a compilation."""
