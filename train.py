@@ -167,7 +167,7 @@ class Config(schedules.Options):
     beams: int = 0                  # beams of the search for these answers; 0: greedy
     best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
                                     # number, which evaluations log, was best
-    sample_prompts: str = ""        # a file of prompts: every evaluation continues each of them
+    sample_prompts: str = ""        # a file of prompts that evaluations continue (chats: answer)
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
     plot: tuple[str, ...] = ()      # draw loss, rate and speed of these runs as text, and exit
     save: str = ""                  # with --plot: a picture to write instead (.png, .pdf, .svg)
@@ -781,7 +781,8 @@ def language_task(config: Config, sources: Sources, rows: Sequence | None = None
                 held_out=mixed(list(held_out.values())),
                 sources={name: len(part) for name, part in held_out.items()},
                 show=show, predicted=1, flops=flops_of_update(config),
-                samples=continuations(config.sample_prompts, tokenizer, room, write),
+                samples=continuations(config.sample_prompts, tokenizer, room, write,
+                                      sources.has_chats),
                 bits_per_nat=len(targets) / size / math.log(2) if size else None)
 
 

@@ -301,9 +301,13 @@ class Sources:
         return any(corpus.is_learned_in_part for corpus in self.corpora)
 
     @property
+    def has_chats(self) -> bool:
+        return any(corpus.record.get("form") == "messages" for corpus in self.corpora)
+
+    @property
     def prompt_flags(self) -> str:
         """The flags with which sample.py is given a prompt like these data."""
-        if any(corpus.record.get("form") == "messages" for corpus in self.corpora):
+        if self.has_chats:
             return '--chat --prompt "..."'
         return '--prompt "5 7"' if self.tokenizer.kind == "ids" else '--prompt "..."'
 

@@ -19,6 +19,17 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
     return Template(folder, template).render(messages, add_generation_prompt, **more)
 
 
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The ids of that text. As in training, a special token that the template spells out is one
+    id."""
+    return tokenizer.with_places(chat_prompt(tokenizer.folder, messages))[0].tolist()
+
+
+def user(text: str) -> dict[str, str]:
+    """A message to the model."""
+    return {"role": "user", "content": text}
+
+
 class Conversation:
     """A conversation with a model, as its chat template writes it."""
 
@@ -46,14 +57,11 @@ class Conversation:
 
     def _ids(self, text):
         system = [{"role": "system", "content": self.system}] if self.system else []
-        now = [*system, *self.messages, {"role": "user", "content": text}]
-        # (As in training: a special token that the template spells out is one id.)
-        return self.tokenizer.with_places(chat_prompt(self.tokenizer.folder, now))[0].tolist()
+        return chat_ids(self.tokenizer, [*system, *self.messages, user(text)])
 
     def keep(self, text: str, answer: str) -> None:
         """Add this text and its answer to the conversation."""
-        self.messages += [{"role": "user", "content": text},
-                          {"role": "assistant", "content": answer}]
+        self.messages += [user(text), {"role": "assistant", "content": answer}]
 
 
 def conversation(network: Network, tokenizer: Any, c: Any, system: str = "", is_asked: bool = False

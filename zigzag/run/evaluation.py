@@ -25,6 +25,7 @@ from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
+from zigzag.generate.chat import chat_ids, user
 from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
@@ -295,14 +296,16 @@ def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> 
                    ("source", "answer"))
 
 
-def continuations(path: str, tokenizer: Any, context: int, write: Callable) -> Samples | None:
-    """Samples of a decoder, which continues a file's prompts within its context. write(params,
-    batch) returns new ids for `tokens` [B, P], padded on the left, whose rows begin at `start` [B].
-    None without a file."""
+def continuations(path: str, tokenizer: Any, context: int, write: Callable, is_chat: bool = False
+                  ) -> Samples | None:
+    """Samples of a decoder, which continues a file's prompts within its context or, if `is_chat`,
+    answers each as a message. write(params, batch) returns new ids for `tokens` [B, P], padded on
+    the left, whose rows begin at `start` [B]. None without a file."""
     if not path:
         return None
     prompts, most = read_prompts(path), max(context // 2, context - 160)
-    ids = {prompt: list(tokenizer.prompt(prompt)) for prompt in prompts}
+    ids = {prompt: chat_ids(tokenizer, [user(prompt)]) if is_chat else list(
+        tokenizer.prompt(prompt)) for prompt in prompts}
     longest = max(map(len, ids.values()))
     if longest > most and jax.process_index() == 0:
         note(f"--sample_prompts {path}: a prompt has {longest:,} tokens; the last {most:,} are "
