@@ -265,7 +265,7 @@ class Sources:
 
     def __init__(self, corpora: Sequence["Corpus | TokenFiles"], names: Sequence[str],
                  held_out: "Corpus | TokenFiles | None" = None):
-        self.corpora, self.held_out = corpora, held_out
+        self.corpora, self.names, self.held_out = corpora, names, held_out
         first = corpora[0]
         everything = [*corpora, *([held_out] if held_out else [])]
         self.tokenizer, self.record = first.tokenizer, first.record

@@ -34,6 +34,7 @@ class Joined:
         self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
         self.ends = np.cumsum([len(a) for a in arrays], dtype=np.int64)
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
+        self.filename = ""      # (for messages)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -87,6 +88,7 @@ class TokenFiles:
             keep = total - total // 10
             self.train, self.held_out = (Joined(_between(train, a, b))
                                          for a, b in ((0, keep), (keep, total)))
+        self.train.filename = self.held_out.filename = str(path)
         if not vocab_size:
             raise ConfigError(f"{flag} {path}: its files do not say how many ids there are; give "
                               f"--vocab_size (50257 for GPT-2's tokens)")
@@ -99,10 +101,10 @@ class TokenFiles:
         parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
         if not parts:
             raise ConfigError(f"{flag} {path}: no tokens in it")
-        largest = max(int(part.max()) for part in parts)
-        if largest >= vocab_size:
-            raise ConfigError(f"{flag} {path}: has the id {largest}; the vocabulary has "
-                              f"{vocab_size} (--vocab_size)")
+        least, largest = (int(f(list(map(f, parts)))) for f in (np.min, np.max))
+        if least < 0 or largest >= vocab_size:
+            raise ConfigError(f"{flag} {path}: has the id {least if least < 0 else largest}; the "
+                              f"vocabulary has {vocab_size} (--vocab_size)")
 
     is_learned_in_part = False
 
@@ -139,7 +141,10 @@ def _open(path: Path) -> np.ndarray:
                               f"of whole numbers")
         return tokens
     header = np.fromfile(path, "<i4", 256) if size >= HEADER else np.zeros(1, int)
-    if header[0] in MAGIC and header[1] == MAGIC[header[0]][0]:
+    if header[0] in MAGIC:
+        if header[1] != MAGIC[header[0]][0]:
+            raise ConfigError(f"{path}: llm.c's format, version {header[1]}; expected version "
+                              f"{MAGIC[header[0]][0]}")
         dtype, count = np.dtype(MAGIC[header[0]][1]), int(header[2])
         if size != HEADER + count * dtype.itemsize:
             raise ConfigError(f"{path}: {size:,} bytes; its header says {count:,} tokens of "

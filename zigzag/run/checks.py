@@ -155,7 +155,7 @@ def check_corpus(config: Any, sources: Any) -> Any:
         raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
                           "train.py learns yet; expected texts, messages, or prompts and "
                           "completions")
-    for corpus in sources.corpora:
+    for name, corpus in zip(sources.names, sources.corpora):
         count = len(corpus.train)
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
@@ -165,6 +165,7 @@ def check_corpus(config: Any, sources: Any) -> Any:
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
         if count <= config.seq_len and not corpus.is_learned_in_part:
-            raise ConfigError(f"--seq_len {config.seq_len}: the data has only {count} tokens to "
+            what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
+            raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
                               f"train on; give more data or a --seq_len below {count}")
     return config

@@ -3,7 +3,7 @@
     left_out       the values that a command takes from the run that it continues
     check_change   refuse a --change that changes nothing
     check_steps    refuse fewer steps than the run has made
-    hold           a decay that has ended stays ended when a run gets more steps
+    hold           a warmup or decay that has ended stays ended when a run gets more steps
     first_lines    the first lines to print: which run continues from which step, and its schedule
     changes_text   the changes made by --change, as text
 """
@@ -59,14 +59,19 @@ def check_steps(given: dict[str, Any], out: str) -> None:
 
 
 def hold(config: Any, read: Callable) -> Any:
-    """The configuration of a run in config.out, with the end of its decay, if the run has passed
-    that point and now gets more steps: its rate stays where it is. --change decay spreads the decay
-    over all steps instead. read(out) is the configuration of the run so far."""
-    end = config.decay_steps
+    """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
+    the run has passed them and now gets more steps: its rate stays where it is. --change decay
+    spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
+    ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
-        end = _end_of_decay(config, read(config.out), newest_step(config.out))
-    end = process_allgather(end)[0]     # (process 0 will change the file that they would read)
-    return config if end == config.decay_steps else dataclasses.replace(config, decay_steps=end)
+        old, at = read(config.out), newest_step(config.out)
+        warmup = old.warmup if at >= old.warmup else config.warmup
+        ends = warmup, _end_of_decay(config, old, at)
+    # (From process 0, which will change the file that they would read.)
+    ends = tuple(process_allgather(ends)[0])
+    if ends == (config.warmup, config.decay_steps):
+        return config
+    return dataclasses.replace(config, warmup=ends[0], decay_steps=ends[1])
 
 
 def _end_of_decay(config, old, at):
@@ -112,6 +117,8 @@ def _what_else(config, old, at):
                 f"{config.steps:,} steps{peak}")
     if config.steps > old.steps and not config.decay_steps and "decay" not in config.change:
         peak = f", --decay_steps {old.steps} keeps the end that it had{peak}"
+    if end < config.steps:
+        peak = f", --change decay moves its end to step {config.steps:,}{peak}"
     return f"the decay ends at step {end:,}" + peak.replace(",", ":", 1)
 
 

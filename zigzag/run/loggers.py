@@ -119,7 +119,7 @@ class Loggers(contextlib.AbstractContextManager):
     def _try(self, name, do):
         try:
             do()
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             self.opened.pop(name, None)
             name = f"--log {name}" if name in LOGGERS else name
             self.say(f"warning  {name} failed and is off from here on: {type(e).__name__}: "

@@ -123,9 +123,13 @@ def text_chart(runs: dict[str, dict[str, list[np.ndarray]]], width: int = WIDTH)
     last = max(curve[-1, 0] for curves in runs.values() for c in curves.values() for curve in c)
     lines = []
     for run, curves in runs.items():
-        now = [f"{title} {curves[title][0][-1, 1]:.4f}" for title in ("loss", "held-out loss")
-               if title in curves]
         steps = int(max(curve[-1, 0] for c in curves.values() for curve in c))
+        now = []
+        for title in ("loss", "held-out loss"):
+            if title in curves:
+                at, number = curves[title][0][-1]
+                when = "" if at == steps else f" at step {int(at):,}"
+                now.append(f"{title} {number:.4f}{when}")
         lines.append(f"{marks[run]} {run}: step {steps:,}" + "".join(f", {text}" for text in now))
     for title in _titles(runs):
         lines += ["", *_panel(title, {marks[run]: curves[title] for run, curves in runs.items()
@@ -171,6 +175,8 @@ def _short(x):
 
 def picture(runs: dict[str, dict[str, list[np.ndarray]]], path: str) -> None:
     """Draw the panels into a file, in the format that its name ends with."""
+    if not Path(path).suffix:
+        raise ConfigError(f"--save {path}: expected a name that ends with .png, .pdf or .svg")
     figures = optional_package("matplotlib.figure", f"--save {path}")
     titles = _titles(runs)
     columns = min(3, len(titles))

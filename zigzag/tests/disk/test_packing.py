@@ -163,6 +163,10 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, 9))
     split = tmp_path / "split"
+    (tmp_path / "short.txt").write_text("bala 3")
+    assert "the source short has only" in refused(
+        capsys, *SMALL, "--data", a, tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
+        "--out", split)
     go(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
     assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= set(last)
@@ -202,6 +206,8 @@ def test_token_files_of_other_programs(tmp_path, kind):
     assert np.array_equal(data.Windows(files.train, 100)[29], TOKENS[2900:3001])
     with pytest.raises(ConfigError, match="id 299; the vocabulary has 299"):
         TokenFiles(path, 299)
+    with pytest.raises(ConfigError, match=f"^{path}: id 29[0-9] at position [0-9]+"):
+        [*data.Windows(files.train, 100, vocab_size=290)]
 
 
 def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
@@ -209,6 +215,8 @@ def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 5000
     for raw, says in ((header.tobytes() + bytes(7000), "its header says 5,000 tokens"),
+                      (header.tobytes().replace(b"\1\0\0\0", b"\2\0\0\0", 1) + bytes(10000),
+                       "llm.c's format, version 2; expected version 1"),
                       (bytes(4001), "4,001 bytes, which is not a whole number"),
                       (b"", "0 bytes")):
         (tmp_path / "x.bin").write_bytes(raw)
@@ -226,8 +234,10 @@ def test_token_files_without_tokens_or_of_64_bits_are_refused(tmp_path, capsys):
     np.save(tmp_path / "none.npy", np.zeros(0, np.uint16))
     np.save(tmp_path / "one.npy", np.ones(1, np.uint16))
     np.save(tmp_path / "good.npy", TOKENS.astype(np.uint16))
+    np.save(tmp_path / "below.npy", np.where(TOKENS == TOKENS[9], -1, TOKENS))
     TOKENS.astype(np.int64).tofile(tmp_path / "64.bin")
     for words, says in ((["none.npy"], "none.npy: no tokens in it"), (["64.bin"], "of 64 bits"),
+                        (["below.npy"], "below.npy: has the id -1"),
                         (["good.npy", "--held_out", tmp_path / "one.npy"], "fewer than two")):
         assert says in refused(capsys, "--data", tmp_path / words[0], *words[1:], "--vocab_size",
                                300, "--out", tmp_path / "out")

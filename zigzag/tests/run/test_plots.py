@@ -35,7 +35,7 @@ def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     plots.draw([str(runs / "a"), str(runs / "b")])
     text = capsys.readouterr().out
     first, second, *_ = text.splitlines()
-    assert first == f"* {runs / 'a'}: step 100, loss 2.0000, held-out loss 3.5000"
+    assert first == f"* {runs / 'a'}: step 100, loss 2.0000, held-out loss 3.5000 at step 50"
     assert second == f"o {runs / 'b'}: step 50, loss 3.0000"
     panels = {panel.splitlines()[0]: panel.splitlines() for panel in text.split("\n\n")[1:]}
     assert list(panels) == ["loss", "held-out loss", "learning rate",
@@ -62,6 +62,8 @@ def test_a_picture_is_written_by_matplotlib(runs, capsys, monkeypatch):
     assert "are in " in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--save .*both.xyz: .*not supported"):
         plots.draw(names, str(runs / "both.xyz"))
+    with pytest.raises(ConfigError, match="--save .*both: expected a name that ends with .png"):
+        plots.draw(names, str(runs / "both"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="--save b.png needs .*pip install matplotlib"):
         plots.draw(names, "b.png")

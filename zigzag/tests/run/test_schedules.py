@@ -134,6 +134,8 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     again = continuing.hold(train.change(config, steps=7),
                             lambda _: train.change(config, steps=6, decay_steps=4))
     assert again.decay_steps == 4
+    longer = continuing.hold(train.change(config, steps=100, warmup=0.1), lambda _: config)
+    assert (longer.warmup, longer.decay_steps) == (1, 4), "its warmup is over, too"
     asked = train.change(config, steps=10, change=("decay",))
     rows, _ = learn(asked)
     assert rates_of(rows) == pytest.approx(rates(asked)[6:], rel=1e-6)
