@@ -30,8 +30,10 @@ from zigzag.tests.hub.option_cases import (
 EVERY = 240     # (every 240th case, and all causes, take less than a minute on two cores)
 PARTS = 3       # parts of a base's cases, so that workers have about equal work
 # The least share of equal results among folders that transformers writes and reads. A lower share
-# would mean that we refuse models that we could compute.
-LEAST_EQUAL = 0.6
+# would mean that we refuse models that we could compute. (It is counted in a part of the cases of a
+# base, some 50 of these folders, and its standard deviation there is 0.07. The lowest is 31 of 53,
+# with transformers 5.24, whose rope_parameters take many values that mean nothing.)
+LEAST_EQUAL = 0.55
 
 
 # -------------------------------------------------------------------------------------------
@@ -163,12 +165,13 @@ def neutral_keys(name):
 
 
 def is_unread(case, name):
-    """Whether our code does not read the key of a case. (Some families read a key only in some
-    models.)"""
+    """Whether our code accepts the key of a case without reading it. (Some families read a key only
+    in some models.)"""
     record = json.loads((options.make_folder(case) / "config.json").read_text())
     try:
         _, r = llama.read_record(with_usual_names(record, EACH_FAMILY[name].aliases),
                                  EACH_FAMILY[name])
+        r.refuse_unread(EACH_FAMILY[name].neutral)
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return False        # (refused, as in llama.fields_of)
     return any(path == case.key or path.startswith(f"{case.key}.") for path in r.unread())
