@@ -167,7 +167,7 @@ class Config(schedules.Options):
     beams: int = 0                  # beams of the search for these answers; 0: greedy
     best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
                                     # number, which evaluations log, was best
-    sample_prompts: str = ""        # a file of prompts that evaluations continue (chats: answer)
+    sample_prompts: str = ""        # a file of prompts that every evaluation continues
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
     plot: tuple[str, ...] = ()      # draw loss, rate and speed of these runs as text, and exit
     save: str = ""                  # with --plot: a picture to write instead (.png, .pdf, .svg)

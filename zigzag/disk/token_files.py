@@ -101,7 +101,8 @@ class TokenFiles:
         parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
         if not parts:
             raise ConfigError(f"{flag} {path}: no tokens in it")
-        least, largest = (int(f(list(map(f, parts)))) for f in (np.min, np.max))
+        least = min(int(part.min()) for part in parts)
+        largest = max(int(part.max()) for part in parts)
         if least < 0 or largest >= vocab_size:
             raise ConfigError(f"{flag} {path}: has the id {least if least < 0 else largest}; the "
                               f"vocabulary has {vocab_size} (--vocab_size)")
