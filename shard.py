@@ -19,8 +19,20 @@ Outside a mesh every function here is the plain computation.
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
 
-Varying types: the page that everything rests on
-------------------------------------------------
+If you know PyTorch's parallelism
+---------------------------------
+    DistributedDataParallel.no_sync()       train.make_step marks the weights as varying, outside
+                                            the gradient: no micro-batch sums over devices
+    its all-reduce, in the last backward    sum_gradients, once, after all micro-batches
+    FSDP: unshard before a block            gather, called by `layers`; its transpose is the
+                                            reduce-scatter of the gradients
+    ColwiseParallel, RowwiseParallel,       columns and row; between blocks each device has a part
+    SequenceParallel                        of the time, if n divides it
+    DTensor: Shard(0), Replicate, Partial   P("data"), P(), and any value that varies until a psum
+    pipelining.ScheduleGPipe                gpipe
+
+Varying types: read this first
+------------------------------
 jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) runs f on every device, each time on that
 device's piece of the arguments. A spec says what the piece is: P("data", None) cuts dimension 0 of
 a matrix over the axis data, so with data=2 each device has half of the rows; P() gives every device
@@ -52,12 +64,19 @@ applies to gradients:
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
-right, but it happens in every micro-batch. So over data (and fsdp, seq, pipe and expert) the
-training step marks the weights itself, outside the function that it differentiates (`bind` in
-zigzag/run/plan.py). Then no mark is transposed, the gradients stay local through all micro-batches,
-and `sum_gradients` sums them once. Over tensor it leaves the marks to jax. The scale of a norm, for
-example, does not vary over tensor, and the stream that it multiplies does, because tensor splits
-its time: jax marks the scale, and the transpose of that mark sums its gradient.
+right, but it would happen in every micro-batch. So the step marks the weights itself, before
+`jax.value_and_grad` (see train.make_step). No mark is inside the function that is differentiated,
+so none is transposed: the gradients stay local through all micro-batches, and `sum_gradients` sums
+them once.
+
+*Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
+marks over tensor to jax, for two reasons. Over tensor the type of a weight is information: it
+varies if, and only if, its spec splits it, and `columns` and `row` decide by that. And whether the
+gradient of a whole weight needs a sum over tensor depends on what it meets. The scale of a norm
+meets a stream whose time is split: jax marks the scale there, and the transpose sums its gradient.
+Where n does not divide the time, the stream is whole, all devices find the same gradient, and
+nothing may be summed. Such weights are small (a scale is D numbers), so a psum in each micro-batch
+costs little; split weights need none.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
@@ -66,29 +85,14 @@ its time: jax marks the scale, and the transpose of that mark sums its gradient.
 - All devices computed 3.0 from an array that does not vary. A loss on the first token of each row
   is an example: `whole_time` gives that token to every device of seq. But the step will sum every
   loss over seq. `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the
-  sum is 3.0. (`local_sums` in zigzag/run/plan.py calls it for you.)
+  sum is 3.0. (`local_sums`, below, does both.)
 
-Who has which part of the time
-------------------------------
-The time of a row may be cut over seq (in zigzag order), then over tensor (only in the residual
-stream, and only if tensor divides T), and for the loss head over pipe. These functions convert:
-
-    shard_time        a batch [B, T], whole            -> this device's part over seq, zigzag order
-    own_time          a source or picture, whole       -> this device's part over seq, plain order
-    residual_stream   [B, T, D], whole over tensor     -> the stream: this device's part over tensor
-    my_time_slice     [B, T, ...], whole over tensor   -> the part that the stream has over tensor
-    time_of_block     a part over tensor               -> whole over tensor, as inside a block
-    whole_time        the stream                       -> all of the time, in order, on all devices
-    sum_over_time     a sum over this device's time    -> the sum over all of the time
-    slots_of          tokens of this device            -> where in its row each of them lies
-    whole_length      tokens of this device            -> how long their rows are
-
-`columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside a
-block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
+EXPLICIT
 """
 
+import functools
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -97,16 +101,18 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ANY_LOSS, ConfigError
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
-    ambient,
-    beside_auto_tensor,
-    is_single_cpu,
+    axis_size,
+    cast,
+    is_split,
     keep_on_first,
     mark_varying,
+    own_part,
     pmean_over,
     spec_axes,
+    split_rows,
     vary_like,
     varying,
 )
@@ -114,41 +120,28 @@ from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
 from zigzag.parallel import attention, pipeline
 from zigzag.parallel import experts as dispatch
-from zigzag.parallel.collectives import reduce_scatter, with_reduce_scatter
+from zigzag.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    psum,
+    psum_scatter,
+    reduce_scatter,
+)
+from zigzag.parallel.pipeline import astype, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
     chunked_sum,
+    linear,
     loss_chunks,
-    matmul,
-    on_columns,
-    on_rows,
+    matching_columns,
+    row_products,
     time_chunks,
 )
-from zigzag.parallel.remat import POLICIES
-from zigzag.rule.jaxprs import named, names_in
-from zigzag.rule.rule import TENSOR_SIZE
+from zigzag.parallel.products import repeat_kv as repeat_kv
+from zigzag.parallel.remat import POLICIES, unrolls
+from zigzag.rule.jaxprs import labelled, named, names_in
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
 from zigzag.rule.rule import plan_sharding as plan_sharding
-
-
-def _size(axis):
-    """The size of a mesh axis, or 1 where the compiler splits it (--step jit) or there is none."""
-    sizes, manual = ambient()
-    return sizes[axis] if axis in manual else 1
-
-
-def is_split(x: Array) -> bool:
-    """Whether devices of tensor have different parts of x. (Along which dimension, the caller must
-    know: types do not say.)"""
-    return "tensor" in varying(x)
-
-
-def own_part(x: Array, dim: int) -> Array:
-    """This device's part, along one dimension, of an array that is whole on every device of
-    tensor."""
-    size = x.shape[dim] // _size("tensor")
-    return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
-
 
 # -------------------------------------------------------------------------------------------
 # data
@@ -162,7 +155,29 @@ def own_part(x: Array, dim: int) -> Array:
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
-#   more        train.make_step calls it; docs/parallelism.md
+#   more        train.make_step calls both; docs/parallelism.md
+
+def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
+    """What a loss returned on this device, (sum, count, other sums), such that a sum over all
+    devices counts every number once. Devices along the axes in `shared` (pipe, seq) have the same
+    rows: what does not vary over such an axis, all of them have computed, and only the first keeps
+    it. pools: the loss called whole_time, so that each device of seq may have the whole sum."""
+    total, count, others = sums
+    if pools and "seq" not in varying(count):       # each device has pooled all of the time
+        total, others = pmean_over((total, others), "seq")
+    if "seq" in shared & (varying(total) - varying(count)):
+        raise ConfigError(
+            f"mesh axis seq={axis_size('seq')}: this loss's sum is of a device's part of the time, "
+            f"and its count is not: it divides by a constant or by its rows, as a pooled one does, "
+            f"or by a sum over all of the time; let it pool what shard.whole_time gives, or count "
+            f"the sum of the batch's weights [B, T], and multiply each row's loss by the sum of "
+            f"the row's; {ANY_LOSS}")
+    return keep_on_first(jax.tree.map(_sum_over_tensor, (total, count, others)), shared)
+
+
+def _sum_over_tensor(x):
+    return lax.psum(x, "tensor") if is_split(x) else x
+
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
     """Each gradient, summed over `axes`: all axes whose devices saw different rows, layers or time.
@@ -175,7 +190,7 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
             dim = list(part).index("data")
-            x = beside_auto_tensor(lambda x: reduce_scatter(x, "data", dim), spec)(x)
+            x = reduce_scatter(x, "data", dim, spec)
             over = over - {"data"}
         return lax.psum(x, tuple(sorted(over)))
 
@@ -190,33 +205,54 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #   collective  an all-gather of a layer's weights where the layer uses them, and again in the
 #               backward pass; its transpose is a reduce-scatter of their gradients
 #   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, in each micro-batch. The
-#               embedding and the head are gathered once for all micro-batches
+#               embedding and the head are gathered once for all micro-batches; their gradients are
+#               scattered in each
 #   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
 #               that the devices found for their rows, and each device keeps its part of the sum
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
 #               weight is kept for the backward pass)
+#
+# In an update: train.gather_weights gathers what is no layer's, once; `layers` gathers each layer's
+# weights when it runs; autodiff scatters the gradients; `sum_gradients` leaves out fsdp for weights
+# that it splits, because the scatter has summed them.
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
-    ('': in the weights' own).
-
-    `layers` calls this in its loop, just before a block uses its weights. (model.loss ->
-    loss_of_layers -> layers -> gather.) train.gather_weights gathers all others, once an update."""
-    if specs is None or _size("fsdp") == 1:
+    ('': in the weights' own)."""
+    if specs is None or axis_size("fsdp") == 1:
         return weights
 
     def whole(w, spec):
         if "fsdp" not in spec:
             return w
-        dim = list(spec).index("fsdp")
-
-        def all_gather(w):
-            return lax.all_gather(w, "fsdp", axis=dim, tiled=True)
-
-        return beside_auto_tensor(
-            with_reduce_scatter(all_gather, "fsdp", dim, sum_dtype), spec)(w)
+        return all_gather(w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)
 
     return jax.tree.map(whole, weights, specs)
+
+
+def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
+           remat: str = "none", sum_dtype: str = "") -> tuple[Any, Any]:
+    """The stream x after a stack of equal layers, and what each layer returned besides, stacked.
+
+    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
+    have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
+    where they are used, and again in the backward pass, so that no device keeps them. remat says
+    what to recompute in the backward pass: none, selective (all but products with weights) or full
+    (all but the layer's input); see zigzag/parallel/remat.py."""
+    layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
+
+    def body(x, layer):
+        w, e = layer
+        return block(gather(w, layer_specs, sum_dtype), x, e)
+
+    if remat != "none" or layer_specs is not None and axis_size("fsdp") > 1:
+        body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
+
+    def step(x, layer):        # the name tells a pipeline to keep a layer's input
+        return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
+
+    count = jax.tree.leaves((weights, xs))[0].shape[0]
+    return lax.scan(step, x, (weights, xs), unroll=unrolls(count, remat))
 
 
 # -------------------------------------------------------------------------------------------
@@ -231,110 +267,58 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 #               stream
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
-#   more        zigzag/rule/rule.py decides which weights are split; docs/parallelism.md
+#   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
+#               whole weight beside split ones, several products, adapters); docs/parallelism.md
+#
+# For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
+# two functions below are these three lines:
+#
+#     x = lax.all_gather(x, "tensor", axis=1, tiled=True)                 # [B, T/n, D] -> [B, T, D]
+#     h = activation(x @ w_up)                                            # [B, T, F/n]
+#     y = lax.psum_scatter(h @ w_down, "tensor", scatter_dimension=1, tiled=True)     # [B, T/n, D]
 #
 # A split weight has a type that varies over tensor, because its spec names tensor; a stream whose
 # time is split varies over it too. As the type does not say which dimension is split, only
 # functions of this file may make a stream vary over tensor (`row`, `embed_lookup`, `experts` and
 # `residual_stream` do), and only `whole_time` may pick positions of it.
-#
-# A block may have unsplit weights beside split ones: an --override keeps one unsplit, or the rule
-# finds that splitting it does not pay. If n divides the number of its columns, `columns` uses only
-# this device's share of them, so that all products of a block match. And `row` knows two kinds of
-# products: partial sums, which it sums over tensor, and products that every device has whole, which
-# count once.
 
+@labelled
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
     """Into a block: the stream x [B, T, D] times each weight [D, F, ...], or (weight, bias [1, F,
     ...]). The products [B, T, F, ...] have all of the time, and this device's columns F where any
     of the weights is split. dtype: of the products (None: x's). gathered=True: x has all of the
     time already, from time_of_block."""
-    weights = [w if isinstance(w, tuple) else (w,) for w in weights]
-    n, some = _size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
+    weights, split = matching_columns(weights)
     if is_split(x) and not gathered:
-        x = lax.all_gather(x, "tensor", axis=1, tiled=True)
-    elif some:              # transpose: one psum of x's gradient, for all the weights together
-        x = mark_varying(x, also={"tensor"})
-    if some:                # this device's columns of a weight that is whole, beside split ones
-        weights = on_columns(
-            lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1), weights)
-    return [named(sum(bias, matmul(x, w, 1, dtype)), "columns") for w, *bias in weights]
+        x = lax.all_gather(x, "tensor", axis=1, tiled=True)     # transpose: a reduce-scatter
+    elif split:
+        x = mark_varying(x, also={"tensor"})    # transpose: one psum, for all the weights together
+    return [linear(x, w, dtype) for w in weights]
 
 
+@labelled
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
-    return named(_into_stream(*_products(pairs)), "row")
+    partial, whole = row_products(pairs)
+    return into_stream(partial, whole)
 
 
-def _products(pairs):
-    """The products of (h, w) pairs in two lists: those that are partial sums, to be summed over
-    tensor, and those that every device has whole."""
-    partial, whole = [], []
-    for h, w in pairs:
-        if h.shape[2] > w.shape[0]:     # if w has only this device's rows, cut h to match
-            h = own_part(h, 2)
-        # If h has only this device's columns, cut w to match.
-        w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
-        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
-    return partial, whole
-
-
-def _into_stream(partial, whole):
-    """The residual stream [B, T, D] from products [B, T, D]: `partial` ones are summed over tensor,
-    `whole` ones are equal on all its devices and count once. If n divides T, each device gets its
-    part of the time."""
-    n, total = _size("tensor"), []
-    split_time = n > 1 and (partial or whole)[0].shape[1] % n == 0
-    if partial:
-        y = sum(partial)
-        total.append(lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True) if split_time
-                     else lax.psum(y, "tensor"))
-    if whole:
-        y = sum(whole)
-        if split_time:
-            y = own_part(y, 1)
-        elif is_split(y):
-            y = lax.pmean(y, "tensor")
-        total.append(y)
-    y = sum(total)
-    return checkpoint_name(y, "stream") if n > 1 else y
-
-
-def residual_stream(x: Array) -> Array:
-    """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
-    return _into_stream([], [x])
-
-
-def whole_time(x: Array, in_parts: bool = False) -> Array:
-    """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
-    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut by
-    own_time, in plain order, and not by shard_time."""
-    if is_split(x):
-        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
-    if "seq" in varying(x):
-        x = lax.all_gather(x, "seq", axis=1, tiled=True, to="invarying")
-        x = x if in_parts else x[:, np.argsort(zigzag_order(x.shape[1], _size("seq")))]
-    return named(x, "whole_time", always=True)
-
-
-def time_of_block(x: Array) -> Array:
-    """All of the time of an array [B, T, ...] that is cut like the stream. (`columns` does this to
-    x.)"""
-    return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
-
-
-def my_time_slice(tree: Any, x: Array) -> Any:
-    """Arrays [B, T, ...] that are whole over tensor, cut to the time that this device has of the
-    stream x."""
-    def part(a):
-        if a.shape[1] != x.shape[1] * _size("tensor"):
-            raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
-                             f"{x.shape[1]} on each of {_size('tensor')} devices of tensor")
-        return own_part(a, 1)
-
-    return jax.tree.map(part, tree) if is_split(x) else tree
+def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
+    """The stream from products [B, T, D]: `partial` ones are summed over tensor, `whole` ones are
+    equal on all its devices, and count once. If n divides T, a device gets its part of the time."""
+    n, total = axis_size("tensor"), []
+    splits_time = n > 1 and [*partial, *whole][0].shape[1] % n == 0
+    if partial and splits_time:
+        total += [lax.psum_scatter(sum(partial), "tensor", scatter_dimension=1, tiled=True)]
+    elif partial:
+        total += [lax.psum(sum(partial), "tensor")]
+    if whole and splits_time:
+        total += [own_part(sum(whole), 1)]
+    elif whole:
+        total += [pmean_over(sum(whole), "tensor")]
+    return checkpoint_name(sum(total), "stream") if n > 1 else sum(total)
 
 
 # The vocabulary, over the same axis
@@ -354,7 +338,7 @@ def embed_lookup(table: Array, ids: Array) -> Array:
     here = ids - lax.axis_index("tensor") * len(table)
     # Ids of which another device has the row give zeros, and the sum over tensor finds it.
     rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return _into_stream([rows], [])
+    return into_stream([rows])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
@@ -392,8 +376,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 
     def chunk_loss(head, x, targets, weights):
         if local:
-            head, *bias = head if isinstance(head, tuple) else (head,)
-            logits = sum(bias, matmul(x, head, 1, jnp.float32))
+            logits = linear(x, head, jnp.float32)
         else:
             logits, = columns(x, head, dtype=jnp.float32)
         logits = jnp.where(ids < vocab_size, _capped(logits, softcap), -1e30)   # [B, T, V]
@@ -407,18 +390,131 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
         return jnp.sum((jnp.log(total) + top - target) * weights)
 
     rows, time = x.shape[:2]
-    chunks = chunks or loss_chunks(rows, time, len(ids) * (_size("tensor") if split_vocab else 1))
+    shares = axis_size("tensor") if split_vocab else 1
+    chunks = chunks or loss_chunks(rows, time, len(ids) * shares)
     if chunks == 1:
         loss = chunk_loss(head, x, targets, weights)
     else:
-        n = _size("tensor") if is_split(x) and not local else 1
+        n = axis_size("tensor") if is_split(x) and not local else 1
         loss = chunked_sum(chunk_loss, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
     return _sum_over_tensor(loss)
 
 
-def _sum_over_tensor(x):
-    return lax.psum(x, "tensor") if is_split(x) else x
+# -------------------------------------------------------------------------------------------
+# Who has which part of the time
+#
+# The time of a row may be cut three times: over seq (in zigzag order), then over tensor (only in
+# the residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens
+# on seq=2,tensor=2, in a block and between blocks:
+#
+#     seq 0     0 1 6 7      tensor 0   0 1       seq 1     2 3 4 5      tensor 0   2 3
+#                            tensor 1   6 7                              tensor 1   4 5
+#
+#     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
+#     own_time          a source or picture, whole     -> this device's part over seq, plain order
+#     residual_stream   [B, T, D], whole over tensor   -> the stream: this device's part over tensor
+#     my_time_slice     [B, T, ...], whole over tensor -> the part that the stream has over tensor
+#     time_of_block     a part over tensor             -> whole over tensor, as inside a block
+#     whole_time        the stream                     -> all of the time, in order, on all devices
+#     sum_over_time     a sum over this device's time  -> the sum over all of the time
+#     slots_of          tokens of this device          -> where in its row each of them lies
+#     whole_length      tokens of this device          -> how long their rows are
+#
+# `columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside
+# a block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
+
+def zigzag_order(time: int, devices: int) -> np.ndarray:
+    """The slots of a row in the order of the devices that hold them. With 8 tokens on 2 devices:
+    0 1 6 7 | 2 3 4 5."""
+    parts = np.arange(time).reshape(2 * devices, -1)
+    return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
+
+
+def shard_time(batch: dict[str, Array], mesh: Any, rows: Any = None, untimed: Sequence[str] = ()
+               ) -> tuple[dict, dict]:
+    """A batch in the order in which seq splits it, and specs that split it (and its rows over the
+    axes `rows`). Arrays [B, T, ...] go into zigzag order and are split; others, and those named in
+    `untimed`, which have a time of their own, stay whole. All devices of seq were given the whole
+    batch: nothing is sent."""
+    n = mesh.shape["seq"]
+    if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
+        return batch, {k: P(rows) for k in batch}
+    if np.ndim(batch.get("tokens")) != 2:
+        raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
+                          f"time could be split")
+    T = batch["tokens"].shape[1]
+    if T % (2 * n):
+        raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
+                          f"early and a late one for each device")
+    order = zigzag_order(T, n)
+    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and k not in untimed}
+    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
+            {k: P(rows, "seq") if k in timed else P(rows) for k in batch})
+
+
+def own_time(tree: Any) -> Any:
+    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
+    does not split), cut to this device's part of the time, in plain order."""
+    def part(a):
+        parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
+        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
+
+    return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
+
+
+def residual_stream(x: Array) -> Array:
+    """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
+    return into_stream([], [x])
+
+
+def my_time_slice(tree: Any, x: Array) -> Any:
+    """Arrays [B, T, ...] that are whole over tensor, cut to the time that this device has of the
+    stream x."""
+    def part(a):
+        if a.shape[1] != x.shape[1] * axis_size("tensor"):
+            raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
+                             f"{x.shape[1]} on each of {axis_size('tensor')} devices of tensor")
+        return own_part(a, 1)
+
+    return jax.tree.map(part, tree) if is_split(x) else tree
+
+
+def time_of_block(x: Array) -> Array:
+    """All of the time of an array [B, T, ...] that is cut like the stream. (`columns` does this to
+    x.)"""
+    return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
+
+
+def whole_time(x: Array, in_parts: bool = False) -> Array:
+    """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
+    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut by
+    own_time, in plain order, and not by shard_time."""
+    if is_split(x):
+        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
+    if "seq" in varying(x):
+        x = lax.all_gather(x, "seq", axis=1, tiled=True, to="invarying")
+        x = x if in_parts else x[:, np.argsort(zigzag_order(x.shape[1], axis_size("seq")))]
+    return named(x, "whole_time", always=True)
+
+
+def sum_over_time(x: Array) -> Array:
+    """The sum over all of the time, from each device's sum over its own part."""
+    return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
+
+
+def slots_of(tokens: Array) -> Array:
+    """The slots [1, T] of this device's tokens [B, T, ...]: where in its row each of them lies."""
+    T, n = tokens.shape[1], axis_size("seq")
+    if n == 1:
+        return jnp.arange(T)[None]
+    order = jnp.asarray(zigzag_order(T * n, n).reshape(n, 1, T))
+    return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
+
+
+def whole_length(tokens: Array) -> int:
+    """The length of whole rows, from this device's tokens [B, T]."""
+    return tokens.shape[1] * axis_size("seq")
 
 
 # -------------------------------------------------------------------------------------------
@@ -431,42 +527,89 @@ def _sum_over_tensor(x):
 #               transpose of a step forward is a step back, which returns their gradients
 #   bytes       4 (n-1) K a layer; K is the bytes of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
-#               of exponentials; with both, the parts combine exactly into attention to all keys.
-#               The rest of a layer treats each token by itself
-#   more        zigzag/parallel/attention.py; `shard_time` orders a batch; docs/parallelism.md
+#               of exponentials; with both, the parts combine exactly (`_join`) into attention to
+#               all keys. The rest of a layer treats each token by itself
+#   more        `attend`, below, calls the rings; `shard_time` orders a batch; docs/parallelism.md
 
-def zigzag_order(time: int, devices: int) -> np.ndarray:
-    """The slots of a row in the order of the devices that hold them. With 8 tokens on 2 devices:
-    0 1 6 7 | 2 3 4 5."""
-    parts = np.arange(time).reshape(2 * devices, -1)
-    return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
-
-
-def whole_length(tokens: Array) -> int:
-    """The length of whole rows, from this device's tokens [B, T]."""
-    return tokens.shape[1] * _size("seq")
+class Part(NamedTuple):
+    """Attention to some of the keys, with a softmax over only these."""
+    values: Array   # [B, T, H, N] float32
+    logsum: Array   # [B, H, T], the logsumexp of the scores
 
 
-def shard_time(batch: dict[str, Array], mesh: Any) -> tuple[dict, dict]:
-    """A batch in the order in which seq splits it, and specs that split it. Arrays [B, T, ...]
-    go into zigzag order and are split; others (and sources, which have a time of their own) stay
-    whole. All devices of seq were given the whole batch: nothing is
-    sent."""
-    n = mesh.shape["seq"]
-    if n == 1 or "source" in batch and "tokens" not in batch:   # (the loss calls own_time)
-        return batch, {k: P(None) for k in batch}
-    if np.ndim(batch.get("tokens")) != 2:
-        raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
-                          f"time could be split")
-    T = batch["tokens"].shape[1]
-    if T % (2 * n):
-        raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
-                          f"early and a late one for each device")
-    order = zigzag_order(T, n)
-    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and not k.startswith("source")}
-    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
-            {k: P(None, "seq") if k in timed else P(None) for k in batch})
+def _look(attend_to, queries, keys):
+    values, logsum = attend_to(queries, keys)
+    return Part(values.astype(jnp.float32), logsum)
 
+
+def _join(a, b):
+    """Attention to the keys of both parts: their values, weighted by the exponentials of logsum."""
+    logsum = jnp.logaddexp(a.logsum, b.logsum)
+
+    def share(part):
+        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
+
+    return Part(a.values * share(a) + b.values * share(b), logsum)
+
+
+def _pass_on(keys):
+    """The keys that the previous device of the ring has, for those that this one has."""
+    n = axis_size("seq")
+    return lax.ppermute(keys, "seq", [(i, (i + 1) % n) for i in range(n)])
+
+
+def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
+    """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
+    the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys, as
+    zigzag/parallel/attention.py explains."""
+    look = jax.checkpoint(functools.partial(_look, attend_to, queries))
+
+    def turn(state, _):
+        keys, result = state
+        keys = _pass_on(keys)
+        return (keys, _join(result, look(keys))), None
+
+    (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=axis_size("seq") - 1)
+    return result.values.astype(queries[0].dtype)
+
+
+def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
+    """The same for causal attention, in zigzag order: of 2 n parts of the time device i has part i
+    (early) and part 2 n - 1 - i (late), so that all devices have equal work.
+
+    The late queries see all early keys. If the keys that pass by are those of a device j < i, the
+    early queries see j's early keys too; if j > i, the late queries see j's late keys too. So of
+    the four pairs of halves, every device computes two in every turn."""
+    me, n, look = lax.axis_index("seq"), axis_size("seq"), functools.partial(_look, attend_to)
+
+    def halves(tree):
+        half = queries[0].shape[1] // 2
+        return jax.tree.map(lambda x: x[:, :half], tree), jax.tree.map(lambda x: x[:, half:], tree)
+
+    def select(condition, a, b):
+        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
+
+    @jax.checkpoint         # saves only a turn's keys and the results before it
+    def look_at(keys, before, first, second):
+        early_keys, late_keys = halves(keys)
+        second = _join(second, look(late, early_keys))
+        part = look(select(before, early, late), select(before, early_keys, late_keys))
+        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
+                _join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
+
+    def turn(state, _):
+        keys, whose, *results = state
+        keys, whose = _pass_on(keys), (whose - 1) % n
+        return (keys, whose, *look_at(keys, whose < me, *results)), None
+
+    early, late = halves(queries)
+    state = keys, me, look(early, halves(keys)[0]), look(late, keys)
+    (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
+    return jnp.concatenate([first.values, second.values], 1).astype(queries[0].dtype)
+
+
+# -------------------------------------------------------------------------------------------
+# Attention within a row
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
@@ -485,18 +628,13 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens: both need the "
                          f"same time")
     queries, keys = (q, query_info), (k, v, key_info)
-    n = _size("seq")
 
     def attend_to(queries, keys):
         (q, query_info), (k, v, key_info) = queries, keys
         return attention_fn(q, k, v, mask(query_info, key_info))
 
-    def send_around(keys):
-        return lax.ppermute(keys, "seq", [(i, (i + 1) % n) for i in range(n)])
-
     if "seq" in varying(q):     # (to generate, time is not split)
-        ring = attention.causal_ring if causal else attention.full_ring
-        out = ring(attend_to, queries, vary_like(keys, q), send_around, n)
+        out = (causal_ring if causal else ring)(attend_to, queries, vary_like(keys, q))
     elif kernel and attention.kernel_fits(q, k, v):
         out = attention.by_kernel(q, k, v)
     else:
@@ -504,88 +642,6 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     # Two labels in the jaxpr, of which nothing is left in the compiled program. "attend" tells
     # make_plan that a loss may be split over seq; a run's header prints what name_of returns.
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
-
-
-def own_time(tree: Any) -> Any:
-    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
-    does not split), cut to this device's part of the time, in plain order."""
-    def part(a):
-        parts = a.reshape(a.shape[0], _size("seq"), -1, *a.shape[2:])
-        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
-
-    return jax.tree.map(part, tree) if _size("seq") > 1 else tree
-
-
-def sum_over_time(x: Array) -> Array:
-    """The sum over all of the time, from each device's sum over its own part."""
-    return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
-
-
-# -------------------------------------------------------------------------------------------
-# expert
-#
-#   split       the rows of a batch, and the experts of every layer
-#   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. Each device sends every other
-#               an array as large as all its tokens, with zeros for tokens that chose no expert of
-#               that device. (An all-gather and a reduce-scatter would send as many bytes. But then
-#               results would be summed in the compute dtype, and some compilers make a
-#               reduce-scatter an all-reduce, which sends twice as much)
-#   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
-#   correct     an expert treats each token by itself, and the sum over a token's experts is the
-#               same wherever the experts are
-#   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
-
-def experts(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
-            between: Callable, back: Array, *beside: tuple[Array, Array]) -> Array:
-    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
-    experts `chosen` [B, T, K], and their outputs, each times its share, are added up: `shares` is
-    [B, T, K].
-    An expert multiplies by its columns `into` (each [E, D, F]), applies between(...), and
-    multiplies by its rows `back` [E, F, D]. `beside`: (h, w) pairs, as `row` takes them, of experts
-    that every token visits; they share the reduction over tensor."""
-    shares = shares.astype(x.dtype)
-    if any(map(is_split, (*into, back))):       # if some are split, take our part of the whole ones
-        into = on_columns(lambda w: w if is_split(w) else own_part(w, 2), into)
-        back = on_rows(lambda w: w if is_split(w) else own_part(w, 1), back)
-    if is_split(x):
-        x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
-    elif is_split(back):
-        x, shares = mark_varying((x, shares), also={"tensor"})
-    B, T, D = x.shape
-    n, own, usual = _size("expert"), back.shape[0], chosen.size
-    rows, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
-
-    def exchange(a):        # sends a[j] to device j, and receives what device j sends here
-        return beside_auto_tensor(lambda a: lax.all_to_all(a, "expert", 0, 0, tiled=True), P())(a)
-
-    def of_all(a):          # [B T, ...] of this device's tokens -> [n B T, ...] of all devices'
-        return lax.all_gather(a, "expert", tiled=True)
-
-    if n > 1:
-        here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
-        rows = exchange(jnp.where(here[..., None], rows, 0)).reshape(-1, D)     # [n B T, D]
-        chosen, shares = of_all(chosen), with_reduce_scatter(of_all, "expert", 0)(shares)
-        chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
-    out = dispatch.mixture(rows, chosen, shares, into, between, back, usual)
-    if n > 1:
-        out = exchange(out.reshape(n, -1, D)).sum(0, dtype=jnp.float32).astype(x.dtype)
-    out = named(out, "experts").reshape(B, T, D)
-    partial, whole = _products(beside)
-    (partial if is_split(back) else whole).append(out)
-    return _into_stream(partial, whole)
-
-
-# -------------------------------------------------------------------------------------------
-# Attention within a row, and dropout
-
-def slots_of(tokens: Array) -> Array:
-    """The slots [1, T] of this device's tokens [B, T, ...]: where in its row each of them lies."""
-    T, n = tokens.shape[1], _size("seq")
-    if n == 1:
-        return jnp.arange(T)[None]
-    order = jnp.asarray(zigzag_order(T * n, n).reshape(n, 1, T))
-    return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
 
 
 def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
@@ -617,25 +673,217 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                   tokens, tokens, causal, kernel and is_usual)
 
 
-def repeat_kv(w: Any, heads: int) -> Any:
-    """Weights [D, K, N] of keys or values (or the weight and its bias [1, K, N]), for `heads` query
-    heads. Where tensor divides the query heads but not the K kv heads, each kv head is repeated
-    until tensor divides them, and a device takes the ones that its own queries use. The gradient of
-    a kv head is the sum over its copies."""
-    return on_columns(lambda w: _repeat_kv(w, heads), w)
+# -------------------------------------------------------------------------------------------
+# expert
+#
+#   split       the rows of a batch, and the experts of every layer
+#   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
+#               back; the transpose of an all-to-all is an all-to-all. Each device sends every other
+#               an array as large as all its tokens, with zeros for tokens that chose no expert of
+#               that device. (An all-gather and a reduce-scatter would send as many bytes. But then
+#               results would be summed in the compute dtype, and some compilers make a
+#               reduce-scatter an all-reduce, which sends twice as much)
+#   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
+#   correct     an expert treats each token by itself, and the sum over a token's experts is the
+#               same wherever the experts are
+#   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
+
+@labelled
+def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
+            down: Array, *beside: tuple[Array, Array]) -> Array:
+    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
+    experts `chosen` [B, T, K], and their outputs, each times its share, are added up: `shares` is
+    [B, T, K]. An expert multiplies by its columns `up` (each [E, D, F]), applies activation(...),
+    and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as `row` takes them, of an
+    MLP that every token visits; they share the reduction over tensor."""
+    shares = shares.astype(x.dtype)
+    up, down = dispatch.matching(up, down)       # this device's F where any of them is split
+    if is_split(x):
+        x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
+    elif is_split(down):
+        x, shares = mark_varying((x, shares), also={"tensor"})
+    B, T, D = x.shape
+    n, own, expected = axis_size("expert"), down.shape[0], chosen.size
+    rows, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
+    if n > 1:
+        here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
+        rows = all_to_all(jnp.where(here[..., None], rows, 0), "expert").reshape(-1, D)
+        chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, K]
+        shares = all_gather(shares, "expert", 0)
+        chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
+    out = dispatch.mixture(rows, chosen, shares, up, activation, down, expected)    # [n B T, D]
+    if n > 1:
+        out = all_to_all(out.reshape(n, -1, D), "expert")
+        out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
+    partial, whole = row_products(beside)
+    (partial if is_split(down) else whole).append(out.reshape(B, T, D))
+    return into_stream(partial, whole)
 
 
-def _repeat_kv(w, heads):
-    count = math.lcm(w.shape[1], max(_size("tensor"), TENSOR_SIZE.value))
-    if is_split(w) or count == w.shape[1] or heads % count:
-        return w
-    times = count // w.shape[1]
-    if _size("tensor") > 1:
-        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # (For the rule, which traces the block before there is a mesh; tensor will have TENSOR_SIZE
-    # devices. The rule can trace through an einsum, and not through a repeat.)
-    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+# -------------------------------------------------------------------------------------------
+# pipe
+#
+#   split       the layers into stages, and a device's rows into microbatches
+#   collective  a collective-permute of the activations to the next stage in every tick; its
+#               transpose sends their gradients back. After the last stage a reduce-scatter over
+#               time, so that all stages share the work of the loss head (an all-reduce where the
+#               head needs all of the time, and for the output of an encoder)
+#   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
+#               reduce-scatter (both forward and backward)
+#   correct     every microbatch goes through all layers, in order. A loss is a sum over
+#               microbatches and tokens, so each stage adds its part of it
+#   more        zigzag/parallel/pipeline.py (interleaved, 1f1b, the timetables)
 
+def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> tuple[Array, Any]:
+    """x [B, T, D] after all layers, on the last stage (zeros on the others), and what this stage's
+    layers added in each tick. stack(weights, x, numbers, batch) runs the layers of this stage.
+
+        stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
+        stage 1 |. 0 1 2
+
+    The scan carries one microbatch [b, T, D]: the one that the previous stage sent in the last
+    tick. Autodiff makes the backward pass: the same ticks in reverse, and each send a send back."""
+    M, S, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
+    own = len(jax.tree.leaves(weights)[0])
+    numbers = me * own + jnp.arange(own)            # of this stage's layers
+    # The mark is here because its transpose is a sum over the stages, which inside the ticks the
+    # idle stages would skip; the cast, because autodiff adds up the ticks' gradients in this dtype.
+    xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)
+    wide = cast(weights, "float32")
+
+    def tick(x, t):
+        m = t - me                                  # the microbatch that is at this stage now
+        x = jnp.where(me == 0, pick(xs, m), x)      # stage 0 takes a new one
+
+        # Without a checkpoint each tick would save its copy of the weights. (This policy also
+        # decides what is saved inside it, in each layer.)
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
+        def work(x):
+            return skip_idle((m >= 0) & (m < M), lambda x: stack(
+                astype(wide, weights), x, numbers, pick(batch, m)), x)
+
+        x, added = work(x)
+        return lax.ppermute(x, "pipe", [(s, (s + 1) % S) for s in range(S)]), (x, added)
+
+    start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
+    _, (out, added) = lax.scan(tick, start, jnp.arange(M + S - 1))
+    return jnp.where(me == S - 1, out[S - 1:], 0).reshape(x.shape), added
+
+
+def share_time(x: Array) -> Array:
+    """This stage's part of the time of x [B, T, D], for the head. The last stage has x, and the
+    others have zeros, so the sum of a reduce-scatter is x. If tensor has split the time already,
+    its parts are cut again; if pipe does not divide them, x is first made whole over tensor."""
+    stages = axis_size("pipe")
+    if is_split(x) and x.shape[1] % stages:
+        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
+    if x.shape[1] % stages:
+        raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens of a device do not "
+                          f"divide by {stages}")
+    return psum_scatter(x, "pipe", 1)
+
+
+def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
+                   batch: Any, specs: Any = None, *options: Any, all_time: bool = False,
+                   **fields: Any) -> tuple:
+    """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
+
+        x = embed(params, batch)
+        x, aux = block(w, x, i, batch)          layer i, with weights w
+        sum, count = head(params, x, batch)     or sum, count, {name: other sum}
+
+    `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
+    tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
+    dict of other sums to log, which have no gradient. `options` is a record with the fields of
+    pipeline.Options, such as a network's configuration; a field can also be given by name.
+
+    Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
+    part of the time of x and of the batch, and its sum and count are of that part. A head that
+    needs all of the time (it calls whole_time) says all_time=True: then every stage computes the
+    whole head, and it counts once."""
+    options, head = pipeline.options_of(options, fields), _head_of_stage(head, all_time)
+    if options.schedule == "1f1b" and axis_size("pipe") > 1:
+        stack, options = _stack_of_stage(block, weights, batch, specs, options)
+        sums = pipeline.one_forward_one_backward(pipeline.Parts(
+            embed, stack, head, batch, options.microbatches), params, weights)
+    else:
+        x, aux = _through_layers(block, weights, embed(params, batch), batch, specs, options)
+        sums = pipeline.with_aux(head(params, x, batch), aux)
+    return named(sums[0], "pipelined_loss"), *sums[1:]
+
+
+# -------------------------------------------------------------------------------------------
+# The parts of a pipelined_loss
+
+def _through_layers(block, weights, x, batch, specs, options):
+    """x after all layers (under pipe: on the last stage, zeros on the others), and their aux,
+    summed."""
+    stack, options = _stack_of_stage(block, weights, batch, specs, options)
+    if axis_size("pipe") == 1:
+        return stack(weights, x, jnp.arange(len(jax.tree.leaves(weights)[0])), batch)
+    run = pipeline.interleaved if options.chunks > 1 else gpipe
+    x, aux = run(stack, weights, x, batch, options)
+    return x, jax.tree.map(lambda a: a.sum(0), aux)
+
+
+def _stack_of_stage(block, weights, batch, specs, options):
+    """The layers of this stage as one function, stack(weights, x, numbers, batch); and the options,
+    with microbatches that divide the rows."""
+    own, stages, remat = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options.remat
+    if stages > 1:
+        pipeline.check_stages(own * stages, options.chunks, specs)
+        rows = len(jax.tree.leaves(batch)[0])
+        options = options._replace(microbatches=math.gcd(options.microbatches, rows))
+    if options.schedule == "1f1b" and own == 1 < stages:
+        remat = "none"      # 1F1B recomputes the stage itself, right before its backward pass
+
+    def stack(weights, x, numbers, batch):
+        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, numbers, specs, remat,
+                        options.sum_dtype)
+        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
+
+    return stack, options
+
+
+def _head_of_stage(head, all_time):
+    """The head of a loss, as every stage calls it, with x on the last stage and zeros on the
+    others."""
+    if axis_size("pipe") == 1:
+        return head
+
+    def of_stage(params, x, batch):
+        if all_time:
+            x = psum(x, "pipe")
+            sums = keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
+        else:
+            x = share_time(x)
+            batch = time_of_stage(batch, x)
+            if "whole_time" in names_in(head, params, x, batch):
+                raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss "
+                                  f"calls shard.whole_time, and each stage has a part of the time; "
+                                  f"give pipelined_loss all_time=True; {ANY_LOSS}")
+            sums = head(params, x, batch)
+        return mark_varying(tuple(sums), also={"pipe"})
+
+    return of_stage
+
+
+def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,
+                     *options: Any, **fields: Any) -> Array:
+    """x [B, T, D] after a stack of layers, on every stage: an encoder in front of a pipelined_loss
+    with the same stages. block(w, x, i, batch) is as there, and its aux is None."""
+    options = pipeline.options_of(options, fields)._replace(schedule="gpipe")
+    # (When generating, every device has all layers, and no spec names pipe.)
+    if axis_size("pipe") > 1 and specs and "pipe" not in jax.tree.leaves(specs)[0]:
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        return layers(lambda w, x, i: block(w, x, i, batch), weights, x, numbers, specs,
+                      options.remat, options.sum_dtype)[0]
+    x, _ = _through_layers(block, weights, x, batch, specs, options)
+    return lax.psum(x, "pipe") if axis_size("pipe") > 1 else x
+
+
+# -------------------------------------------------------------------------------------------
+# Dropout
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
@@ -651,178 +899,11 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
         return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
 
     if slots is None:
-        time = x.shape[1] * (_size("tensor") if is_split(x) else 1)
+        time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
         slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
     slots = jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2])
     kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, slots)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
-
-
-# -------------------------------------------------------------------------------------------
-# The stack of layers
-
-# On a single CPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers: a step is
-# 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer.
-UNROLLED = 16
-
-
-def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
-           remat: str = "none", sum_dtype: str = "") -> tuple[Any, Any]:
-    """The stream x after a stack of equal layers, and what each layer returned besides, stacked.
-
-    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
-    have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
-    where they are used, and again in the backward pass, so that no device keeps them. remat says
-    what to recompute in the backward pass: none, selective (all but products with weights) or full
-    (all but the layer's input); see zigzag/parallel/remat.py."""
-    layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
-
-    def body(x, layer):
-        w, e = layer
-        return block(gather(w, layer_specs, sum_dtype), x, e)
-
-    if remat != "none" or layer_specs is not None and _size("fsdp") > 1:
-        body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
-
-    def step(x, layer):        # the name tells a pipeline to keep a layer's input
-        return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
-
-    # (Why unroll: a loop copies what it keeps for the backward pass into arrays of all layers.)
-    few = remat == "none" and jax.tree.leaves((weights, xs))[0].shape[0] <= UNROLLED
-    return lax.scan(step, x, (weights, xs), unroll=few and is_single_cpu())
-
-
-def loss_of_layers(embed: Callable, block: Callable, head: Callable, params: Any, batch: Any,
-                   specs: Any, c: Any, all_time: bool = False) -> tuple:
-    """pipelined_loss with the layers in params["layers"], and the options of a configuration c."""
-    others = {name: w for name, w in params.items() if name != "layers"}
-    return pipelined_loss(embed, block, head, others, params["layers"], batch,
-                          specs and specs["layers"], c.remat, c.microbatches, c.schedule, c.chunks,
-                          c.sum_dtype, all_time)
-
-
-def _layers_of_stage(block, weights, specs, remat, sum_dtype, is_1f1b=False):
-    """The layers of this stage as one function, stack(weights, x, indices, batch), for
-    zigzag/parallel/pipeline.py; and the number of layers over all stages."""
-    count = jax.tree.leaves(weights)[0].shape[0]
-    if is_1f1b and count == 1 < _size("pipe"):
-        remat = "none"      # 1F1B recomputes the stage itself, right before its backward pass
-
-    def stack(weights, x, indices, batch):
-        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, indices, specs, remat,
-                        sum_dtype)
-        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
-
-    return stack, count * _size("pipe")
-
-
-# -------------------------------------------------------------------------------------------
-# pipe
-#
-#   split       the layers into stages, and a device's rows into microbatches
-#   collective  a collective-permute of the activations to the next stage in every tick; its
-#               transpose sends their gradients back. After the last stage a reduce-scatter over
-#               time, so that all stages share the work of the loss head (an all-reduce where the
-#               head needs all of the time, and for the output of an encoder)
-#   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
-#               reduce-scatter (both forward and backward)
-#   correct     every microbatch goes through all layers, in order. A loss is a sum over
-#               microbatches and tokens, so each stage adds its part of it
-#   more        zigzag/parallel/pipeline.py (gpipe, interleaved, 1f1b, and what each keeps in
-#               memory)
-
-def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
-                   batch: Any, specs: Any = None, remat: str = "none", microbatches: int = 1,
-                   schedule: str = "gpipe", chunks: int = 1, sum_dtype: str = "",
-                   all_time: bool = False) -> tuple:
-    """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
-
-        x = embed(params, batch)
-        x, aux = block(w, x, i, batch)          layer i, with weights w
-        sum, count = head(params, x, batch)     or sum, count, {name: other sum}
-
-    `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
-    tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
-    dict of other sums to log, which have no gradient.
-
-    Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
-    part of the time of x and of the batch, and its sum and count are of that part. A head that
-    needs all of the time (it calls whole_time) says all_time=True: then every stage computes the
-    whole head, and it counts once."""
-    stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype, schedule == "1f1b")
-    if _size("pipe") == 1:
-        x, aux = stack(weights, embed(params, batch), jnp.arange(total), batch)
-        s, *others = pipeline.with_aux(head(params, x, batch), aux)
-        return named(s, "pipelined_loss"), *others
-
-    def shared_head(params, x, batch):
-        if all_time:
-            x = beside_auto_tensor(lambda x: lax.psum(x, "pipe"), P())(x)
-            return keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
-        x = _share_time(x)
-        batch = _time_of_stage(batch, x)
-        if "whole_time" in names_in(head, params, x, batch):
-            raise ConfigError(f"mesh axis pipe={_size('pipe')}: the head of this loss calls "
-                              f"shard.whole_time, and each stage has a part of the time; give "
-                              f"pipelined_loss all_time=True; any loss that is a sum over rows "
-                              f"trains on data, fsdp and tensor")
-        return head(params, x, batch)
-
-    stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
-    loss = pipeline.Loss(embed, stack, shared_head, _send, batch, jnp.arange(total), stages,
-                         math.gcd(microbatches, jax.tree.leaves(batch)[0].shape[0]))
-    if schedule == "1f1b":
-        return pipeline.one_forward_one_backward(loss, params, weights)
-    return pipeline.forward_then_backward(loss, params, weights, chunks, remat)
-
-
-def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,
-                     remat: str = "none", microbatches: int = 1, chunks: int = 1,
-                     sum_dtype: str = "") -> Array:
-    """x [B, T, D] after a stack of layers, on every stage: an encoder in front of a pipelined_loss
-    with the same stages. block(w, x, i, batch) is as there, and its aux is None."""
-    stack, total = _layers_of_stage(block, weights, specs, remat, sum_dtype)
-    # (When generating, every device has all layers, and no spec names pipe.)
-    if _size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
-        return stack(weights, x, jnp.arange(total // _size("pipe")), batch)[0]
-    stages = pipeline.check_stages(_size("pipe"), total, chunks, specs)
-    loss = pipeline.Loss(None, stack, None, _send, batch, jnp.arange(total), stages,
-                         math.gcd(microbatches, len(x)))
-    return lax.psum(pipeline.forward(loss, x, weights, chunks, remat)[0], "pipe")
-
-
-def _send(tree, step):
-    """Send a tree to the next stage (step 1) or to the one before (-1), in a ring."""
-    n = _size("pipe")
-    return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
-
-
-def _share_time(x):
-    """This stage's part of the time of x [B, T, D]. One stage has x, and the others have zeros. If
-    tensor has split the time already, its parts are cut again. If pipe does not divide them, x is
-    first made whole over tensor."""
-    stages = _size("pipe")
-    if is_split(x) and x.shape[1] % stages:
-        x = whole_time(x)
-    if x.shape[1] % stages:
-        raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens of a device do not "
-                          f"divide by {stages}")
-    return beside_auto_tensor(lambda x: lax.psum_scatter(
-        x, "pipe", scatter_dimension=1, tiled=True), P())(x)
-
-
-def _time_of_stage(tree, x):
-    """Arrays [B, T, ...], cut to this stage's part of the time after _share_time(x). Arrays whose
-    dimension 1 is not that time (a source, a seed for each row) stay as they are."""
-    stages, n = _size("pipe"), _size("tensor") if is_split(x) else 1
-
-    def part(a):
-        if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n:
-            return a
-        pieces = time_chunks(a, stages, n)
-        return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)
-
-    return jax.tree.map(part, tree)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,15 @@ from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
 from zigzag.core.flags import change, flat
 from zigzag.core.flags import run_main as run_main
-from zigzag.core.mesh import cast, keep_compiled, pmean_all, row_groups
+from zigzag.core.mesh import (
+    add_to,
+    cast,
+    keep_compiled,
+    mark_varying,
+    pmean_all,
+    row_groups,
+    split_rows,
+)
 from zigzag.core.report import Reporter
 from zigzag.disk import examples
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
@@ -62,7 +70,16 @@ from zigzag.hub.llama import special_ids
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import command_line, commands, continuing, init_from, loggers, metrics, schedules
+from zigzag.run import (
+    command_line,
+    commands,
+    continuing,
+    init_from,
+    loggers,
+    metrics,
+    modes,
+    schedules,
+)
 from zigzag.run.checks import (
     check_batch,
     check_config,
@@ -95,6 +112,7 @@ from zigzag.run.loop import (
 from zigzag.run.plan import (
     Plan,
     Program,
+    in_one,
     make_plan,
     make_program,
     resolve_dtype,
@@ -276,46 +294,62 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), config.sum_dtype)
 
 
+def local_sums(plan: Plan, weights: Any, rows: Any) -> tuple:
+    """This device's sum, count and other sums of the loss of its rows, each counted once."""
+    sums = plan.loss(weights, rows, plan.used)
+    return shard.local_sums(sums, plan.shared_row_axes, plan.pools)
+
+
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
     (params, batch) -> gradients, sums, for tests that compare gradients."""
-    def gradients(params, batch):
-        # Every device runs this for its rows. It has its part of the trained weights; gather makes
-        # them whole, and sums_and_gradient differentiates the loss of a micro-batch.
-        weights, gather, sums_and_gradient = plan.bind(params, gather_weights)
+    def on_device(trained, frozen, batch):
+        # Every device runs this, with its pieces of the weights, as they are stored, and its rows
+        # of the batch. `frozen` is {}, but for --lora_rank. On data=2,fsdp=2,tensor=2 a device has
+        # [D/2, F/2] of w_up [D, F], and a quarter of the rows.
+        #
+        # Marked as varying out here, the weights have gradients that stay local (see shard.py).
+        trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
-        # Gather, once for all micro-batches (layers gather their own weights, when they run).
-        # `scatter` is the transpose: it takes gradients back to where the weights are stored.
-        whole, scatter = jax.vjp(gather, weights)
+        # Gather over fsdp, once for all parts of the batch (layers gather their own weights, when
+        # they run). `scatter`, the transpose, takes gradients back to where weights are stored.
+        whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
+        frozen = gather_weights(plan, frozen, plan.frozen)
 
-        def add_micro_batch(total, micro_batch):
-            sums, grads = sums_and_gradient(whole, micro_batch)
-            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total,
-                                (*scatter(grads), sums)), None
+        def loss(whole, frozen, rows):          # the sum to differentiate, and all sums
+            sums = local_sums(plan, in_one(whole, frozen), rows)
+            return sums[0], sums
 
-        # Accumulate, in float32.
-        total = plan.zeros(weights)
-        if plan.accumulate == 1:
-            total, _ = add_micro_batch(total, batch)
-        else:
-            total, _ = jax.lax.scan(add_micro_batch, total, jax.tree.map(
-                lambda x: x.reshape(plan.accumulate, -1, *x.shape[1:]), batch))
+        def add_part(total, rows):
+            value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
+            (_, sums), grads = value_and_grad(whole, frozen, rows)
+            return add_to(total, (*scatter(grads), sums)), None
 
-        # Reduce: one sum over devices, of the gradients and of what they are divided by.
-        grads, sums = total
-        return (shard.sum_gradients(grads, plan.sum_axes, plan.trained(plan.stored), plan.moments),
+        # Accumulate over the parts of the batch, in float32: nothing is sent but inside the loss.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, plan.sums))
+        total = jax.tree.map(mark_varying, zeros[0], trained), mark_varying(
+            zeros[1], also=plan.marked)
+        (grads, sums), _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate),
+                                        unroll=plan.accumulate == 1)
+
+        # One sum over devices, of the gradients and of what they are divided by.
+        return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
-    gradients = plan.on_mesh(gradients, (plan.moments, P()), shard.shard_time)
+    def gradients(params, batch, frozen={}):
+        batch, of_batch = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
+        return modes.shard_map(
+            on_device, plan, in_specs=(*plan.specs, of_batch),
+            out_specs=(plan.moments, P()))(params, frozen, batch)
 
     def step(state, batch):
-        grads, (total, count, others) = gradients(state["params"], batch)
+        params, opt = state["params"], state["opt"]
+        grads, (total, count, others) = gradients(params, batch, state["frozen"])
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
         # Update, unless the gradient is not finite (it would spoil every weight for good) or the
         # count is 0 (weights would decay, and moments fade, for no reason).
-        params, opt = plan.trained(state["params"]), state["opt"]
         rate = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, norm = rate(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -327,8 +361,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
         metrics = {"loss": total / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
-        return {"params": plan.replace(state["params"], params), "opt": opt,
-                "step": state["step"] + 1}, metrics
+        return {**state, "params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     return step, gradients
 
@@ -336,16 +369,21 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 def make_evaluate(plan: Plan) -> Callable:
     """(params, batch) -> the loss's sums over a batch. If the mesh does not divide its rows, every
     device computes all of them."""
-    def evaluate(params, batch):
+    def evaluate(params, batch, frozen={}):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
-        def local(params, batch):
-            weights = gather_weights(plan, plan.mark(cast(params, plan.dtype)), plan.decisions)
-            sums = plan.on_device(plan.local_sums)(weights, batch)
+        def on_device(trained, frozen, batch):
+            trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
+            weights = in_one(gather_weights(plan, trained, plan.trained),
+                             gather_weights(plan, frozen, plan.frozen))
+            sums = modes.as_one_device(functools.partial(local_sums, plan), plan)(weights, batch)
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
-            return pmean_all(shard.sum_gradients(plan.mark(sums), axes))
+            return pmean_all(shard.sum_gradients(mark_varying(sums, also=plan.marked), axes))
 
-        return plan.on_mesh(local, P(), shard.shard_time, splits_rows)(params, batch)
+        batch, of_batch = shard.shard_time(batch, plan.mesh, plan.rows if splits_rows else None,
+                                           plan.untimed)
+        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, of_batch),
+                               out_specs=P())(params, frozen, batch)
 
     return evaluate
 
@@ -361,8 +399,8 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     if ours:
         check_rows(config)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None,
-                     schedule)
-    update = optimizer(plan.config, plan.trained(plan.decisions))
+                     schedule, network.untimed)
+    update = optimizer(plan.config, plan.trained)
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
@@ -417,7 +455,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         program = build_program()
         config, say = program.config, say or Reporter(config.steps)
         check_task(config, program, task)
-        facts = {"shapes": shapes_hash(program.state["params"]), **(record or {}),
+        facts = {"shapes": shapes_hash(program.plan.params), **(record or {}),
                  **(data.tokenizer_record(tokenizer) if tokenizer else {})}
         hosts.assert_same_everywhere(record_of(config) | facts)
         if config.check or not program.plan.trusted:
@@ -440,7 +478,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         if not stop:
             say.end(loop.at, config.out, loop.evaluation)
     hosts.watchdog.arm("")
-    return Fit(program.permute(loop.state["params"], back=True), loop.at,
+    return Fit(program.permute(program.weights(loop.state), back=True), loop.at,
                loop.evaluation.get("eval_loss"), loop.outputs, loop.evaluation,
                next(iter(loop.best), None))
 

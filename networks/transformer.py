@@ -489,8 +489,8 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
     stacked, specs_of_layers = _layers(params, specs)
     return shard.pipelined_loss(
-        embed, layer, head, others, stacked, batch, specs_of_layers, c.remat, c.microbatches,
-        c.schedule, c.chunks, c.sum_dtype, all_time=c.head == "classes")
+        embed, layer, head, others, stacked, batch, specs_of_layers, c,
+        all_time=c.head == "classes")
 
 
 # -------------------------------------------------------------------------------------------
@@ -562,8 +562,7 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
         return block(w, x, i, e, batch)[:2]
 
     stacked, specs = _layers(params, specs and specs["encoder"])
-    x = shard.pipelined_layers(layer, stacked, x, known, specs, c.remat, c.microbatches, c.chunks,
-                               c.sum_dtype)
+    x = shard.pipelined_layers(layer, stacked, x, known, specs, c)
     x = norm(params, "norm", x, e) if "norm" in params else x
     return {"encoded": gather(x), "source_document": gather(known["document"])}
 

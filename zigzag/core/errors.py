@@ -13,6 +13,10 @@ from typing import Any, Callable, Iterable
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+# Said where a loss cannot run on an axis.
+ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
+
+
 class ConfigError(ValueError):
     """A refusal: the message says what was given and what would be accepted."""
 

@@ -26,6 +26,9 @@ from zigzag.core.errors import ConfigError, did_you_mean
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
 WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is left to the compiler
+# The size of the tensor axis while the rule traces a function, which happens without a mesh.
+# (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
+TENSOR_SIZE = jax.make_user_context(1)
 
 
 # -------------------------------------------------------------------------------------------
@@ -268,6 +271,11 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
                           f"{vocab_size - 1}")
 
 
+def split_rows(tree: Any, count: int) -> Any:
+    """Reshape each array [B, ...] to [count, B / count, ...]."""
+    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tree)
+
+
 def add_to(total: Any, more: Any) -> Any:
     """The sum of two trees, in the dtypes of the first."""
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
@@ -288,6 +296,25 @@ def varying(*trees: Any) -> set[str]:
     # (jax.typeof fails on a ShapeDtypeStruct where tensor is auto.)
     return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
                          for x in jax.tree.leaves(trees)])
+
+
+def axis_size(axis: str) -> int:
+    """The size of a mesh axis, or 1 where the compiler splits it (--step jit) or there is none."""
+    sizes, manual = ambient()
+    return sizes[axis] if axis in manual else 1
+
+
+def is_split(x: Any) -> bool:
+    """Whether devices of tensor have different parts of x. (Along which dimension, the caller must
+    know: types do not say.)"""
+    return "tensor" in varying(x)
+
+
+def own_part(x: jax.Array, dim: int) -> jax.Array:
+    """This device's part, along one dimension, of an array that is whole on every device of
+    tensor."""
+    size = x.shape[dim] // axis_size("tensor")
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:

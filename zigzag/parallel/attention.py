@@ -1,4 +1,5 @@
-"""Attention on one device: in blocks of queries, by the device's own kernel, or around a ring.
+"""Attention on one device: in blocks of queries, or by the device's own kernel. (Around a ring of
+devices: section seq of shard.py.)
 
 In causal attention, a block of queries meets only the keys up to its last query, so most of the
 masked scores are never computed.
@@ -32,12 +33,6 @@ from zigzag.core.mesh import ambient, is_single_cpu, mark_varying, untyped
 # with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
 # sequences, where attention is much of the work: `block_ends`.)
 SCORES, BLOCK = 2**25, 128
-
-
-class Partial(NamedTuple):
-    """Attention to some of the keys, with a softmax over only these."""
-    values: Array   # [B, T, H, N] float32
-    logsum: Array   # [B, H, T], the logsumexp of the scores
 
 
 # -------------------------------------------------------------------------------------------
@@ -307,73 +302,3 @@ def by_kernel(q: Array, k: Array, v: Array) -> Array:
     attention = jax.custom_vjp(track(causal_kernel))
     attention.defvjp(forward, backward)
     return attention(*mark_varying((q, k, v), q, k, v))
-
-
-# -------------------------------------------------------------------------------------------
-# Around a ring: each device keeps its queries, and the keys of all devices pass by in turn
-
-def _look(attend_to, queries, keys):
-    values, logsum = attend_to(queries, keys)
-    return Partial(values.astype(jnp.float32), logsum)
-
-
-def _join(a, b):
-    """Attention to the keys of both parts: their values, weighted by the exponentials of logsum."""
-    logsum = jnp.logaddexp(a.logsum, b.logsum)
-
-    def share(part):
-        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
-
-    return Partial(a.values * share(a) + b.values * share(b), logsum)
-
-
-def full_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int) -> Array:
-    """Attention [B, T, H, N] in which a query may see any key, over n devices. pass_on(keys)
-    receives the keys that the previous device has."""
-    look = jax.checkpoint(functools.partial(_look, attend_to, queries))
-
-    def turn(state, _):
-        keys, result = state
-        keys = pass_on(keys)
-        return (keys, _join(result, look(keys))), None
-
-    (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=n - 1)
-    return result.values.astype(queries[0].dtype)
-
-
-def causal_ring(attend_to: Callable, queries: tuple, keys: tuple, pass_on: Callable, n: int
-                ) -> Array:
-    """Causal attention [B, T, H, N] over a sequence in zigzag order (shard.py's `shard_time`):
-    device i has part i of the time (early) and part 2 n - 1 - i (late), so that all devices have
-    equal work.
-
-    The keys of each other device j pass by in turn. The late queries see all early keys. If j < i,
-    the early queries see j's early keys too; if j > i, the late queries see j's late keys too. So
-    of the four pairs of halves, every device computes two in every turn."""
-    me, (q, _) = lax.axis_index("seq"), queries
-    half = q.shape[1] // 2
-    look = functools.partial(_look, attend_to)
-
-    def halves(tree):
-        return _time(tree, 0, half), _time(tree, half, None)
-
-    def select(condition, a, b):
-        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
-
-    @jax.checkpoint         # saves only a turn's keys and the results before it
-    def look_at(keys, before, first, second):
-        early_keys, late_keys = halves(keys)
-        second = _join(second, look(late, early_keys))
-        part = look(select(before, early, late), select(before, early_keys, late_keys))
-        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
-                _join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
-
-    def turn(state, _):
-        keys, whose, *results = state
-        keys, whose = pass_on(keys), (whose - 1) % n
-        return (keys, whose, *look_at(keys, whose < me, *results)), None
-
-    early, late = halves(queries)
-    state = keys, me, look(early, halves(keys)[0]), look(late, keys)
-    (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
-    return jnp.concatenate([first.values, second.values], 1).astype(q.dtype)

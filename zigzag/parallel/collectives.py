@@ -1,32 +1,46 @@
-"""Collectives that a platform needs in another form than jax's own."""
+"""The collectives of shard.py, in the form that each compiler needs.
 
-from typing import Any, Callable
+They are lax's functions of these names, but for two things. On a TPU `reduce_scatter` is made of
+exchanges, because the compiler would send twice as much. And each takes an array that `tensor` may
+split as `spec` says, where a custom loss leaves tensor to the compiler (`beside_auto_tensor`). With
+columns and rows by hand, on other machines, each is one call of lax.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import ambient, platform
-
-
-def with_reduce_scatter(all_gather: Callable, axis: str, dim: int, dtype: str = "") -> Callable:
-    """all_gather (over `axis`, along `dim`) with the reduce_scatter below as its transpose,
-    computed in `dtype` if one is given. Without a dtype this changes something on a TPU only:
-    elsewhere autodiff's transpose is the same reduce-scatter."""
-    if platform() != "tpu" and not dtype:
-        return all_gather
-    gather = jax.custom_vjp(all_gather)     # (remat policies look into all_gather in the next line)
-    gather.defvjp(lambda x: (all_gather(x), None), lambda _, g: (
-        reduce_scatter(g.astype(dtype or g.dtype), axis, dim).astype(g.dtype),))
-    return gather
+from zigzag.core.mesh import ambient, beside_auto_tensor, platform
 
 
-def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dim: int, spec: P = P(), sum_dtype: str = "") -> jax.Array:
+    """x, whole along `dim`, of which each device of `axis` has a part. The transpose is the
+    reduce_scatter below, computed in `sum_dtype` if one is given."""
+    def gather(x):
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    def scatter(_, g):
+        return (_reduce_scatter(g.astype(sum_dtype or g.dtype), axis, dim).astype(g.dtype),)
+
+    if platform() == "tpu" or sum_dtype:    # (else it is the transpose that autodiff knows)
+        plain, gather = gather, jax.custom_vjp(gather)  # (remat policies look into the first)
+        gather.defvjp(lambda x: (plain(x), None), scatter)
+    return beside_auto_tensor(gather, spec)(x)
+
+
+def reduce_scatter(x: jax.Array, axis: str, dim: int, spec: P = P()) -> jax.Array:
     """x summed over `axis`, of which each device keeps its part along `dim`. On a TPU this is not
     lax.psum_scatter, which the compiler turns into an all-reduce of twice the bytes. There, each
     stage of a few devices exchanges parts by an all-to-all and adds them in float32; all stages
     together send as many bytes as one reduce-scatter."""
+    return beside_auto_tensor(lambda x: _reduce_scatter(x, axis, dim), spec)(x)
+
+
+def _reduce_scatter(x, axis, dim):
     if platform() != "tpu":
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     n = ambient()[0][axis]
@@ -38,6 +52,22 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
         x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
         x = x.reshape(few, -1, *x.shape[1:]).sum(0, dtype=wide).astype(x.dtype)
     return jnp.moveaxis(x, 0, dim)
+
+
+def all_to_all(x: jax.Array, axis: str) -> jax.Array:
+    """Sends x[j] to device j of `axis`, and receives what device j sends here."""
+    return beside_auto_tensor(lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True), P())(x)
+
+
+def psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """lax.psum_scatter, on every platform."""
+    return beside_auto_tensor(lambda x: lax.psum_scatter(
+        x, axis, scatter_dimension=dim, tiled=True), P())(x)
+
+
+def psum(x: jax.Array, axis: str) -> jax.Array:
+    """x summed over `axis`, whole on every device."""
+    return beside_auto_tensor(lambda x: lax.psum(x, axis), P())(x)
 
 
 def scattering(n: int, mesh: Any) -> tuple[str, int]:

@@ -9,33 +9,42 @@ R rows (tokens), K experts for each row, D model, F feed-forward, E experts on t
 
 import functools
 import math
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zigzag.core.mesh import ambient, mark_varying, platform, zeros_of
-from zigzag.parallel.products import Adapted
+from zigzag.core.mesh import ambient, is_split, mark_varying, own_part, platform, zeros_of
+from zigzag.parallel.products import Adapted, on_columns, on_rows
 
 
-def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
-            between: Callable, back: Array, usual: int) -> Array:
+def matching(up: Sequence[Any], down: Any) -> tuple[Sequence[Any], Any]:
+    """The weights of experts, `up` (each [E, D, F]) and `down` [E, F, D]. If tensor splits any of
+    them, a whole one is cut to this device's part of F."""
+    if not any(map(is_split, jax.tree.leaves((up, down)))):
+        return up, down
+    return (on_columns(lambda w: w if is_split(w) else own_part(w, 2), up),
+            on_rows(lambda w: w if is_split(w) else own_part(w, 1), down))
+
+
+def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
+            down: Array, expected: int) -> Array:
     """The output [R, D] of this device's experts for the rows x [R, D]: the sum over a row's
     experts, weighted by shares [R, K]. `chosen` [R, K] has the numbers of their experts, or E for
-    an expert of another device. An expert multiplies by its weights in each of `into` ([E, D, F]),
-    applies between(...), and multiplies by `back` [E, F, D]. `usual` is the expected number of
-    choices of this device's experts."""
+    an expert of another device. An expert multiplies by its weights in each of `up` ([E, D, F]),
+    applies activation(...), and multiplies by `down` [E, F, D]. `expected` is the number of choices
+    of this device's experts, if all experts are equally busy."""
     R, K = chosen.shape
     flat = chosen.reshape(-1)
     # A stable sort. Choices of other devices' experts come last. They are in no group, and a
     # product may leave anything in their rows (zeros on CPU, what was in memory on TPU).
     order = jnp.argsort(flat)
-    counts = (flat == jnp.arange(back.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
+    counts = (flat == jnp.arange(down.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
 
-    multiply = functools.partial(grouped_product, counts=counts, usual=usual)
+    multiply = functools.partial(grouped_product, counts=counts, expected=expected)
 
     def product(x, w):
         is_adapted = isinstance(w, Adapted)
@@ -43,12 +52,12 @@ def mixture(x: Array, chosen: Array, shares: Array, into: Sequence[Array],
         return checkpoint_name(y, "product")
 
     rows = jnp.where(ours, x[order // K], 0)
-    out = jnp.where(ours, product(between(*[product(rows, w) for w in into]), back), 0)
+    out = jnp.where(ours, product(activation(*[product(rows, w) for w in up]), down), 0)
     out = out[jnp.argsort(order)].reshape(R, K, -1)
     return (out * shares[..., None]).sum(1)
 
 
-def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
+def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
     """Rows x [R, D], sorted by expert (counts [E] rows each), times their expert's weights [E, D,
     F] -> [R, F]. By lax.ragged_dot on a TPU, and where a compiler splits the rows; else in
     blocks."""
@@ -56,16 +65,16 @@ def grouped_product(x: Array, w: Array, counts: Array, usual: int) -> Array:
     sizes, manual = ambient()
     if platform() in ("", "tpu") or not (manual or math.prod(sizes.values()) == 1):
         return lax.ragged_dot(x, w, counts)
-    return _by_blocks(x, w, counts, usual)
+    return _by_blocks(x, w, counts, expected)
 
 
-def _blocks(counts, rows, usual):
+def _blocks(counts, rows, expected):
     """Cut the groups of rows into blocks of at most `size` rows, each within one group. Returns
-    size, a power of two of at most a quarter of a usual group, and arrays [n] with each block's
+    size, a power of two of at most a quarter of a expected group, and arrays [n] with each block's
     group, first row and number of rows. n is static, so it is an upper bound: the last blocks have
     0 rows."""
     E = len(counts)
-    size = 1 << min(2048, max(8, usual // (4 * E))).bit_length() - 1
+    size = 1 << min(2048, max(8, expected // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
     number, last = jnp.arange(-(-rows // size) + E), jnp.cumsum(needed)
     group = jnp.minimum((number[:, None] >= last).sum(1), E - 1)
@@ -95,17 +104,17 @@ def _loop(size, blocks, make, put, start, *rows):
     return lax.scan(turn, mark_varying(start, *rows), blocks)[0]
 
 
-def _by_blocks(x, w, counts, usual):
+def _by_blocks(x, w, counts, expected):
     """grouped_product on CPU and GPU, where XLA's ragged_dot multiplies every row with the weights
     of every group. This is a loop over blocks (`_blocks`), each a dense product of up to `size`
-    rows with one group's weights; a group of the usual length has about four blocks.
+    rows with one group's weights; a group of the expected length has about four blocks.
 
     Its gradient is written out: that of x is the same loop with transposed weights, and that of w
     adds each block's x^T g [D, F], in float32, to its group's entry."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def product(x, w, counts, contract):
-        size, blocks = _blocks(counts, len(x), usual)
+        size, blocks = _blocks(counts, len(x), expected)
 
         def make(group, x):
             return jnp.tensordot(x, w[group], (1, contract))
@@ -127,7 +136,7 @@ def _by_blocks(x, w, counts, usual):
         def put(out, group, first, made):
             return out.at[group].add(made)
 
-        dw = _loop(*_blocks(counts, len(x), usual), make, put, jnp.zeros(w.shape, wide), x,
+        dw = _loop(*_blocks(counts, len(x), expected), make, put, jnp.zeros(w.shape, wide), x,
                    cotangent)
         return product(cotangent, w, counts, 1), dw.astype(w.dtype), None
 

@@ -1,10 +1,7 @@
-"""Pipeline schedules: which microbatch each stage works on in each tick.
+"""Pipeline schedules: the timetables of all three, and the two that are more than GPipe.
 
-    gpipe          all microbatches forward, then autodiff runs the same ticks in reverse
-
-        stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
-        stage 1 |. 0 1 2
-
+    gpipe          all microbatches forward, then autodiff runs the same ticks in reverse; its code
+                   is `gpipe` in shard.py's section pipe: read that first
     interleaved    the same with V chunks of layers in each stage: microbatches go V times around
                    the ring of stages, and the idle share falls by about V
     1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
@@ -14,12 +11,20 @@
 All stages run one program (it is inside a shard_map); `lax.axis_index("pipe")` tells a device which
 stage it is. A tick is one turn of a loop: compute, then send the result to the neighbour. With k
 layers in a chunk, chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual
-stream of one microbatch of b rows. The functions that compute and send are passed in as a `Loss`
-(built in the pipe section of shard.py); this file decides when each of them runs.
+stream of one microbatch of b rows.
+
+The parts of a loss, as `pipelined_loss` makes them for one stage:
+
+    embed(params, batch) -> x
+    stack(weights, x, numbers, batch) -> x, aux     the layers with these numbers; aux is None, or a
+                                        pair: a term of the loss, and a dict of other sums
+    head(params, x, batch) -> sum, count[, dict of sums]    a collective: every stage calls it, with
+                                        x on the last stage and zeros on the others, and gets the
+                                        sums of its own part of the time
 """
 
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +32,37 @@ import numpy as np
 from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import add_to, ambient, cast, mark_varying, vary_like, varying, zeros_of
+from zigzag.core.mesh import (
+    add_to,
+    ambient,
+    axis_size,
+    cast,
+    is_split,
+    mark_varying,
+    split_rows,
+    vary_like,
+    varying,
+    zeros_of,
+)
+from zigzag.parallel.products import time_chunks
 from zigzag.parallel.remat import POLICIES
 
 
-class Loss(NamedTuple):
-    """A loss with a stack of layers in the middle: embed, then every layer, then head."""
-    embed: Callable         # (params, batch) -> x
-    layers: Callable        # (weights, x, layer indices, batch) -> x, aux (None or a pair: a term
-                            # of the loss, and a dict of other sums)
-    head: Callable          # (params, x, batch) -> sum, count[, dict of sums]. A collective: every
-                            # stage must call it, with x on the last stage and zeros on the others;
-                            # each computes the loss of its own slice of the time
-    send: Callable          # (tree, 1) -> the tree of the previous stage (stage 0 receives the last
-                            # stage's); (tree, -1) -> the tree of the next stage
-    batch: Any              # a tree of arrays [B, ...]
-    indices: Array          # 0 ... L - 1, the numbers of all layers [L]
-    stages: int             # S
-    microbatches: int       # M
+class Options(NamedTuple):
+    """How a stack of layers is computed. A network's configuration has these fields, too."""
+    remat: str = "none"         # what to recompute in the backward pass: none, selective or full
+    microbatches: int = 1       # the parts into which a device's rows are cut
+    schedule: str = "gpipe"
+    chunks: int = 1             # of layers, in each stage
+    sum_dtype: str = ""         # in which fsdp sums gradients; '': that of the weights
+
+
+def options_of(given: Sequence[Any], fields: dict[str, Any]) -> Options:
+    """The Options from one record that has these fields, or from values in their order; `fields`
+    are more of them, by name."""
+    if len(given) == 1 and not isinstance(given[0], str):
+        return Options(*[getattr(given[0], name) for name in Options._fields])._replace(**fields)
+    return Options(*given, **fields)
 
 
 # -------------------------------------------------------------------------------------------
@@ -98,7 +116,7 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
              skips_idle: bool = True) -> str:
     """The timetable as text: a row for each stage with its microbatch in each tick, then a line
     with the idle share. With several chunks, 3b is microbatch 3 in the stage's second chunk.
-    `skips_idle` says that a stage without work in a tick computes nothing (see `_skip_idle`)."""
+    `skips_idle` says that a stage without work in a tick computes nothing (see `skip_idle`)."""
     S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
 
     def cell(stage, t):
@@ -139,24 +157,19 @@ def _summary(S, M, V, schedule, skips_idle):
             f"backward")
 
 
-def check_stages(stages: int, layers: int, chunks: int, specs: Any) -> int:
-    """`stages`, after checking that all stages and chunks get the same number of layers."""
+def check_stages(layers: int, chunks: int, specs: Any) -> None:
+    """Refuse layers that do not divide into the stages and their chunks."""
+    stages = axis_size("pipe")
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
         raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs `specs`, the specs "
                           f"of its layers, and {stages} must divide the number of layers")
     if layers % (stages * chunks):
         raise ConfigError(f"mesh axis pipe={stages} x --chunks {chunks}: {layers} layers do not "
                           f"divide into {stages * chunks}")
-    return stages
 
 
 # -------------------------------------------------------------------------------------------
 # Small tools
-
-def split_rows(tree: Any, count: int) -> Any:
-    """Reshape each array [B, ...] to [count, B / count, ...]."""
-    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tree)
-
 
 def pick(tree: Any, index: Any) -> Any:
     """Entry `index` of each array, clipped to the existing ones (idle ticks ask for others)."""
@@ -164,11 +177,17 @@ def pick(tree: Any, index: Any) -> Any:
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
 
-def _astype(tree, like):
+def astype(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda a, b: a.astype(b.dtype), tree, like)
 
 
-def _skip_idle(busy, work, x, idle=None):
+def send(tree: Any, step: int) -> Any:
+    """Send a tree to the next stage (step 1) or to the one before (-1), in a ring."""
+    n = axis_size("pipe")
+    return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
+
+
+def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
     """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
 
     A branch (lax.cond) saves the time of idle work. It is safe although `work` may contain
@@ -193,6 +212,20 @@ def _skip_idle(busy, work, x, idle=None):
     return lax.cond(busy, typed(work), typed(idle), x)
 
 
+def time_of_stage(tree: Any, x: Array) -> Any:
+    """Arrays [B, T, ...], cut to this stage's part x of the time, as shard.share_time made it.
+    Arrays whose dimension 1 is not that time (a source, a seed for each row) stay as they are."""
+    stages, n = axis_size("pipe"), axis_size("tensor") if is_split(x) else 1
+
+    def part(a):
+        if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n:
+            return a
+        pieces = time_chunks(a, stages, n)
+        return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)
+
+    return jax.tree.map(part, tree)
+
+
 def with_aux(sums: tuple, aux: Any) -> tuple:
     """`sums`, the head's (sum, count) or (sum, count, dict of other sums), with the layers' `aux`
     added: aux[0] to the sum, and the entries of aux[1] to the dict."""
@@ -203,38 +236,21 @@ def with_aux(sums: tuple, aux: Any) -> tuple:
 
 
 # -------------------------------------------------------------------------------------------
-# GPipe and interleaved
+# Interleaved
 
-def forward_then_backward(loss: Loss, params: Any, weights: Any, chunks: int, remat: str) -> tuple:
-    """The loss (sum, count, ...) with all microbatches forward; autodiff makes the backward pass,
-    in the opposite order.
+def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Options
+                ) -> tuple[Array, Any]:
+    """shard.gpipe with V chunks of layers in each stage:
 
         stage 0 | 0a 1a 0b 1b 2a 3a 2b 3b .  |     2 stages of 2 chunks, 4 microbatches: 0b is
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
-    One chunk is GPipe; more chunks make the idle share smaller. The embedding runs before the ticks
-    and the head after them, each once over the whole batch. All stages share the head: each
-    computes the loss of its slice of the time."""
-    out, aux = forward(loss, loss.embed(params, loss.batch), weights, chunks, remat)
-    sums = mark_varying(tuple(loss.head(params, out, loss.batch)), also={"pipe"})
-    return with_aux(sums, jax.tree.map(lambda a: a.sum(0), aux))
-
-
-def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tuple[Array, Any]:
-    """Run x [B, T, D] through all layers. Returns the output [B, T, D] (zeros except on the last
-    stage), and this stage's aux of every tick, stacked.
-
-    The scan carries one microbatch x [b, T, D]: the one that the previous stage sent in the last
-    tick. In a tick, stage 0 replaces it by a new microbatch if it is about to enter chunk 0; then
-    the stage applies the layers of its current chunk and sends the result on."""
-    M, S, V = loss.microbatches, loss.stages, chunks
-    me = lax.axis_index("pipe")
-    # The batch is marked as varying here, so that the transpose of the mark (a sum of its gradients
-    # over the stages) is outside the ticks: inside, idle stages would skip that collective.
-    xs, batch = split_rows(x, M), mark_varying(split_rows(loss.batch, M), me)
-    # Autodiff sums the gradients over ticks in the dtype of the operand: so cast to float32 here.
+    In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, and else the one that
+    the last stage has sent around."""
+    M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
+    xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # (as in gpipe)
     wide = split_rows(cast(weights, "float32"), V)
-    indices = loss.indices.reshape(V, S, -1)
+    numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
     def tick(x, t):
         microbatch, chunk = work_at(t, me, S, V)
@@ -242,18 +258,15 @@ def forward(loss: Loss, x: Array, weights: Any, chunks: int, remat: str) -> tupl
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
         # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
-        # would save a copy. (An outer policy overrides those inside: this one also decides what is
-        # saved of each layer.)
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[remat])
+        # would save a copy.
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
         def turn(x):
-            def work(x):
-                return loss.layers(_astype(pick(wide, chunk), weights), x,
-                                   pick(pick(indices, chunk), me), pick(batch, microbatch))
-
-            return _skip_idle(busy, work, x)
+            return skip_idle(busy, lambda x: stack(
+                astype(pick(wide, chunk), weights), x, pick(pick(numbers, chunk), me),
+                pick(batch, microbatch)), x)
 
         x, aux = turn(x)
-        return loss.send(x, 1), (x, aux)
+        return send(x, 1), (x, aux)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
@@ -278,7 +291,16 @@ class _State(NamedTuple):
     aux: Any                # the layers' aux so far
 
 
-def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
+class Parts(NamedTuple):
+    """The parts of a loss, and how many microbatches its rows make."""
+    embed: Callable
+    stack: Callable
+    head: Callable
+    batch: Any              # arrays [B, ...]
+    microbatches: int
+
+
+def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
     """The loss (sum, count, ...), with each microbatch's backward pass as early as possible:
 
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
@@ -306,60 +328,62 @@ def one_forward_one_backward(loss: Loss, params: Any, weights: Any) -> tuple:
     right because the loss is the sum over microbatches."""
     @jax.custom_vjp
     def total(params, weights):      # runs when no gradient is asked for
-        return forward_then_backward(loss, params, weights, 1, "none")
+        embed, stack, head, batch, M = parts
+        x, aux = interleaved(stack, weights, embed(params, batch), batch, Options(microbatches=M))
+        return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
 
     def scaled(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), grads)
 
-    total.defvjp(functools.partial(_with_gradients, loss), scaled)
+    total.defvjp(functools.partial(_with_gradients, parts), scaled)
     return total(params, weights)
 
 
-def _with_gradients(loss, params, weights):
+def _with_gradients(parts, params, weights):
     """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
-    S, M, stage = loss.stages, loss.microbatches, _Stage(loss, params, weights)
+    S, M, stage = axis_size("pipe"), parts.microbatches, _Stage(parts, params, weights)
     x = stage.zeros
     grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
     state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, stage.me),
                    zeros_of(stage.head, params, x, 0), zeros_of(stage.layers, weights, x, 0)[1])
     state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], lambda t, s: stage.tick(s, t), state)
-    return with_aux(state.sums, state.aux), _astype(state.grads, (params, weights))
+    return with_aux(state.sums, state.aux), astype(state.grads, (params, weights))
 
 
 class _Stage:
     """One stage's work in a tick of 1F1B: see `one_forward_one_backward`."""
 
-    def __init__(self, loss, params, weights):
-        self.loss, self.params, self.weights = loss, params, weights
-        self.me = lax.axis_index("pipe")
-        self.batch = split_rows(loss.batch, loss.microbatches)
-        self.indices = pick(loss.indices.reshape(loss.stages, -1), self.me)
-        self.zeros = self._marked(zeros_of(loss.embed, params, pick(self.batch, 0)))
+    def __init__(self, parts, params, weights):
+        self.parts, self.params, self.weights = parts, params, weights
+        self.me, own = lax.axis_index("pipe"), len(jax.tree.leaves(weights)[0])
+        self.batch = split_rows(parts.batch, parts.microbatches)
+        self.numbers = self.me * own + jnp.arange(own)
+        self.zeros = self._marked(zeros_of(parts.embed, params, pick(self.batch, 0)))
 
     def _marked(self, tree):
         """The tree with the varying type of the loop's carry, which must be the same every tick."""
         return vary_like(tree, self.params, self.batch, self.weights, self.me)
 
     def embed(self, params, m):
-        return self._marked(self.loss.embed(params, pick(self.batch, m)))
+        return self._marked(self.parts.embed(params, pick(self.batch, m)))
 
     def layers(self, weights, x, m):
-        return self._marked(self.loss.layers(weights, x, self.indices, pick(self.batch, m)))
+        return self._marked(self.parts.stack(weights, x, self.numbers, pick(self.batch, m)))
 
     def head(self, params, y, m):
-        return mark_varying(tuple(self.loss.head(params, y, pick(self.batch, m))), also={"pipe"})
+        return self.parts.head(params, y, pick(self.batch, m))
 
     def tick(self, s, t):
         """The _State after tick t, from the state `s` before it."""
-        S, M, send = self.loss.stages, self.loss.microbatches, self.loss.send
+        S, M = axis_size("pipe"), self.parts.microbatches
         (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
         first, last = self.me == 0, self.me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = _skip_idle(busy & first, lambda x: self.embed(self.params, forward), s.x, lambda x: x)
+        x = skip_idle(busy & first, lambda x: self.embed(self.params, forward), s.x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
             s.inputs, x, forward % (2 * S), 0), s.inputs)
-        y, aux = _skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
+        y, aux = skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
 
         # The head, for the microbatch that the last stage has just finished. Never skipped: all
         # stages take part in its collectives.
@@ -370,9 +394,9 @@ class _Stage:
         # Backward.
         dx = jnp.where(last, s.dlast, s.dx)
         turn = (backward >= 0) & (backward < M)
-        dweights, dx = _skip_idle(turn, lambda dx: self._layer_gradients(
+        dweights, dx = skip_idle(turn, lambda dx: self._layer_gradients(
             pick(inputs, backward % (2 * S)), dx, backward), dx)
-        dembed = _skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward), dx)
+        dembed = skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward), dx)
 
         dparams, total = s.grads
         return _State(send(y, 1), send(dx, -1), dlast, inputs,

@@ -1,4 +1,9 @@
-"""The product of activations and weights, and losses summed over chunks of the time.
+"""The products under `columns` and `row` of shard.py, and losses summed over chunks of the time.
+
+    matmul             activations times a weight, or times a weight with a LoRA adapter
+    matching_columns   what `columns` does where not all weights of a block are split
+    row_products       what `row` does where some are not split, or there are several
+    repeat_kv          key and value heads for a tensor axis that does not divide them
 
 On a CPU, `matmul` computes the gradient of the weights itself, with the activations x on the left.
 Autodiff would put the result's gradient g on the left, and XLA on a CPU would first transpose the
@@ -6,14 +11,25 @@ left operand in memory: one copy of g for each product.
 """
 
 import dataclasses
-from typing import Any, Callable
+import math
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zigzag.core.mesh import add_to, mark_varying, platform, vary_like, zeros_of
+from zigzag.core.mesh import (
+    TENSOR_SIZE,
+    add_to,
+    axis_size,
+    is_split,
+    mark_varying,
+    own_part,
+    platform,
+    vary_like,
+    zeros_of,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +99,64 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
     # then inserts.
     return product(*mark_varying((x, w), x, w))
 
+
+def linear(x: Array, w: Any, dtype: Any = None) -> Array:
+    """x [B, T, D] times w [D, F, ...], plus a bias where w is a pair (weight, bias [1, F, ...])."""
+    w, *bias = w if isinstance(w, tuple) else (w,)
+    return sum(bias, matmul(x, w, 1, dtype))
+
+
+# -------------------------------------------------------------------------------------------
+# Weights of one block that are not all split
+#
+# An --override keeps a weight whole, or the rule finds that splitting it does not pay. If n divides
+# its columns, each device uses only its own share of them, so that all products of a block match.
+
+def matching_columns(weights: Sequence[Any]) -> tuple[list[Any], bool]:
+    """The weights [D, F, ...] of a block, or (weight, bias [1, F, ...]) pairs, and whether any is
+    split. If so, a whole one is cut to this device's columns."""
+    n, some = axis_size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
+    if not some:
+        return list(weights), False
+    return on_columns(lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1),
+                      list(weights)), True
+
+
+def row_products(pairs: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
+    """The products of (h, w) pairs in two lists: partial sums, which must be summed over tensor,
+    and products that every device has whole."""
+    partial, whole = [], []
+    for h, w in pairs:
+        if h.shape[2] > w.shape[0]:     # w has only this device's rows, so take that part of h
+            h = own_part(h, 2)
+        # If h has only this device's columns, take that part of w.
+        w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
+        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
+    return partial, whole
+
+
+def repeat_kv(w: Any, heads: int) -> Any:
+    """Weights [D, K, N] of keys or values (or the weight and its bias [1, K, N]), for `heads` query
+    heads. Where tensor divides the query heads but not the K kv heads, each kv head is repeated
+    until tensor divides them, and a device takes the ones that its own queries use. The gradient of
+    a kv head is the sum over its copies."""
+    return on_columns(lambda w: _repeat_kv(w, heads), w)
+
+
+def _repeat_kv(w, heads):
+    count = math.lcm(w.shape[1], max(axis_size("tensor"), TENSOR_SIZE.value))
+    if is_split(w) or count == w.shape[1] or heads % count:
+        return w
+    times = count // w.shape[1]
+    if axis_size("tensor") > 1:
+        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+    # (For the rule, which traces the block before there is a mesh; tensor will have TENSOR_SIZE
+    # devices. The rule can trace through an einsum, and not through a repeat.)
+    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+
+
+# -------------------------------------------------------------------------------------------
+# A loss in chunks of the time
 
 # The number of logits in memory at once. A larger batch computes its loss in chunks of the time.
 LOGITS = 2**25

@@ -8,6 +8,12 @@ recomputed.
 
 import jax
 
+from zigzag.core.mesh import is_single_cpu
+
+# On a single CPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers: a step is
+# 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer.
+UNROLLED = 16
+
 # Cheap to recompute from the operand: never worth saving.
 VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name",
          "pvary", "sharding_constraint", "copy"}
@@ -35,3 +41,9 @@ POLICIES = {
         _policies.save_only_these_names("product", "stream")),
     "full": _policies.save_only_these_names("stream"),
 }
+
+
+def unrolls(layers: int, remat: str) -> bool:
+    """Whether the loop over so many layers is unrolled. (A loop copies what it keeps for the
+    backward pass into arrays of all layers.)"""
+    return is_single_cpu() and remat == "none" and layers <= UNROLLED

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import ambient, beside_auto_tensor, full_spec
-from zigzag.parallel.collectives import with_reduce_scatter
+from zigzag.parallel.collectives import all_gather
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
@@ -31,8 +31,7 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
         stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.used, w.ndim)
         for dim, axis in enumerate(stored):
             if axis in manual and axis != used[dim]:
-                gather = functools.partial(_all_gather, axis=axis, dim=dim, sum_dtype=sum_dtype)
-                w = beside_auto_tensor(gather, P(*stored))(w)
+                w = _all_gather(w, axis, dim, P(*stored), sum_dtype)
                 if axis == "pipe" and dim == 0:
                     order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
                     w = w if order is None else w[order]
@@ -44,11 +43,11 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
     return jax.tree.map(convert, weights, decisions)
 
 
-def _all_gather(w, axis, dim, sum_dtype):
+def _all_gather(w, axis, dim, spec, sum_dtype):
     if axis == "tensor":        # its gradient is equal on all devices: the transpose is a slice
-        return lax.all_gather(w, axis, axis=dim, tiled=True, to="invarying")
-    gather = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
-    return with_reduce_scatter(gather, axis, dim, sum_dtype if axis != "expert" else "")(w)
+        return beside_auto_tensor(lambda w: lax.all_gather(
+            w, axis, axis=dim, tiled=True, to="invarying"), spec)(w)
+    return all_gather(w, axis, dim, spec, sum_dtype if axis != "expert" else "")
 
 
 def _own(w, dim, axis, size, chunks):

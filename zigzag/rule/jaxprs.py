@@ -104,6 +104,15 @@ def _name_jvp(name, primals, tangents):
     return checkpoint_name(_name(primals[0], name), OURS + DIFFERENTIATED), tangents[0]
 
 
+def labelled(fn: Callable) -> Callable:
+    """fn, whose results have its name (see `named`)."""
+    @functools.wraps(fn)
+    def call(*args, **more):
+        return jax.tree.map(lambda x: named(x, fn.__name__), fn(*args, **more))
+
+    return call
+
+
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
     """The names that `named` has given to values of a function, with DIFFERENTIATED among them if
     the function itself takes a gradient through a named value."""

@@ -57,6 +57,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes
 from zigzag.core.mesh import (
     AXES,
+    TENSOR_SIZE,
     drop_trivial_axes,
     entry_axes,
     flatten,
@@ -76,10 +77,6 @@ NARROW, SHORT, ENDS = 4, 16, 1 / 8
 LATENCY = 2**18
 # The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
 MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
-
-# The size of the tensor axis while the rule traces a function, which happens without a mesh.
-# (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
-TENSOR_SIZE = jax.make_user_context(1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,13 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import BATCH_AXES, by_path, cast, row_groups, shardings, untyped
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import computes_in_16_bits
-from zigzag.run.plan import ANY_LOSS, BY_HAND, JIT, Plan, Program, sums_and_gradient
+from zigzag.run.modes import BY_HAND, JIT
+from zigzag.run.plan import Plan, Program, in_one
 
 # To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
 # is computed in float32, or if some of it is in 16 bits.
@@ -254,9 +255,21 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
     places = shardings(plan.stored, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.chunks
     staged = permute_layers(params, places, chunks)
-    grad, sums = gradients(staged, batch)
-    return (sums, permute_layers(grad, plan.trained(places), chunks, back=True),
-            evaluate(staged, _held_out(batch)) if evaluate else ())
+    trained, frozen = plan.in_two(staged)
+    grad, sums = gradients(trained, batch, frozen)
+    return (sums, permute_layers(grad, plan.in_two(places)[0], chunks, back=True),
+            evaluate(trained, _held_out(batch), frozen) if evaluate else ())
+
+
+def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
+    """What the loss returns, and the gradient of its sum with respect to the trained weights, on
+    one device: what the step is compared with."""
+    def with_sums(trained):
+        sums = loss(in_one(trained, frozen), batch)
+        return sums[0], sums
+
+    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(trained)
+    return sums, gradient
 
 
 def _in_parts(plan, parts, held_parts, params, batch):
@@ -269,7 +282,7 @@ def _in_parts(plan, parts, held_parts, params, batch):
         return jax.tree.map(lambda x: x.sum(0), jax.lax.map(fn, split(batch, parts)))
 
     def compute(params, batch):
-        learned = functools.partial(sums_and_gradient, plan.loss, *plan.split(params))
+        learned = functools.partial(sums_and_gradient, plan.loss, *plan.in_two(params))
         held = added(functools.partial(plan.loss, params), _held_out(batch), held_parts) if (
             held_parts) else ()
         return *added(learned, batch, parts), held
@@ -284,7 +297,7 @@ def _alone(plan, evaluates, terms, params, batch):
         results = []
         for factor, numbers in terms:
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
-            found = (*sums_and_gradient(plan.loss, *plan.split(params), rows),
+            found = (*sums_and_gradient(plan.loss, *plan.in_two(params), rows),
                      plan.loss(params, _held_out(rows)) if evaluates else ())
             results.append(jax.tree.map(lambda x, factor=factor: factor * x, found))
         return jax.tree.map(lambda *x: sum(x), *results)
@@ -301,7 +314,7 @@ def _beside_one_device(plan, compute, is_narrow, batch, key, size):
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
 
     def three(params, batch, key):
-        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, *plan.split(_moved(
+        return jax.lax.map(lambda i: sums_and_gradient(plan.loss, *plan.in_two(_moved(
             params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))), batch),
             jnp.arange(3))
 

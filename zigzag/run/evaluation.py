@@ -102,13 +102,13 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     flush_metrics(loop)
     begin = time.perf_counter()
     watchdog.arm("an evaluation")
-    loss, others = _held_out_means(program, task, loop.state["params"])
+    loss, others = _held_out_means(program, task, loop.state)
     row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
     texts, written = [], []
     if task.predict or task.samples:
-        params = program.permute(loop.state["params"], back=True)
+        params = program.permute(program.weights(loop.state), back=True)
     if task.predict:
         count = min(len(task.held_out), task.predicted or len(task.held_out))
         loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
@@ -148,11 +148,11 @@ def _is_best(loop, row):
     return step == at
 
 
-def _held_out_means(program, task, params):
+def _held_out_means(program, task, state):
     """The mean held-out loss; and the means of the loss's other sums, and of each source alone."""
     parts, first, total = {}, 0, None
     for name, count in (task.sources or {"": len(task.held_out)}).items():
-        sums = _held_out_sums(program, task, params, first, first + count)
+        sums = _held_out_sums(program, task, state, first, first + count)
         first += count
         if sums is not None:
             total = sums if total is None else jax.tree.map(_add, total, sums)
@@ -163,7 +163,7 @@ def _held_out_means(program, task, params):
         else float(x / (count or 1)) for name, x in others.items()}
 
 
-def _held_out_sums(program, task, params, first, last):
+def _held_out_sums(program, task, state, first, last):
     """The loss's sums over held-out examples `first` to `last`; None if there are none."""
     config, groups = program.config, row_groups(program.mesh)
     total = None
@@ -173,8 +173,8 @@ def _held_out_sums(program, task, params, first, last):
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
-        sums = jax.tree.map(lambda x: np.asarray(x, float),
-                            jax.device_get(program.evaluate(params, batch)))
+        sums = jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
+            program.evaluate(state["params"], batch, state["frozen"])))
         total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
     return total

@@ -28,7 +28,8 @@ from zigzag.parallel.attention import asked_in, describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
 from zigzag.run.loggers import Loggers
-from zigzag.run.plan import BY_HAND, JIT, Program, compiled
+from zigzag.run.modes import BY_HAND, JIT
+from zigzag.run.plan import Program, compiled
 from zigzag.weights import lora
 
 # How many examples' outputs an evaluation shows.
@@ -105,10 +106,10 @@ class Loop:
 def first_state(program: Program, weights: Callable | None = None) -> Any:
     """The state that a run begins with. weights(places) gives weights instead of init's; places are
     shapes with shardings."""
-    config, params, given = program.config, program.state["params"], None
+    config, given = program.config, None
     if weights:
-        frozen = program.plan.split(params)[1] if config.lora_rank else params
-        given = weights(jax.tree.map(lambda x: x.update(dtype="float32"), frozen))
+        places = program.state["frozen" if config.lora_rank else "params"]
+        given = weights(jax.tree.map(lambda x: x.update(dtype="float32"), places))
     with jax.set_mesh(program.mesh):
         return program.start(jax.random.key(config.seed), given)
 
@@ -120,7 +121,7 @@ def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any
         return None, {}
     state = first_state(program, weights)
     with jax.set_mesh(program.mesh):
-        return state, {"base_weights": lora.fingerprint(program.plan.split(state["params"])[1])}
+        return state, {"base_weights": lora.fingerprint(state["frozen"])}
 
 
 def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
@@ -269,7 +270,7 @@ def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidd
     if visited < total:
         weights += f", of which a token visits {visited:,}"
     if config.lora_rank:
-        trained = sum(w.size for w in jax.tree.leaves(plan.trained(plan.params)))
+        trained = sum(w.size for w in jax.tree.leaves(program.state["params"]))
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "

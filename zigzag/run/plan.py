@@ -4,6 +4,9 @@
                                   checks   --> errors that stop the run, with the numbers
                                            --> Plan, from which train.py makes its step
     Plan, step, evaluate          -->          Program: the functions to compile, and their shapes
+
+Weights are two trees wherever a step takes them: those that are trained, and the frozen ones ({}
+unless --lora_rank). Checkpoints hold only the first; a loss is given both as one.
 """
 
 import dataclasses
@@ -14,14 +17,12 @@ from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
-    AXES,
     WITHOUT_TENSOR,
     abstract_mesh,
     batch_spec,
@@ -29,45 +30,37 @@ from zigzag.core.mesh import (
     cast,
     compiler_options,
     full_spec,
-    keep_on_first,
-    mark_varying,
-    pmean_over,
     row_groups,
     shardings,
     spec_axes,
-    untyped,
-    varying,
     without_axis,
 )
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.run.checks import check_batch, check_overrides
+from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 from zigzag.weights import lora
 
 # The names in a step's line of metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
           "save_seconds"}
-# Said where a loss cannot run on an axis.
-ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
 # The function of shard.py that a loss must call to be split over an axis, and what that splits.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
 
-BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
-    "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything a step must know. Trees have the structure of the weights unless stated."""
+    """What a step must know: facts, and no function but the loss and init. Trees have the structure
+    of all weights unless stated."""
     config: Any             # with its dtype resolved
     mesh: Any
     init: Callable          # key -> weights, as they are stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
     network: Any            # the network whose own loss this is; None: a custom loss
-    mode: str               # how the loss runs: see run_mode
+    mode: str               # how the loss runs: see zigzag/run/modes.py
     takes_specs: bool       # whether its layers gather their own weights
     params: Any             # shapes
     batch: Any              # shapes of a whole batch
@@ -77,6 +70,7 @@ class Plan:
     accumulate: int         # the number of micro-batches in a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
+    untimed: tuple[str, ...] = ()       # arrays of a batch that seq does not split
 
     @property
     def sizes(self) -> Any:
@@ -91,7 +85,7 @@ class Plan:
     def pools(self) -> bool:
         """Whether the loss calls shard.whole_time, to pick or pool positions. Then every device of
         seq computes the same sum, and its count may be a number of rows, which does not vary over
-        seq either; `local_sums` counts both once."""
+        seq either; shard.local_sums counts both once."""
         return "whole_time" in self.names
 
     @property
@@ -102,11 +96,16 @@ class Plan:
     @property
     def manual(self) -> tuple[str, ...]:
         """The mesh axes over which our code sends. Over the others the compiler does."""
-        return {JIT: (), TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR}.get(self.mode, AXES)
+        return MANUAL[self.mode]
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
+
+    @property
+    def rows(self) -> Any:
+        """The axes that split the rows of a batch, as an entry of a spec."""
+        return full_spec(batch_spec(self.mesh), 1)[0]
 
     def axes(self, *names: str) -> set[str]:
         """The axes among `names` that are manual and have more than one device."""
@@ -121,6 +120,12 @@ class Plan:
     def sum_axes(self) -> set[str]:
         """Axes whose devices compute different parts of a sum over the batch."""
         return self.axes(*WITHOUT_TENSOR)
+
+    @property
+    def marked(self) -> set[str]:
+        """The axes over which the step marks weights as varying. (Never tensor: there the type of a
+        weight says that it is split. A loss without types has no marks.)"""
+        return self.sum_axes if self.typed else set()
 
     @property
     def needs(self) -> list[str]:
@@ -141,125 +146,52 @@ class Plan:
         return jax.tree.map(lambda d: d.used, self.decisions)
 
     @property
+    def trained(self) -> Any:
+        """The decisions of the weights that are trained."""
+        return self.in_two(self.decisions)[0]
+
+    @property
+    def frozen(self) -> Any:
+        """The decisions of the weights that are not: {} unless --lora_rank."""
+        return self.in_two(self.decisions)[1]
+
+    @property
+    def specs(self) -> tuple[Any, Any]:
+        """The specs of the trained and of the frozen weights, as they are stored."""
+        return self.in_two(self.stored)
+
+    @property
     def moments(self) -> Any:
         """The specs of the optimizer's state for trained weights: with --zero 1 also over data."""
-        stored = self.trained(self.stored)
+        trained, _ = self.specs
         if not self.config.zero:
-            return stored
-        return zero1_specs(self.trained(self.params), stored, self.mesh, self.config.fsdp_min)
+            return trained
+        shapes, _ = self.in_two(self.params)
+        return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
 
-    def split(self, tree: Any) -> tuple[Any, Any]:
-        """A tree like the weights in two: what is trained, and what is frozen (--lora_rank)."""
+    def in_two(self, tree: Any) -> tuple[Any, Any]:
+        """A tree like the weights as two: what is trained, and what is frozen."""
         return lora.split(tree) if self.config.lora_rank else (tree, {})
-
-    def trained(self, tree: Any) -> Any:
-        """The part of a tree like the weights that is trained: all of it, or the adapters."""
-        return self.split(tree)[0]
-
-    def replace(self, tree: Any, trained: Any) -> Any:
-        """A tree like the weights, with these in place of what is trained."""
-        return lora.join(trained, self.split(tree)[1])
 
     @property
     def parts(self) -> int:
         """The number of parts in which the loss of a batch is computed, apart from the compiler."""
         return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
 
-    def mark(self, tree: Any) -> Any:
-        """The tree, marked as varying over all axes whose devices have other rows, layers or time.
-        (Never over tensor: there the type of a weight says that it is split.)"""
-        return mark_varying(tree, also=self.sum_axes) if self.typed else tree
 
-    def local_sums(self, weights: Any, batch: Any) -> tuple:
-        """This device's part of what the loss returns: the sum, the count, and other sums."""
-        total, count, aux = self.loss(weights, batch, self.used)
-        if self.pools and "seq" not in varying(count):      # each device has pooled all of the time
-            total, aux = pmean_over((total, aux), "seq")
-        if "seq" in self.shared_row_axes & (varying(total) - varying(count)):
-            raise ConfigError(
-                f"mesh axis seq={self.sizes['seq']}: this loss's sum is of a device's part of the "
-                f"time, and its count is not: it divides by a constant or by its rows, as a pooled "
-                f"one does, or by a sum over all of the time; let it pool what shard.whole_time "
-                f"gives, or count the sum of the batch's weights [B, T], and multiply each row's "
-                f"loss by the sum of the row's; {ANY_LOSS}")
-        sums = jax.tree.map(lambda x: lax.psum(x, "tensor") if "tensor" in varying(x) else x,
-                            (total, count, aux))
-        return keep_on_first(sums, self.shared_row_axes)
-
-    def bind(self, params: Any, gather: Callable) -> tuple[Any, Callable, Callable]:
-        """What a step differentiates, inside its shard_map: trained, gather_trained, compute.
-
-            trained                                     the trained weights of this device, as they
-                                                        are stored, cast and marked
-            gathered = gather_trained(trained)          as the loss takes them
-            sums, gradients = compute(gathered, batch)  gradients with respect to `gathered`
-
-        gather(plan, weights, decisions) gathers any weights. Frozen weights (--lora_rank) have no
-        gradient: they are gathered here, once, and bound into `compute`."""
-        trained, frozen = self.split(self.mark(cast(params, self.dtype)))
-        of_trained, of_frozen = self.split(self.decisions)
-        frozen = gather(self, frozen, of_frozen)
-        compute = self.on_device(functools.partial(sums_and_gradient, self.local_sums))
-        return (trained, lambda trained: gather(self, trained, of_trained),
-                lambda whole, batch: compute(whole, frozen, batch))
-
-    def zeros(self, trained: Any) -> tuple[Any, Any]:
-        """Zeros to add a device's micro-batches to, in float32: gradients of its trained weights,
-        and what the loss returns."""
-        return (jax.tree.map(lambda w: mark_varying(jnp.zeros(w.shape, jnp.float32), w), trained),
-                self.mark(optax.tree.zeros_like(self.sums)))
-
-    def on_mesh(self, fn: Callable, out_specs: Any, shard_time: Callable, splits_rows: bool = True
-                ) -> Callable:
-        """fn(params, batch) in a shard_map: each group of devices has its rows, and its part of
-        their time, as shard_time splits it."""
-        if self.mode == JIT:
-            return fn
-
-        def call(params, batch):
-            batch, specs = shard_time(batch, self.mesh)
-            rows = full_spec(batch_spec(self.mesh) if splits_rows else P(), 1)
-            specs = self.stored, {k: P(*rows, *s[1:]) for k, s in specs.items()}, out_specs
-            *in_specs, out = specs if "tensor" in self.manual else without_axis(
-                specs, "tensor")
-            return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out,
-                                 axis_names=set(self.manual), check_vma=self.typed)(params, batch)
-
-        return call
-
-    def on_device(self, fn: Callable) -> Callable:
-        """fn as a device computes it: without varying types if the loss runs without them."""
-        return untyped(fn) if self.mode in (UNTYPED, TENSOR_WHOLE) else fn
-
-
-def run_mode(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
-    """How a loss runs, from the functions of shard.py that it calls (`names`):
-
-    by hand       it calls columns or row: one shard_map over all six axes, with types
-    typed         it calls others, or takes specs: the same, but the compiler splits over tensor
-    untyped       it calls none, or differentiates inside itself: each device computes its rows as
-                  one device would, without types, and the compiler splits that over tensor
-    tensor whole  like untyped, but the compiler cannot split it (`why`), or there is nothing to
-                  split: weights may be stored split over tensor, and are used whole
-
-    With --step jit there is no shard_map: the compiler does everything."""
-    if step == "jit":
-        return JIT
-    if DIFFERENTIATED not in names and not (why and splits_tensor):
-        if names & {"columns", "row"}:
-            return BY_HAND
-        if names or takes_specs:
-            return TYPED
-    return TENSOR_WHOLE if why or not splits_tensor else UNTYPED
+def in_one(trained: Any, frozen: Any) -> Any:
+    """Trained and frozen weights as one tree, which a loss takes. (Plan.in_two undoes it.)"""
+    return lora.join(trained, frozen)
 
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-              network: Any = None, schedule: Callable | None = None) -> Plan:
+              network: Any = None, schedule: Callable | None = None,
+              untimed: Sequence[str] = ()) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
     the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
-    None: the configuration's."""
+    None: the configuration's. `untimed` names arrays of a batch that seq does not split."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if schedule:
@@ -287,12 +219,12 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 
     names = names_in(jaxpr) if typed else set()
     why = "" if trusted else why_not_split(jaxpr, weights)
-    mode = run_mode(config.step, names, typed and takes_specs, splits_tensor, why)
+    mode = mode_of(config.step, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule)
+                config.dtype, config.accumulate, names, schedule, tuple(untimed))
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
@@ -370,16 +302,6 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
-def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
-    """What the loss returns, and the gradient of its sum with respect to the trained weights."""
-    def with_sums(trained):
-        sums = loss(lora.join(trained, frozen), batch)
-        return sums[0], sums
-
-    (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(trained)
-    return sums, gradient
-
-
 def _check_sums_of_parts(plan, weights, rows):
     _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
     for name, x in plan.sums[2].items():
@@ -431,11 +353,11 @@ def _check_axes(plan, names, why):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     plan: Plan
-    state: Any              # shapes with their places: params, opt, step
+    state: Any              # shapes with their places: params, frozen (weights), opt, step
     batch: Any              # the same for a batch
     start: Any              # (key, weights in place of init's or None) -> state
     step: Any               # (state, batch) -> state, metrics
-    evaluate: Any           # (params, batch) -> sum, count, other sums
+    evaluate: Any           # (params, batch, frozen) -> sum, count, other sums
 
     @property
     def config(self) -> Any:
@@ -445,24 +367,26 @@ class Program:
     def mesh(self) -> Any:
         return self.plan.mesh
 
-    def permute(self, state: Any, back: bool = False) -> Any:
-        """A state, the part of it that is saved, or the params of either, with the layers in the
-        order of the pipeline's stages, or (`back`) in their own order, in which they are saved."""
+    def permute(self, tree: Any, back: bool = False) -> Any:
+        """A state, the part of it that is saved, or weights, with the layers in the order of the
+        pipeline's stages, or (`back`) in their own order, in which they are saved."""
         chunks = 1 if self.plan.mode == JIT else self.config.chunks
-        states = self.state, self.saved(self.state)
-        like = next(x for s in states for x in (s, s["params"])
-                    if jax.tree.structure(x) == jax.tree.structure(state))
-        return permute_layers(state, jax.tree.map(lambda x: x.sharding, like), chunks, back)
+        known = (self.state, self.saved(self.state), self.state["params"], self.weights(self.state))
+        like = next(x for x in known if jax.tree.structure(x) == jax.tree.structure(tree))
+        return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
+
+    def weights(self, state: Any) -> Any:
+        """All weights of a state, trained and frozen, as one tree."""
+        return in_one(state["params"], state["frozen"])
 
     def saved(self, state: Any) -> Any:
         """The part of a state that a checkpoint holds: all but frozen weights, which a run reads
         again from where they came from."""
-        return {**state, "params": self.plan.trained(state["params"])}
+        return {name: x for name, x in state.items() if name != "frozen"}
 
     def restored(self, saved: Any, first: Any) -> Any:
         """The state from what was saved of it. `first` is the state that the run began with."""
-        return {**saved, "params": self.plan.replace(first["params"], saved["params"])} if (
-            first) else saved
+        return {**saved, "frozen": first["frozen"] if first else {}}
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -472,15 +396,15 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
 
     def start(key, weights=None):
         """The first state of a run, with these weights (apart from adapters) or with init's."""
-        params = plan.init(key)
+        trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
-            params = (lora.join(plan.trained(params), cast(weights, c.dtype)) if c.lora_rank
-                      else weights)
-        return {"params": params, "opt": optimizer.init(plan.trained(params)),
+            trained, frozen = (trained, cast(weights, c.dtype)) if c.lora_rank else (weights, {})
+        return {"params": trained, "frozen": frozen, "opt": optimizer.init(trained),
                 "step": jnp.zeros((), jnp.int32)}
 
-    opt = state_specs(optimizer, plan.trained(plan.params), plan.moments)
-    places = shardings({"params": plan.stored, "step": P(), "opt": opt}, mesh)
+    trained, frozen = plan.specs
+    opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.moments)
+    places = shardings({"params": trained, "frozen": frozen, "opt": opt, "step": P()}, mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),

@@ -1,0 +1,56 @@
+"""The ways in which a loss runs on a mesh, and what differs between them. The step is the same
+function in all of them: train.make_step's own, which `shard_map` and `as_one_device` wrap.
+
+    by hand       it calls columns or row: one shard_map over all six axes, with types
+    typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
+                  all axes but tensor, over which the compiler splits it
+    untyped       it calls none, or differentiates inside itself: each device computes its rows as
+                  one device would, without types, and the compiler splits that over tensor
+    tensor whole  like untyped, but the compiler cannot split it, or there is nothing to split:
+                  weights may be stored split over tensor, and are used whole
+    jit           --step jit: no shard_map; the compiler does everything
+"""
+
+from typing import Any, Callable
+
+import jax
+
+from zigzag.core.mesh import AXES, WITHOUT_TENSOR, untyped, without_axis
+from zigzag.rule.jaxprs import DIFFERENTIATED
+
+BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
+    "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
+
+# The mesh axes over which our code sends. Over the others the compiler does.
+MANUAL = {BY_HAND: AXES, TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR, TENSOR_WHOLE: AXES,
+          JIT: ()}
+
+
+def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
+    """The mode of a loss that calls the functions `names` of shard.py. `why` says why no compiler
+    may split it over tensor, if none may."""
+    if step == "jit":
+        return JIT
+    if DIFFERENTIATED not in names and not (why and splits_tensor):
+        if names & {"columns", "row"}:
+            return BY_HAND
+        if names or takes_specs:
+            return TYPED
+    return TENSOR_WHOLE if why or not splits_tensor else UNTYPED
+
+
+def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callable:
+    """fn on every device, each time on that device's pieces of the arguments: jax.shard_map over
+    the axes of the mesh that are manual in this mode. With --step jit, fn itself."""
+    if plan.mode == JIT:
+        return fn
+    if "tensor" not in plan.manual:
+        in_specs, out_specs = without_axis((in_specs, out_specs), "tensor")
+    return jax.shard_map(fn, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs,
+                         axis_names=set(plan.manual), check_vma=plan.typed)
+
+
+def as_one_device(fn: Callable, plan: Any) -> Callable:
+    """fn, inside the shard_map, for a loss without types: traced as on one device, so that no
+    function of shard.py sends anything. fn itself in the other modes."""
+    return untyped(fn) if plan.mode in (UNTYPED, TENSOR_WHOLE) else fn
