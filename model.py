@@ -63,34 +63,34 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight: its dimensions, its initial standard deviation (None: all ones, 0.0: all
-    zeros), and the one dimension that tensor parallelism may split.
+    """Every weight on a line: its dimensions, with /tensor behind the one that tensor parallelism
+    may split, and its initial standard deviation (None: all ones, 0.0: all zeros).
 
-    Where a weight lives follows from its row: L is split over pipe, E over expert, the third
-    argument over tensor, and the largest of the others over fsdp. So wq, with "L D H N" and "H", is
-    stored as P("pipe", "fsdp", "tensor", None). (python shard.py prints this for any mesh.)"""
+    The other axes follow from the dimensions. pipe splits L, expert splits E where it counts
+    matrices (the router stays whole), and fsdp splits the largest of the others that it divides, in
+    weights of at least --fsdp_min elements. On pipe=2,fsdp=2,tensor=2, wq is P("pipe", "fsdp",
+    "tensor", None). A run prints this table for its mesh, and python shard.py for any."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
     into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
     layers = {"attn_norm": make("L D"),
-              "wq": make("L D H N", into, "H"),
-              "wk": make("L D K N", into, "K"),
-              "wv": make("L D K N", into, "K"),
-              "wo": make("L H N D", (c.heads * c.head_dim) ** -0.5 * out, "H"),
+              "wq": make("L D H/tensor N", into),
+              "wk": make("L D K/tensor N", into),
+              "wv": make("L D K/tensor N", into),
+              "wo": make("L H/tensor N D", (c.heads * c.head_dim) ** -0.5 * out),
               "mlp_norm": make("L D")}
     if c.experts:
-        visits = c.experts_per_token / c.experts
         layers |= {"router": make("L D E", into),
-                   "e_gate": make("L E D F", into, "F", visits=visits),
-                   "e_up": make("L E D F", into, "F", visits=visits),
-                   "e_down": make("L E F D", c.d_ff**-0.5 * out, "F", visits=visits)}
+                   "e_gate": make("L E D F/tensor", into),
+                   "e_up": make("L E D F/tensor", into),
+                   "e_down": make("L E F/tensor D", c.d_ff**-0.5 * out)}
     else:
-        layers |= {"w_gate": make("L D F", into, "F"),
-                   "w_up": make("L D F", into, "F"),
-                   "w_down": make("L F D", c.d_ff**-0.5 * out, "F")}
-    head = {} if c.tied else {"head": make("D V", into, "V")}
-    return {"embed": make("V D", into, "V", lookup=not c.tied), "layers": layers,
+        layers |= {"w_gate": make("L D F/tensor", into),
+                   "w_up": make("L D F/tensor", into),
+                   "w_down": make("L F/tensor D", c.d_ff**-0.5 * out)}
+    head = {} if c.tied else {"head": make("D V/tensor", into)}
+    return {"embed": make("V/tensor D", into), "layers": layers,
             "norm": make("D"), **head}
 
 

@@ -99,13 +99,13 @@ def _layer_weights(c, stage):
     make = Table(L=stage.layers, D=D, H=H, N=D // H, F=int(known["mlp_ratio"] * D),
                  J=(2 * known["window_size"] - 1) ** 2)
     into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L D H N", into, "H") for name in ("wq", "wk", "wv")}
+    weights = {name: make("L D H/tensor N", into) for name in ("wq", "wk", "wv")}
     if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L 1 H N", 0.0, "H") for name in weights}
-    weights |= {"wo": make("L H N D", into * back, "H"), "wo_bias": make("L D", 0.0),
-                "relative": make("L J H", 0.02, "H", lookup=True),
-                "w_up": make("L D F", into, "F"), "w_up_bias": make("L 1 F", 0.0, "F"),
-                "w_down": make("L F D", int(known["mlp_ratio"] * D) ** -0.5 * back, "F"),
+        weights |= {f"{name}_bias": make("L 1 H/tensor N", 0.0) for name in weights}
+    weights |= {"wo": make("L H/tensor N D", into * back), "wo_bias": make("L D", 0.0),
+                "relative": make("L J H/tensor", 0.02),
+                "w_up": make("L D F/tensor", into), "w_up_bias": make("L 1 F/tensor", 0.0),
+                "w_down": make("L F/tensor D", int(known["mlp_ratio"] * D) ** -0.5 * back),
                 "w_down_bias": make("L D", 0.0),
                 **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
     return weights

@@ -1,5 +1,6 @@
-"""Every weight of the general transformer, once: its axes, its initial standard deviation (None:
-all ones), and the axis that tensor may split. The letters are transformer.py's, and these:
+"""Every weight of the general transformer, once: its dimensions, /tensor behind the one that tensor
+may split, and its initial standard deviation (None: all ones). The letters are transformer.py's,
+and these:
 
 J rows of learned biases by distance, Z token types, A classes, C channels (of a picture or of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
@@ -30,23 +31,23 @@ def table(c: Any) -> dict[str, Any]:
         weights["encoder"] = table(encoder_config(c))
         weights["encoder"].pop("embed", None)       # (the decoder's is used)
     if c.relative and c.relative_shared:
-        weights["relative"] = make("J H", 0.1, "H", lookup=True)
+        weights["relative"] = make("J H/tensor", 0.1)
     return weights | _embed_weights(c, make) | _head_weights(c, make)
 
 
 def _embed_weights(c, make):
     W, inner = c.embed_dim or c.d_model, "W" if c.embed_norm else "D"
     if c.own_stem == "tokens":
-        weights = {"embed": make("V W", W**-0.5, "V", lookup=not c.tied)}
+        weights = {"embed": make("V/tensor W", W**-0.5)}
     else:
         weights = stems.weights(c, make)
     if c.positions in ("learned", "fixed"):
-        weights["positions"] = make(f"P {inner}", 0.02, lookup=True)
+        weights["positions"] = make(f"P {inner}", 0.02)
     if c.positions == "fixed":
         weights["positions"] = dataclasses.replace(weights["positions"],
                                                    values=stems.sound_positions)
     if c.token_types:
-        weights["token_types"] = make(f"Z {inner}", 0.02, lookup=True)
+        weights["token_types"] = make(f"Z {inner}", 0.02)
     if W != c.d_model:
         weights["project_in"] = make("W D", W**-0.5)
         if _has_bias(c, "embed"):
@@ -67,8 +68,8 @@ def _head_weights(c, make):
     elif W != D and c.head == "tokens":
         weights["project_out"] = make("D W", D**-0.5)
     if c.head in ("tokens", "masked"):
-        weights |= {} if c.tied else {"head": make("W V", W**-0.5, "V")}
-        weights |= {"head_bias": make("1 V", 0.0, "V")} if _has_bias(c, "head") else {}
+        weights |= {} if c.tied else {"head": make("W V/tensor", W**-0.5)}
+        weights |= {"head_bias": make("1 V/tensor", 0.0)} if _has_bias(c, "head") else {}
     return weights
 
 
@@ -84,42 +85,41 @@ def _layer_weights(c, L, experts):
     # The weights out of blocks, whose results are added to the residual stream 2 L times, start
     # smaller by a factor of sqrt(2 L), so that the stream does not grow with depth.
     into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {"wq": make("L D H N", into, "H"), "wk": make("L D K N", into, "K"),
-               "wv": make("L D K M", into, "K"),
-               "wo": make("L H M D", (H * M) ** -0.5 * back, "H")}
+    weights = {"wq": make("L D H/tensor N", into), "wk": make("L D K/tensor N", into),
+               "wv": make("L D K/tensor M", into),
+               "wo": make("L H/tensor M D", (H * M) ** -0.5 * back)}
     if c.encoder_layers:        # cross-attention to the encoder's output
         weights |= {f"cross_{name}": w for name, w in weights.items()}
     if c.relative and not c.relative_shared:
-        weights["relative"] = make("L J H", 0.1, "H", lookup=True)
+        weights["relative"] = make("L J H/tensor", 0.1)
     if R:
         weights |= {"kv_down": make("L D R", into), "kv_norm": make("L R"),
-                    "k_rotary": make("L D U", into), "wk": make("L R H Y", R**-0.5, "H"),
-                    "wv": make("L R H M", R**-0.5, "H")}
+                    "k_rotary": make("L D U", into), "wk": make("L R H/tensor Y", R**-0.5),
+                    "wv": make("L R H/tensor M", R**-0.5)}
     if R and Q:
         weights |= {"q_down": make("L D Q", into), "q_down_norm": make("L Q"),
-                    "wq": make("L Q H N", Q**-0.5, "H")}
+                    "wq": make("L Q H/tensor N", Q**-0.5)}
     if c.qk_norm_wide:
-        weights |= {"q_norm": make("L 1 H N", tensor="H"), "k_norm": make("L 1 K N", tensor="K")}
+        weights |= {"q_norm": make("L 1 H/tensor N"), "k_norm": make("L 1 K/tensor N")}
     elif c.qk_norm:
         weights |= {"q_norm": make("L N"), "k_norm": make("L N")}
     if F:           # the MLP that all tokens visit
-        weights |= {"w_gate": make("L D F", into, "F")} if c.gated else {}
-        weights |= {"w_up": make("L D F", into, "F"),
-                    "w_down": make("L F D", F**-0.5 * back, "F")}
+        weights |= {"w_gate": make("L D F/tensor", into)} if c.gated else {}
+        weights |= {"w_up": make("L D F/tensor", into),
+                    "w_down": make("L F/tensor D", F**-0.5 * back)}
     if experts:
-        share = c.experts_per_token / experts
         weights |= {"router": make("L D E", into),
-                    "e_gate": make("L E D G", into, "G", visits=share),
-                    "e_up": make("L E D G", into, "G", visits=share),
-                    "e_down": make("L E G D", G**-0.5 * back, "G", visits=share)}
+                    "e_gate": make("L E D G/tensor", into),
+                    "e_up": make("L E D G/tensor", into),
+                    "e_down": make("L E G/tensor D", G**-0.5 * back)}
     if experts and c.router == "sigmoid":
         weights["router_bias"] = make("L E", 0.0)
-    biases = {"wq": ("qkv qv", "L 1 H N", "H"), "wk": ("qkv", "L 1 K N", "K"),
-              "wv": ("qkv qv", "L 1 K M", "K"), "wo": ("out", "L D", ""),
-              "w_gate": ("mlp", "L 1 F", "F"), "w_up": ("mlp", "L 1 F", "F"),
-              "w_down": ("mlp", "L D", "")}
-    weights |= {f"{name}_bias": make(axes, 0.0, tensor) for name in weights
-                for products, axes, tensor in [biases.get(name.removeprefix("cross_"), ("",) * 3)]
+    biases = {"wq": ("qkv qv", "L 1 H/tensor N"), "wk": ("qkv", "L 1 K/tensor N"),
+              "wv": ("qkv qv", "L 1 K/tensor M"), "wo": ("out", "L D"),
+              "w_gate": ("mlp", "L 1 F/tensor"), "w_up": ("mlp", "L 1 F/tensor"),
+              "w_down": ("mlp", "L D")}
+    weights |= {f"{name}_bias": make(axes, 0.0) for name in weights
+                for products, axes in [biases.get(name.removeprefix("cross_"), ("", ""))]
                 if any(_has_bias(c, product) for product in products.split())}
     if c.layer_scale:
         weights |= {name: make("L D") for name in ("attn_out_scale", "mlp_out_scale")}

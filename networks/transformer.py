@@ -49,7 +49,7 @@ from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul, merged
 from zigzag.weights import lora
-from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack
+from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack, expert_share
 from zigzag.weights.table import attention_flops, product_flops
 
 # -------------------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ def flops(c: Config, tokens: int, table: Params) -> float:
     rest = {**table, "layers": layers}
     of_source.append(rest.pop("encoder", {}))
     keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
-    return tokens * (product_flops(rest) + share * product_flops(of_source)
+    return tokens * (product_flops(rest, expert_share(c), c.tied) + share * product_flops(of_source)
                      + attention_flops(keys, c.heads, c.head_dim, c.v_head_dim or c.head_dim))
 
 

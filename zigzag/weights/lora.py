@@ -43,7 +43,7 @@ def with_adapters(table: Any, rank: int) -> Any:
     for name, w in table.items():
         if isinstance(w, dict):
             made[name] = with_adapters(w, rank)
-        elif "L" in w.axes and w.tensor >= 0 and not w.lookup and "1" not in w.axes:
+        elif "L" in w.axes and w.tensor >= 0 and not w.is_table and "1" not in w.axes:
             made |= _adapters(name, w, rank)
     return table | made
 
@@ -53,9 +53,9 @@ def _adapters(name, w, rank):
     is_row = w.tensor == first
     last = len(w.axes) - 1 if is_row else first + 1
     a = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
-               math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1, w.visits)
+               math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1)
     b = Weight((*w.axes[:first], "r", *w.axes[last:]), (*w.shape[:first], rank, *w.shape[last:]),
-               0.0, -1 if is_row else w.tensor - last + first + 1, w.visits)
+               0.0, -1 if is_row else w.tensor - last + first + 1)
     return {f"{name}_a": a, f"{name}_b": b}
 
 

@@ -153,6 +153,12 @@ class Traffic(NamedTuple):
     head_norms: bool = False    # whether queries and keys have norms over all heads
 
 
+def expert_share(config: Any) -> float:
+    """The share of the experts that one token visits; 1 if there are none."""
+    experts = getattr(config, "experts", 0)
+    return config.experts_per_token / experts if experts else 1.0
+
+
 def _none(config):
     return None
 
@@ -226,14 +232,16 @@ class Network:
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """(the number of parameters, how many of them one token visits)."""
-        return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size)
+        return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size,
+                          expert_share(config))
 
     def training_flops(self, config: Any, tokens: int) -> float:
         """FLOPs of training on that many tokens."""
         c, table = config, self.table(config)
         if self.flops:
             return self.flops(c, tokens, table)
-        return tokens * (product_flops(table) + attention_flops(
+        products = product_flops(table, expert_share(c), getattr(c, "tied", False))
+        return tokens * (products + attention_flops(
             c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
 
     def cache_layers(self, config: Any) -> list[Layer]:

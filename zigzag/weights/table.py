@@ -18,22 +18,41 @@ class Weight:
     shape: tuple[int, ...]
     scale: float | None     # initial standard deviation; None: all ones
     tensor: int             # the dimension that the tensor axis may split; -1: none
-    visits: float = 1.0     # the share of tokens that use it: below 1 for experts
-    lookup: bool = False    # its rows are looked up: no product, unless it is tied to the head
     values: Any = None      # a function of the shape that makes the first values, instead of scale
+
+    @property
+    def is_table(self) -> bool:
+        """Whether tokens look up its rows, as their letter says, so that it is in no product."""
+        return next((a for a in self.axes if a not in ("L", "1")), "") in LOOKED_UP
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it holds a matrix for each expert. (A router, [D, E], ends with the experts.)"""
+        return "E" in self.axes[:-1]
+
+
+# Letters of rows that are looked up: V ids of the vocabulary, P positions, J distances, Z token
+# types.
+LOOKED_UP = {"V", "P", "J", "Z"}
 
 
 class Table:
-    """Makes Weights from letters: Table(D=128, F=384)("D F", 0.1, "F")."""
+    """Makes Weights from letters: Table(D=128, F=384)("D F/tensor", 0.1) is a matrix [128, 384] of
+    standard deviation 0.1, and tensor may split F. (The letter can also be given as `tensor`.)"""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
 
-    def __call__(self, axes: str, scale: float | None = None, tensor: str = "", **more: Any
+    def __call__(self, axes: str, scale: float | None = None, tensor: str = "", values: Any = None
                  ) -> Weight:
-        letters = tuple(axes.split())
-        return Weight(letters, tuple(self.sizes[a] for a in letters), scale,
-                      letters.index(tensor) if tensor else -1, **more)
+        letters = [letter.partition("/") for letter in axes.split()]
+        places = [axis for _, _, axis in letters]
+        if set(places) - {"", "tensor"} or places.count("tensor") > 1:
+            raise ValueError(f"{axes!r}: expected letters, and /tensor behind at most one of them")
+        letters = tuple(letter for letter, _, _ in letters)
+        split = places.index("tensor") if "tensor" in places else (
+            letters.index(tensor) if tensor else -1)
+        return Weight(letters, tuple(self.sizes[a] for a in letters), scale, split, values)
 
 
 def padded(vocab_size: int) -> int:
@@ -70,29 +89,32 @@ def count(weights: Any) -> int:
     return sum(math.prod(w.shape) for w in jax.tree.leaves(weights))
 
 
-def parameters(table: Any, padding: int) -> tuple[int, int]:
+def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
     """(the number of parameters, how many of them one token visits), without the `padding` rows of
-    the vocabulary."""
+    the vocabulary. A token visits the share `visits` of the experts."""
     def sizes(w):
         size = math.prod(w.shape)
         if "V" in w.axes:
             size -= size // w.shape[w.axes.index("V")] * padding
-        return size, round(size * w.visits)
+        return size, round(size * visits) if w.is_of_experts else size
 
     pairs = [sizes(w) for w in jax.tree.leaves(table)]
     return sum(size for size, _ in pairs), sum(visited for _, visited in pairs)
 
 
-def product_flops(table: Any) -> float:
+def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:
     """Training FLOPs of the products with weights for each token: 6 for each element of a matrix,
-    4 for each element of a frozen one (beside adapters, whose dimension is r)."""
+    4 for each element of a frozen one (beside adapters, whose dimension is r). A token visits the
+    share `visits` of the experts. tied: the vocabulary's table is the head, too."""
     leaves = jax.tree.leaves(table)
     is_frozen = any("r" in w.axes for w in leaves)
 
     def flops(w):
-        if w.lookup or "1" in w.axes or len(set(w.axes) - {"L"}) < 2:   # "1": a bias
-            return 0.0
-        return (4 if is_frozen and "r" not in w.axes else 6) * math.prod(w.shape) * w.visits
+        is_head = tied and "V" in w.axes
+        if w.is_table and not is_head or "1" in w.axes or len(set(w.axes) - {"L"}) < 2:
+            return 0.0      # ("1": a bias)
+        share = visits if w.is_of_experts else 1
+        return (4 if is_frozen and "r" not in w.axes else 6) * math.prod(w.shape) * share
 
     return float(sum(map(flops, leaves)))
 
