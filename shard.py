@@ -64,35 +64,37 @@ applies to gradients:
 *Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
-right, but it would happen in every micro-batch. So the step marks the weights itself, before
-`jax.value_and_grad` (see train.make_step). No mark is inside the function that is differentiated,
-so none is transposed: the gradients stay local through all micro-batches, and `sum_gradients` sums
-them once.
+right, but it would happen in every micro-batch. So train.make_step marks the weights itself, before
+`jax.value_and_grad`. No mark is inside the function that is differentiated, so none is transposed:
+gradients stay local through all micro-batches, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
-marks over tensor to jax, for two reasons. Over tensor the type of a weight is information: it
-varies if, and only if, its spec splits it, and `columns` and `row` decide by that. And whether the
-gradient of a whole weight needs a sum over tensor depends on what it meets. The scale of a norm
-meets a stream whose time is split: jax marks the scale there, and the transpose sums its gradient.
-Where n does not divide the time, the stream is whole, all devices find the same gradient, and
-nothing may be summed. Such weights are small (a scale is D numbers), so a psum in each micro-batch
-costs little; split weights need none.
+marks over tensor to jax. Over tensor the type of a weight is information: it varies if its spec
+splits it, and `columns` and `row` decide by that. And whether the gradient of a whole weight needs
+a sum over tensor depends on what it meets. A norm's scale that meets a stream whose time is split
+does: jax marks it there, and the transpose sums its gradient. If n does not divide the time, the
+stream is whole, all devices find the same gradient, and nothing may be summed. Such weights are
+small, so a psum in each micro-batch costs little; weights that are split need none.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
-- All devices computed 3.0 from the result of an all_gather, so the values are equal, but the type
-  says that they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass
-  each device gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
-- All devices computed 3.0 from an array that does not vary. A loss on the first token of each row
-  is an example: `whole_time` gives that token to every device of seq. But the step will sum every
-  loss over seq. `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the
-  sum is 3.0. (`local_sums`, below, does both.)
+- All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
+  they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass each device
+  gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
+- All computed 3.0 from an array that does not vary, such as the first token of each row, which
+  `whole_time` gives to every device of seq. But the step will sum every loss over seq.
+  `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the sum is 3.0.
+(`local_sums`, below, does both.)
 
-EXPLICIT
+*Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
+(unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
+step, with one sum after all micro-batches, and compile to the same collectives. But up to jax 0.12
+they take two more casts, and stop at a loop over layers, at a stream that tensor splits and beside
+an axis left to the compiler; and with explicit sharding, models must say how products are sharded.
 """
 
 import functools
 import math
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +103,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ANY_LOSS, ConfigError
+from zigzag.core.errors import ANY_LOSS, ConfigError, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     axis_size,
@@ -113,6 +115,7 @@ from zigzag.core.mesh import (
     pmean_over,
     spec_axes,
     split_rows,
+    sum_if_split,
     vary_like,
     varying,
 )
@@ -120,16 +123,13 @@ from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
 from zigzag.parallel import attention, pipeline
 from zigzag.parallel import experts as dispatch
-from zigzag.parallel.collectives import (
-    all_gather,
-    all_to_all,
-    psum,
-    psum_scatter,
-    reduce_scatter,
-)
+from zigzag.parallel.attention import join, look
+from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
 from zigzag.parallel.pipeline import astype, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
+    capped,
     chunked_sum,
+    dropped,
     linear,
     loss_chunks,
     matching_columns,
@@ -166,17 +166,8 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     if pools and "seq" not in varying(count):       # each device has pooled all of the time
         total, others = pmean_over((total, others), "seq")
     if "seq" in shared & (varying(total) - varying(count)):
-        raise ConfigError(
-            f"mesh axis seq={axis_size('seq')}: this loss's sum is of a device's part of the time, "
-            f"and its count is not: it divides by a constant or by its rows, as a pooled one does, "
-            f"or by a sum over all of the time; let it pool what shard.whole_time gives, or count "
-            f"the sum of the batch's weights [B, T], and multiply each row's loss by the sum of "
-            f"the row's; {ANY_LOSS}")
-    return keep_on_first(jax.tree.map(_sum_over_tensor, (total, count, others)), shared)
-
-
-def _sum_over_tensor(x):
-    return lax.psum(x, "tensor") if is_split(x) else x
+        raise count_of_other_time(axis_size("seq"))
+    return keep_on_first(jax.tree.map(sum_if_split, (total, count, others)), shared)
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
@@ -189,8 +180,7 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
-            dim = list(part).index("data")
-            x = reduce_scatter(x, "data", dim, spec)
+            x = reduce_scatter(x, "data", list(part).index("data"), spec)
             over = over - {"data"}
         return lax.psum(x, tuple(sorted(over)))
 
@@ -223,9 +213,8 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
         return weights
 
     def whole(w, spec):
-        if "fsdp" not in spec:
-            return w
-        return all_gather(w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)
+        return w if "fsdp" not in spec else all_gather(
+            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)
 
     return jax.tree.map(whole, weights, specs)
 
@@ -251,8 +240,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     def step(x, layer):        # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    count = jax.tree.leaves((weights, xs))[0].shape[0]
-    return lax.scan(step, x, (weights, xs), unroll=unrolls(count, remat))
+    return lax.scan(step, x, (weights, xs), unroll=unrolls((weights, xs), remat))
 
 
 # -------------------------------------------------------------------------------------------
@@ -306,19 +294,17 @@ def row(*pairs: tuple[Array, Array]) -> Array:
 
 
 def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
-    """The stream from products [B, T, D]: `partial` ones are summed over tensor, `whole` ones are
-    equal on all its devices, and count once. If n divides T, a device gets its part of the time."""
-    n, total = axis_size("tensor"), []
-    splits_time = n > 1 and [*partial, *whole][0].shape[1] % n == 0
-    if partial and splits_time:
-        total += [lax.psum_scatter(sum(partial), "tensor", scatter_dimension=1, tiled=True)]
-    elif partial:
-        total += [lax.psum(sum(partial), "tensor")]
-    if whole and splits_time:
-        total += [own_part(sum(whole), 1)]
-    elif whole:
-        total += [pmean_over(sum(whole), "tensor")]
-    return checkpoint_name(sum(total), "stream") if n > 1 else sum(total)
+    """The stream from products [B, T, D]: `partial` sums are added up over the devices of tensor;
+    `whole` products are equal on all of them, and count once."""
+    if not partial:
+        return residual_stream(sum(whole))
+    y = sum(partial)
+    if y.shape[1] % axis_size("tensor") == 0:
+        y = lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)  # [B, T/n, D]
+    else:
+        y = lax.psum(y, "tensor")                                           # [B, T, D]
+    y = checkpoint_name(y, "stream")
+    return y + residual_stream(sum(whole)) if whole else y
 
 
 # The vocabulary, over the same axis
@@ -347,14 +333,10 @@ def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -
     softcap bounds the logits by softcap * tanh(logits / softcap); 0: no bound."""
     if is_split(x) and not is_split(jax.tree.leaves(head)[0]):      # the same logits everywhere
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
-    logits = _capped(*columns(x, head, dtype=jnp.float32), softcap)
+    logits = capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
                           to="invarying") if is_split(jax.tree.leaves(head)[0]) else logits
-
-
-def _capped(logits, softcap):
-    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def _vocab_ids(head):
@@ -379,7 +361,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
             logits = linear(x, head, jnp.float32)
         else:
             logits, = columns(x, head, dtype=jnp.float32)
-        logits = jnp.where(ids < vocab_size, _capped(logits, softcap), -1e30)   # [B, T, V]
+        logits = jnp.where(ids < vocab_size, capped(logits, softcap), -1e30)   # [B, T, V]
         top = lax.stop_gradient(logits.max(-1))                                 # [B, T]
         top = lax.pmax(top, "tensor") if split_vocab else top
         total = jnp.exp(logits - top[..., None]).sum(-1)
@@ -389,16 +371,15 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
             total, target = lax.psum((total, target), "tensor")
         return jnp.sum((jnp.log(total) + top - target) * weights)
 
-    rows, time = x.shape[:2]
-    shares = axis_size("tensor") if split_vocab else 1
-    chunks = chunks or loss_chunks(rows, time, len(ids) * shares)
+    vocabulary = len(ids) * (axis_size("tensor") if split_vocab else 1)
+    chunks = chunks or loss_chunks(*x.shape[:2], vocabulary)
     if chunks == 1:
         loss = chunk_loss(head, x, targets, weights)
     else:
         n = axis_size("tensor") if is_split(x) and not local else 1
         loss = chunked_sum(chunk_loss, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
-    return _sum_over_tensor(loss)
+    return sum_if_split(loss)
 
 
 # -------------------------------------------------------------------------------------------
@@ -406,20 +387,16 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 #
 # The time of a row may be cut three times: over seq (in zigzag order), then over tensor (only in
 # the residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens
-# on seq=2,tensor=2, in a block and between blocks:
-#
-#     seq 0     0 1 6 7      tensor 0   0 1       seq 1     2 3 4 5      tensor 0   2 3
-#                            tensor 1   6 7                              tensor 1   4 5
+# on seq=2,tensor=2 the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
+# tensor in the first half have 0 1 and 6 7 of them. These functions convert:
 #
 #     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
-#     own_time          a source or picture, whole     -> this device's part over seq, plain order
 #     residual_stream   [B, T, D], whole over tensor   -> the stream: this device's part over tensor
 #     my_time_slice     [B, T, ...], whole over tensor -> the part that the stream has over tensor
 #     time_of_block     a part over tensor             -> whole over tensor, as inside a block
 #     whole_time        the stream                     -> all of the time, in order, on all devices
 #     sum_over_time     a sum over this device's time  -> the sum over all of the time
 #     slots_of          tokens of this device          -> where in its row each of them lies
-#     whole_length      tokens of this device          -> how long their rows are
 #
 # `columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside
 # a block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
@@ -453,19 +430,13 @@ def shard_time(batch: dict[str, Array], mesh: Any, rows: Any = None, untimed: Se
             {k: P(rows, "seq") if k in timed else P(rows) for k in batch})
 
 
-def own_time(tree: Any) -> Any:
-    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
-    does not split), cut to this device's part of the time, in plain order."""
-    def part(a):
-        parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
-        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
-
-    return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
-
-
 def residual_stream(x: Array) -> Array:
     """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
-    return into_stream([], [x])
+    n = axis_size("tensor")
+    if n == 1:
+        return x
+    x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
+    return checkpoint_name(x, "stream")
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
@@ -488,8 +459,8 @@ def time_of_block(x: Array) -> Array:
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
-    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut by
-    own_time, in plain order, and not by shard_time."""
+    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut
+    in plain order, and not by shard_time."""
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if "seq" in varying(x):
@@ -512,11 +483,6 @@ def slots_of(tokens: Array) -> Array:
     return lax.dynamic_index_in_dim(order, lax.axis_index("seq"), 0, keepdims=False)
 
 
-def whole_length(tokens: Array) -> int:
-    """The length of whole rows, from this device's tokens [B, T]."""
-    return tokens.shape[1] * axis_size("seq")
-
-
 # -------------------------------------------------------------------------------------------
 # seq
 #
@@ -527,30 +493,9 @@ def whole_length(tokens: Array) -> int:
 #               transpose of a step forward is a step back, which returns their gradients
 #   bytes       4 (n-1) K a layer; K is the bytes of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
-#               of exponentials; with both, the parts combine exactly (`_join`) into attention to
-#               all keys. The rest of a layer treats each token by itself
-#   more        `attend`, below, calls the rings; `shard_time` orders a batch; docs/parallelism.md
-
-class Part(NamedTuple):
-    """Attention to some of the keys, with a softmax over only these."""
-    values: Array   # [B, T, H, N] float32
-    logsum: Array   # [B, H, T], the logsumexp of the scores
-
-
-def _look(attend_to, queries, keys):
-    values, logsum = attend_to(queries, keys)
-    return Part(values.astype(jnp.float32), logsum)
-
-
-def _join(a, b):
-    """Attention to the keys of both parts: their values, weighted by the exponentials of logsum."""
-    logsum = jnp.logaddexp(a.logsum, b.logsum)
-
-    def share(part):
-        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
-
-    return Part(a.values * share(a) + b.values * share(b), logsum)
-
+#               of exponentials; with both, `join` makes of the parts exactly attention to all keys.
+#               The rest of a layer treats each token by itself
+#   more        zigzag/parallel/attention.py (look, join); `attend`, below, calls the rings
 
 def _pass_on(keys):
     """The keys that the previous device of the ring has, for those that this one has."""
@@ -562,14 +507,14 @@ def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
     the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys, as
     zigzag/parallel/attention.py explains."""
-    look = jax.checkpoint(functools.partial(_look, attend_to, queries))
+    look_at = jax.checkpoint(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
         keys, result = state
         keys = _pass_on(keys)
-        return (keys, _join(result, look(keys))), None
+        return (keys, join(result, look_at(keys))), None
 
-    (_, result), _ = lax.scan(turn, (keys, look(keys)), None, length=axis_size("seq") - 1)
+    (_, result), _ = lax.scan(turn, (keys, look_at(keys)), None, length=axis_size("seq") - 1)
     return result.values.astype(queries[0].dtype)
 
 
@@ -580,7 +525,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     The late queries see all early keys. If the keys that pass by are those of a device j < i, the
     early queries see j's early keys too; if j > i, the late queries see j's late keys too. So of
     the four pairs of halves, every device computes two in every turn."""
-    me, n, look = lax.axis_index("seq"), axis_size("seq"), functools.partial(_look, attend_to)
+    me, n = lax.axis_index("seq"), axis_size("seq")
 
     def halves(tree):
         half = queries[0].shape[1] // 2
@@ -592,10 +537,11 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     @jax.checkpoint         # saves only a turn's keys and the results before it
     def look_at(keys, before, first, second):
         early_keys, late_keys = halves(keys)
-        second = _join(second, look(late, early_keys))
-        part = look(select(before, early, late), select(before, early_keys, late_keys))
-        return (_join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
-                _join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
+        second = join(second, look(attend_to, late, early_keys))
+        part = look(attend_to, select(before, early, late),
+                    select(before, early_keys, late_keys))
+        return (join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
+                join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
 
     def turn(state, _):
         keys, whose, *results = state
@@ -603,13 +549,13 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
         return (keys, whose, *look_at(keys, whose < me, *results)), None
 
     early, late = halves(queries)
-    state = keys, me, look(early, halves(keys)[0]), look(late, keys)
+    state = keys, me, look(attend_to, early, halves(keys)[0]), look(attend_to, late, keys)
     (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([first.values, second.values], 1).astype(queries[0].dtype)
 
 
 # -------------------------------------------------------------------------------------------
-# Attention within a row
+# Attention within a row, and dropout
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
@@ -671,6 +617,20 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                                for a in (slots, positions, documents)])
     return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
                   tokens, tokens, causal, kernel and is_usual)
+
+
+def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
+            ) -> Array:
+    """The stream [B, T, D] with a share `rate` of its numbers dropped. Only training batches have
+    seeds [B]; without them nothing is dropped. The random bits depend on the row's seed, on `site`
+    (a number for this place in the network) and on the slot. They do not depend on the mesh, or on
+    how the batch is cut."""
+    if not rate or seeds is None:
+        return x
+    if slots is None:
+        time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
+        slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
+    return dropped(x, rate, seeds, site, jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2]))
 
 
 # -------------------------------------------------------------------------------------------
@@ -807,7 +767,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
         sums = pipeline.one_forward_one_backward(pipeline.Parts(
             embed, stack, head, batch, options.microbatches), params, weights)
     else:
-        x, aux = _through_layers(block, weights, embed(params, batch), batch, specs, options)
+        x, aux = through_layers(block, weights, embed(params, batch), batch, specs, options)
         sums = pipeline.with_aux(head(params, x, batch), aux)
     return named(sums[0], "pipelined_loss"), *sums[1:]
 
@@ -815,9 +775,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 # -------------------------------------------------------------------------------------------
 # The parts of a pipelined_loss
 
-def _through_layers(block, weights, x, batch, specs, options):
-    """x after all layers (under pipe: on the last stage, zeros on the others), and their aux,
-    summed."""
+def through_layers(block, weights, x, batch, specs, options):
+    """x after all layers (under pipe: on the last stage, zeros on the others), and their aux."""
     stack, options = _stack_of_stage(block, weights, batch, specs, options)
     if axis_size("pipe") == 1:
         return stack(weights, x, jnp.arange(len(jax.tree.leaves(weights)[0])), batch)
@@ -840,14 +799,13 @@ def _stack_of_stage(block, weights, batch, specs, options):
     def stack(weights, x, numbers, batch):
         x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, numbers, specs, remat,
                         options.sum_dtype)
-        return x, jax.tree.map(lambda a: _sum_over_tensor(a.sum(0)), aux)
+        return x, jax.tree.map(lambda a: sum_if_split(a.sum(0)), aux)
 
     return stack, options
 
 
 def _head_of_stage(head, all_time):
-    """The head of a loss, as every stage calls it, with x on the last stage and zeros on the
-    others."""
+    """The head as every stage calls it, with x on the last stage and zeros on the others."""
     if axis_size("pipe") == 1:
         return head
 
@@ -866,44 +824,6 @@ def _head_of_stage(head, all_time):
         return mark_varying(tuple(sums), also={"pipe"})
 
     return of_stage
-
-
-def pipelined_layers(block: Callable, weights: Any, x: Array, batch: Any, specs: Any = None,
-                     *options: Any, **fields: Any) -> Array:
-    """x [B, T, D] after a stack of layers, on every stage: an encoder in front of a pipelined_loss
-    with the same stages. block(w, x, i, batch) is as there, and its aux is None."""
-    options = pipeline.options_of(options, fields)._replace(schedule="gpipe")
-    # (When generating, every device has all layers, and no spec names pipe.)
-    if axis_size("pipe") > 1 and specs and "pipe" not in jax.tree.leaves(specs)[0]:
-        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
-        return layers(lambda w, x, i: block(w, x, i, batch), weights, x, numbers, specs,
-                      options.remat, options.sum_dtype)[0]
-    x, _ = _through_layers(block, weights, x, batch, specs, options)
-    return lax.psum(x, "pipe") if axis_size("pipe") > 1 else x
-
-
-# -------------------------------------------------------------------------------------------
-# Dropout
-
-def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
-            ) -> Array:
-    """The stream [B, T, D] with a share `rate` of its numbers dropped. Only training batches have
-    seeds [B]; without them nothing is dropped. The random bits depend on the row's seed, on `site`
-    (a number for this place in the network) and on the slot. They do not depend on the mesh, or on
-    how the batch is cut."""
-    if not rate or seeds is None:
-        return x
-
-    def keep(seed, slot):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), slot)
-        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
-
-    if slots is None:
-        time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
-        slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
-    slots = jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2])
-    kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, slots)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,11 @@ from networks.positions import (
 from networks.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change
-from zigzag.core.mesh import cast, check_ids, time_parts
+from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention
+from zigzag.parallel.pipeline import options_of
 from zigzag.parallel.products import matmul, merged
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack, expert_share
@@ -279,7 +280,7 @@ def embedding(params, batch, c):
         x = x * (c.embed_scale or c.d_model**0.5)   # new weights then have rows of unit size
     else:
         x = stems.STEMS[c.own_stem](params, batch["source"], c)
-        x = shard.residual_stream(shard.own_time(_padded(x)))
+        x = shard.residual_stream(own_time(_padded(x)))
     # (With a norm after the embedding, everything before the norm has the embedding's width.)
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
@@ -451,7 +452,7 @@ def prepare_batch(params, batch, c, specs=None):
     batch (on which some scaled positions depend), the weights in the dtype of the computation, and
     the batch with its tokens' positions and, if there is an encoder, the encoder's output."""
     if "tokens" in batch:
-        c = change(c, seq_len=shard.whole_length(batch["tokens"]))
+        c = change(c, seq_len=batch["tokens"].shape[1] * axis_size("seq"))
     params, batch = cast(params, c.dtype), with_positions(batch, c)
     if c.encoder_layers:
         batch |= _encode(params, batch, c, specs)
@@ -542,10 +543,33 @@ def _source(batch, c):
     known = jax.tree.map(_padded, known)
     shape = known["mask"].shape
     known["slots"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    known = batch | shard.own_time(known)
+    known = batch | own_time(known)
     if "seeds" in batch:        # so that dropout differs from the decoder's
         known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
     return with_positions(known, c)
+
+
+def own_time(tree):
+    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
+    does not split), cut to this device's part of the time, in plain order."""
+    def part(a):
+        parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
+        return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index("seq"), 1, keepdims=False)
+
+    return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
+
+
+def _through_encoder(layer, weights, specs, x, batch, c):
+    """x [B, T, D] after the layers of an encoder, on every stage of a pipeline: the decoder's
+    layers come after them, in the same stages."""
+    # (When generating, every device has all layers, and no spec names pipe.)
+    if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        return shard.layers(lambda w, x, i: layer(w, x, i, batch), weights, x, numbers, specs,
+                            c.remat, c.sum_dtype)[0]
+    x, _ = shard.through_layers(layer, weights, x, batch, specs, options_of((c,), {
+        "schedule": "gpipe"}))
+    return jax.lax.psum(x, "pipe")
 
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
@@ -561,8 +585,7 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     def layer(w, x, i, batch):
         return block(w, x, i, e, batch)[:2]
 
-    stacked, specs = _layers(params, specs and specs["encoder"])
-    x = shard.pipelined_layers(layer, stacked, x, known, specs, c)
+    x = _through_encoder(layer, *_layers(params, specs and specs["encoder"]), x, known, c)
     x = norm(params, "norm", x, e) if "norm" in params else x
     return {"encoded": gather(x), "source_document": gather(known["document"])}
 

@@ -21,6 +21,15 @@ class ConfigError(ValueError):
     """A refusal: the message says what was given and what would be accepted."""
 
 
+def count_of_other_time(seq: int) -> ConfigError:
+    """The refusal of a loss whose sum is of a device's part of the time, and its count is not."""
+    return ConfigError(
+        f"mesh axis seq={seq}: this loss's sum is of a device's part of the time, and its count is "
+        f"not: it divides by a constant or by its rows, as a pooled one does, or by a sum over all "
+        f"of the time; let it pool what shard.whole_time gives, or count the sum of the batch's "
+        f"weights [B, T], and multiply each row's loss by the sum of the row's; {ANY_LOSS}")
+
+
 class RunError(RuntimeError):
     """A failure while running, with a message of one line."""
 

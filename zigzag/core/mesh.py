@@ -310,6 +310,11 @@ def is_split(x: Any) -> bool:
     return "tensor" in varying(x)
 
 
+def sum_if_split(x: jax.Array) -> jax.Array:
+    """x summed over tensor, if devices of tensor have different parts of the sum."""
+    return lax.psum(x, "tensor") if is_split(x) else x
+
+
 def own_part(x: jax.Array, dim: int) -> jax.Array:
     """This device's part, along one dimension, of an array that is whole on every device of
     tensor."""

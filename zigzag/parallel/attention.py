@@ -35,6 +35,28 @@ from zigzag.core.mesh import ambient, is_single_cpu, mark_varying, untyped
 SCORES, BLOCK = 2**25, 128
 
 
+class Partial(NamedTuple):
+    """Attention to some of the keys, with a softmax over only these."""
+    values: Array   # [B, T, H, N] float32
+    logsum: Array   # [B, H, T], the logsumexp of the scores
+
+
+def look(attend_to: Callable, queries: tuple, keys: tuple) -> Partial:
+    """Attention to some of the keys."""
+    values, logsum = attend_to(queries, keys)
+    return Partial(values.astype(jnp.float32), logsum)
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """Attention to the keys of both parts: their values, weighted by the exponentials of logsum."""
+    logsum = jnp.logaddexp(a.logsum, b.logsum)
+
+    def share(part):
+        return jnp.exp(part.logsum - logsum).transpose(0, 2, 1)[..., None]      # [B, T, H, 1]
+
+    return Partial(a.values * share(a) + b.values * share(b), logsum)
+
+
 # -------------------------------------------------------------------------------------------
 # Softmax attention. (causal_kernel, below, computes the same, for plain causal attention only.)
 

@@ -106,6 +106,22 @@ def linear(x: Array, w: Any, dtype: Any = None) -> Array:
     return sum(bias, matmul(x, w, 1, dtype))
 
 
+def capped(logits: Array, softcap: float) -> Array:
+    """softcap * tanh(logits / softcap); the logits as they are if softcap is 0."""
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
+
+
+def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Array:
+    """x [B, T, D] with a share `rate` of its numbers 0 and the others larger by as much, chosen by
+    the seed of the row [B], the number `site` and the slot [B, T]."""
+    def keep(seed, slot):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), slot)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
+
+    kept = jax.vmap(jax.vmap(keep, (None, 0)))(seeds, slots)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
 # -------------------------------------------------------------------------------------------
 # Weights of one block that are not all split
 #

@@ -6,6 +6,8 @@ recomputed.
     full        save the layer's input
 """
 
+from typing import Any
+
 import jax
 
 from zigzag.core.mesh import is_single_cpu
@@ -43,7 +45,7 @@ POLICIES = {
 }
 
 
-def unrolls(layers: int, remat: str) -> bool:
-    """Whether the loop over so many layers is unrolled. (A loop copies what it keeps for the
-    backward pass into arrays of all layers.)"""
-    return is_single_cpu() and remat == "none" and layers <= UNROLLED
+def unrolls(stacked: Any, remat: str) -> bool:
+    """Whether a loop over layers is unrolled, if their weights and inputs are stacked like this. (A
+    loop copies what it keeps for the backward pass into arrays of all layers.)"""
+    return is_single_cpu() and remat == "none" and len(jax.tree.leaves(stacked)[0]) <= UNROLLED
