@@ -571,8 +571,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
                                        kernel may compute it"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
-        raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens: both need the "
-                         f"same time")
+        raise ValueError(f"{q.shape[1]} queries, and query_info of {known} tokens")
     queries, keys = (q, query_info), (k, v, key_info)
 
     def attend_to(queries, keys):

@@ -28,7 +28,6 @@ import dataclasses
 import functools
 import math
 import shlex
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -46,11 +45,12 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change, flat
+from zigzag.core.flags import flat
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import (
     add_to,
     cast,
+    float32_zeros,
     keep_compiled,
     mark_varying,
     pmean_all,
@@ -71,6 +71,7 @@ from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.parallel.storage import stored_to_used
 from zigzag.run import (
+    checks,
     command_line,
     commands,
     continuing,
@@ -80,13 +81,7 @@ from zigzag.run import (
     modes,
     schedules,
 )
-from zigzag.run.checks import (
-    check_batch,
-    check_config,
-    check_corpus,
-    check_overrides,
-    check_vocabulary,
-)
+from zigzag.run.checks import check_config, check_corpus, check_vocabulary
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import (
     MOST_TOKENS,
@@ -102,6 +97,7 @@ from zigzag.run.loop import (
     Loop,
     Samples,
     Task,
+    end_early,
     flush_metrics,
     frozen_state,
     prepare,
@@ -119,7 +115,6 @@ from zigzag.run.plan import (
     shapes_hash,
 )
 from zigzag.weights.network import COMPUTED
-from zigzag.weights.table import count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,52 +289,49 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), config.sum_dtype)
 
 
-def local_sums(plan: Plan, weights: Any, rows: Any) -> tuple:
-    """This device's sum, count and other sums of the loss of its rows, each counted once."""
-    sums = plan.loss(weights, rows, plan.used)
-    return shard.local_sums(sums, plan.shared_row_axes, plan.pools)
-
-
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
-    (params, batch) -> gradients, sums, for tests that compare gradients."""
-    def on_device(trained, frozen, batch):
-        # Every device runs this, with its pieces of the weights, as they are stored, and its rows
-        # of the batch. `frozen` is {}, but for --lora_rank. On data=2,fsdp=2,tensor=2 a device has
-        # [D/2, F/2] of w_up [D, F], and a quarter of the rows.
-        #
-        # Marked as varying out here, the weights have gradients that stay local (see shard.py).
+    (params, batch) -> gradients, sums, for tests that compare gradients.
+
+    The comments on the right say what a device holds of the head [D, V] and of a batch of 16 rows,
+    on data=2,fsdp=2,tensor=2 with --accumulate 2."""
+    def on_device(trained, frozen, batch):          # [D/2, V/2], as it is stored; 4 rows
+        # Every device runs this function. The mark says that its rows differ from those of others.
+        # As it stands out here, the gradients below stay local (shard.py explains it).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
-        # Gather over fsdp, once for all parts of the batch (layers gather their own weights, when
-        # they run). `scatter`, the transpose, takes gradients back to where weights are stored.
-        whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
-        frozen = gather_weights(plan, frozen, plan.frozen)
+        # Gather over fsdp, once for all parts of the batch. (Layers gather their own weights, when
+        # they run.) `scatter` is the transpose: it takes gradients to where weights are stored.
+        whole, scatter = jax.vjp(                   # [D, V/2]
+            lambda trained: gather_weights(plan, trained, plan.trained), trained)
+        frozen = gather_weights(plan, frozen, plan.frozen)      # {} without --lora_rank
 
-        def loss(whole, frozen, rows):          # the sum to differentiate, and all sums
-            sums = local_sums(plan, in_one(whole, frozen), rows)
-            return sums[0], sums
+        def loss(whole, frozen, rows):              # 2 rows
+            sums = plan.loss(in_one(whole, frozen), rows, plan.used)
+            sums = shard.local_sums(sums, plan.shared_row_axes, plan.pools)
+            return sums[0], sums                    # sum, (sum, count, other sums)
 
         def add_part(total, rows):
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
-            (_, sums), grads = value_and_grad(whole, frozen, rows)
-            return add_to(total, (*scatter(grads), sums)), None
+            (_, sums), grads = value_and_grad(whole, frozen, rows)      # [D, V/2], of 2 rows
+            grads, = scatter(grads)                 # [D/2, V/2], of the 4 rows of two devices
+            return add_to(total, (grads, sums)), None
 
-        # Accumulate over the parts of the batch, in float32: nothing is sent but inside the loss.
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, plan.sums))
-        total = jax.tree.map(mark_varying, zeros[0], trained), mark_varying(
-            zeros[1], also=plan.marked)
-        (grads, sums), _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate),
+        # Accumulate over the parts of the batch, in float32.
+        zeros = float32_zeros(trained), mark_varying(optax.tree.zeros_like(plan.sums),
+                                                     also=plan.marked)
+        (grads, sums), _ = jax.lax.scan(add_part, zeros, split_rows(batch, plan.accumulate),
                                         unroll=plan.accumulate == 1)
 
         # One sum over devices, of the gradients and of what they are divided by.
-        return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
-                shard.sum_gradients(sums, plan.sum_axes))
+        return (shard.sum_gradients(                # [D/2, V/2], of all 16 rows
+            grads, plan.sum_axes, plan.specs[0], plan.moments),
+            shard.sum_gradients(sums, plan.sum_axes))
 
     def gradients(params, batch, frozen={}):
-        batch, of_batch = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
+        batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
         return modes.shard_map(
-            on_device, plan, in_specs=(*plan.specs, of_batch),
+            on_device, plan, in_specs=(*plan.specs, batch_specs),
             out_specs=(plan.moments, P()))(params, frozen, batch)
 
     def step(state, batch):
@@ -372,17 +364,21 @@ def make_evaluate(plan: Plan) -> Callable:
     def evaluate(params, batch, frozen={}):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
+        def loss(weights, batch):
+            return shard.local_sums(plan.loss(weights, batch, plan.used), plan.shared_row_axes,
+                                    plan.pools)
+
         def on_device(trained, frozen, batch):
             trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
-            weights = in_one(gather_weights(plan, trained, plan.trained),
-                             gather_weights(plan, frozen, plan.frozen))
-            sums = modes.as_one_device(functools.partial(local_sums, plan), plan)(weights, batch)
+            sums = modes.as_one_device(loss, plan)(
+                in_one(gather_weights(plan, trained, plan.trained),
+                       gather_weights(plan, frozen, plan.frozen)), batch)
             axes = plan.sum_axes if splits_rows else plan.shared_row_axes
             return pmean_all(shard.sum_gradients(mark_varying(sums, also=plan.marked), axes))
 
-        batch, of_batch = shard.shard_time(batch, plan.mesh, plan.rows if splits_rows else None,
-                                           plan.untimed)
-        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, of_batch),
+        batch, batch_specs = shard.shard_time(
+            batch, plan.mesh, plan.rows if splits_rows else None, plan.untimed)
+        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
                                out_specs=P())(params, frozen, batch)
 
     return evaluate
@@ -397,7 +393,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     network = networks.network_of(config)
     ours = isinstance(loss, functools.partial) and loss.func is network.loss
     if ours:
-        check_rows(config)
+        checks.check_rows(config, network)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None,
                      schedule, network.untimed)
     update = optimizer(plan.config, plan.trained)
@@ -468,7 +464,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
             loop = Loop(program, task, folder, say, lambda at: numbers_at(
                 examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
             del first
-            report_header(program, say, count_parameters(program), HIDDEN,
+            report_header(program, say, program.plan.counts, HIDDEN,
                           networks.describe(config) if program.plan.trusted else "")
             step = prepare(loop, weights)
             if step:
@@ -529,19 +525,6 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         evaluate(loop, is_new=False)
 
 
-def end_early(loop: Loop, stop: list[int]) -> None:
-    """Save, and print how to continue."""
-    folder, out = loop.folder, loop.program.config.out
-    if folder:
-        save(loop)
-    # config.json has all flags of a run that the command line made, so --out is enough. It records
-    # no coordinator, so several processes need their command again.
-    by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
-    again = f"python train.py --out {out}" if by_folder else "the same command"
-    loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
-                       + (f", saved in {out}: run {again} to continue" if folder else ""))
-
-
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
     """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
@@ -585,43 +568,9 @@ def language(config: Config) -> tuple[Callable, Callable, Any]:
             functools.partial(network.loss, config=config.network), batch)
 
 
-def count_parameters(program: Program) -> tuple[int, int]:
-    """The number of parameters, and how many of them a token visits."""
-    if program.plan.trusted:
-        return networks.network_of(program.config).parameters(program.config.network)
-    return (count(program.plan.params),) * 2
-
-
-def check_rows(config: Config) -> None:
-    """Refuse to cut a batch if the network's loss compares its rows."""
-    network = networks.network_of(config)
-    if network.couples_rows and config.accumulate > 1:
-        raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
-                          f"every row of a batch with all others, so a batch cannot be cut; give a "
-                          f"smaller --batch, or more devices of data or fsdp")
-
-
 def check_transformer(config: Config, mesh: Any) -> None:
-    """Refuse a transformer that this mesh cannot train."""
-    network = networks.network_of(config)
-    network.check(config.network, mesh)
-    check_batch(config, mesh)
-    check_rows(config)
-    has_source = network.source_shape(config.network) is not None
-    if config.beams and not has_source:
-        raise ConfigError(f"--beams {config.beams}: the beam search answers held-out pairs, for a "
-                          f"model with an encoder; this model has none (sample.py --beams "
-                          f"continues prompts)")
-    if config.sample_temperature != Config.sample_temperature and has_source:
-        raise ConfigError(f"--sample_temperature {config.sample_temperature}: is for a decoder; a "
-                          f"model with an encoder answers greedily, or by --beams")
-    if tuple(config.fields) != ("source", "target") and not has_source:
-        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
-                          f"learns from running text; to learn from pairs, give a T5 or BART as "
-                          f"--model, or --model transformer --encoder_layers N")
-    # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
-    some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
-    check_overrides(config.override, network.weight_shapes(some.network), mesh)
+    """Refuse a network that this mesh cannot train."""
+    checks.check_network(config, networks.network_of(config), mesh)
 
 
 def flops_of_update(config: Config) -> float:
@@ -631,7 +580,7 @@ def flops_of_update(config: Config) -> float:
 
 TRANSFORMER = commands.Trained(
     check_transformer, lambda config, mesh: build(config, mesh, *language(config)),
-    networks.network_of, flops_of_update, count_parameters, data.Bytes.vocab_size, optimizer,
+    networks.network_of, flops_of_update, data.Bytes.vocab_size, optimizer,
     HIDDEN, networks.describe)
 
 

@@ -347,6 +347,11 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
                         jax.eval_shape(fn, *args))
 
 
+def float32_zeros(tree: Any) -> Any:
+    """float32 zeros with the shapes and varying types of the arrays of a tree."""
+    return jax.tree.map(lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32), x), tree)
+
+
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
     """The tree with each leaf that all devices of an axis have computed (it does not vary over the
     axis) kept on the first device and 0 on the others. A sum over the axis then counts it once."""

@@ -1,6 +1,7 @@
 """Refusals before anything is compiled. The messages give the numbers, and the nearest that work.
 
     check_config      values of the configuration, alone and in combination
+    check_network     a network that the mesh, or the data, cannot train
     check_batch       a batch that does not divide over the mesh
     check_overrides   --override
     check_corpus      data that is too short, or has ids outside the vocabulary
@@ -103,6 +104,36 @@ def _check_hosts(c):
     if all(given) and c.process_id >= c.processes:
         raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes}, expected "
                           f"0 to {c.processes - 1}")
+
+
+def check_network(config: Any, network: Any, mesh: Any) -> None:
+    """Refuse a network that this mesh cannot train, or that these options are not for."""
+    network.check(config.network, mesh)
+    check_batch(config, mesh)
+    check_rows(config, network)
+    has_source = network.source_shape(config.network) is not None
+    if config.beams and not has_source:
+        raise ConfigError(f"--beams {config.beams}: the beam search answers held-out pairs, for a "
+                          f"model with an encoder; this model has none (sample.py --beams "
+                          f"continues prompts)")
+    if config.sample_temperature != type(config).sample_temperature and has_source:
+        raise ConfigError(f"--sample_temperature {config.sample_temperature}: is for a decoder; a "
+                          f"model with an encoder answers greedily, or by --beams")
+    if tuple(config.fields) != ("source", "target") and not has_source:
+        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
+                          f"learns from running text; to learn from pairs, give a T5 or BART as "
+                          f"--model, or --model transformer --encoder_layers N")
+    # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
+    some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
+    check_overrides(config.override, network.weight_shapes(some.network), mesh)
+
+
+def check_rows(config: Any, network: Any) -> None:
+    """Refuse to cut a batch if the network's loss compares its rows."""
+    if network.couples_rows and config.accumulate > 1:
+        raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
+                          f"every row of a batch with all others, so a batch cannot be cut; give a "
+                          f"smaller --batch, or more devices of data or fsdp")
 
 
 def check_batch(c: Any, mesh: Any) -> None:

@@ -43,7 +43,6 @@ class Trained(NamedTuple):
     build: Callable         # (config, mesh) -> Program
     network: Callable       # config -> the Network
     flops: Callable         # config -> FLOPs of an update
-    count: Callable         # Program -> (all parameters, parameters that a token visits)
     vocab_size: int         # the vocabulary if there are no data
     optimizer: Callable     # (config, decisions) -> an optax optimizer
     hidden: tuple[str, ...]     # fields of the configuration that are not shown
@@ -109,7 +108,7 @@ def dry_run(config: Any, trained: Trained, is_short: bool = True) -> None:
     begin = time.perf_counter()
     program, step = ready_to_run(config, trained)
     config, say = program.config, Reporter(config.steps)
-    report_header(program, say, trained.count(program), trained.hidden, trained.describe(config),
+    report_header(program, say, program.plan.counts, trained.hidden, trained.describe(config),
                   is_short)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say, flops=trained.flops(config),
@@ -149,7 +148,7 @@ def bench(config: Any, trained: Trained, task: Task, build: Callable, make_batch
     loop = Loop(program, task, None, say, lambda at: numbers_at(
         task.examples, config.seed, at * config.batch + np.arange(config.batch)))
     with jax.set_mesh(program.mesh):
-        report_header(program, say, trained.count(program), trained.hidden)
+        report_header(program, say, program.plan.counts, trained.hidden)
         step, same = prepare(loop), make_batch(0)
         for at in range(config.steps):
             batch = same if at % 2 else make_batch(at)

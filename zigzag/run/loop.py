@@ -3,12 +3,14 @@
     prepare         restores or makes the state, and compiles the step
     flush_metrics   writes down the numbers of the last step, while the devices work on the next
     save            begins to save the state
+    end_early       saves, and says how to continue
     profile         begins or ends a trace
 """
 
 import dataclasses
 import functools
 import math
+import signal
 import socket
 import statistics
 import time
@@ -243,6 +245,19 @@ def save(loop: Loop) -> None:
                      next(iter(loop.best), None))
     loop.reporter.saved(time.perf_counter() - begin)
     watchdog.arm("a step")
+
+
+def end_early(loop: Loop, stop: list[int]) -> None:
+    """Save, and print how to continue."""
+    folder, out = loop.folder, loop.program.config.out
+    if folder:
+        save(loop)
+    # config.json has all flags of a run that the command line made, so --out is enough. It records
+    # no coordinator, so several processes need their command again.
+    by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
+    again = f"python train.py --out {out}" if by_folder else "the same command"
+    loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
+                       + (f", saved in {out}: run {again} to continue" if folder else ""))
 
 
 def profile(loop: Loop) -> None:

@@ -42,6 +42,7 @@ from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 from zigzag.weights import lora
+from zigzag.weights.table import count
 
 # The names in a step's line of metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
@@ -80,6 +81,13 @@ class Plan:
     def trusted(self) -> bool:
         """Whether this is a network's own loss, which the tests compare with one device."""
         return self.network is not None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The number of parameters, and how many of them a token visits."""
+        if self.trusted:
+            return self.network.parameters(self.config.network)
+        return (count(self.params),) * 2
 
     @property
     def pools(self) -> bool:
