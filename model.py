@@ -238,10 +238,10 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
         return shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
                                 batch["weights"], config.vocab_size), jnp.sum(batch["weights"])
 
-    params = cast(params, config.dtype)
-    return shard.pipelined_loss(
-        embed_tokens, functools.partial(layer, c=config), head, params, params["layers"], batch,
-        specs and specs["layers"], config)
+    others = cast(params, config.dtype)
+    layers = others.pop("layers")
+    return shard.pipelined_loss(embed_tokens, functools.partial(layer, c=config), head, others,
+                                layers, batch, specs and specs["layers"], config)
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
