@@ -238,10 +238,10 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
         return shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
                                 batch["weights"], config.vocab_size), jnp.sum(batch["weights"])
 
-    others = cast(params, config.dtype)
-    layers = others.pop("layers")
+    params = cast(params, config.dtype)
+    others = {name: w for name, w in params.items() if name != "layers"}
     return shard.pipelined_loss(embed_tokens, functools.partial(layer, c=config), head, others,
-                                layers, batch, specs and specs["layers"], config)
+                                params["layers"], batch, specs and specs["layers"], config)
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
