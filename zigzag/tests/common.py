@@ -287,11 +287,12 @@ def sums_and_gradients(config, mesh, params, batch):
     gradients = train.make_step(program.plan, None)[1]
     with jax.set_mesh(program.mesh):
         placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
-                              program.state["params"])
+                              program.weights(program.state))
         rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
                            config.batch)
         options = mesh_tools.compiler_options(program.mesh)
-        found, sums = jax.jit(gradients, compiler_options=options)(program.permute(placed), rows)
+        trained, frozen = program.plan.in_two(program.permute(placed))
+        found, sums = jax.jit(gradients, compiler_options=options)(trained, rows, frozen)
         return jax.device_get((program.permute(found, back=True), sums))
 
 

@@ -192,7 +192,7 @@ def test_the_prose_reads_as_english():
 
 
 # The collectives that the head of each section of shard.py is about.
-SECTIONS = {"data": {"psum", "reduce_scatter"}, "fsdp": {"all_gather", "with_reduce_scatter"},
+SECTIONS = {"data": {"psum", "reduce_scatter"}, "fsdp": {"all_gather", "gather"},
             "tensor": {"all_gather", "psum_scatter", "psum"},
             "The vocabulary": {"psum", "pmax"}, "seq": {"ppermute"}, "expert": {"all_to_all"},
             "pipe": {"ppermute", "psum_scatter"}}

@@ -56,7 +56,7 @@ def run_updates(config, mesh, count, times=1):
                               * float(metrics["tokens"])).tolist())
                 if i == 0:
                     gradient = jax.device_get(program.permute(state, back=True)["opt"][0])
-            runs.append(Updates(losses, loads, gradient, state["params"]))
+            runs.append(Updates(losses, loads, gradient, program.weights(state)))
     return runs
 
 

@@ -15,7 +15,7 @@ import networks
 import shard
 from zigzag.core.mesh import by_path, shardings
 from zigzag.measure import hlo
-from zigzag.parallel import attention
+from zigzag.parallel import attention, remat
 from zigzag.run.plan import compiled
 from zigzag.tests.common import (
     batch_of,
@@ -318,10 +318,10 @@ def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
 
     few, batch = loops(config), batch_of(config)
     want = gradients_of(config, "", batch)
-    many = make(layers=shard.UNROLLED + 1)
+    many = make(layers=remat.UNROLLED + 1)
     assert loops(make(layers=4, remat="full")) == loops(many) > few
     assert loops(config, "data=8") > few
-    monkeypatch.setattr(shard, "UNROLLED", 3)
+    monkeypatch.setattr(remat, "UNROLLED", 3)
     assert loops(config) > few
     got = gradients_of(config, "", batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
@@ -334,7 +334,7 @@ def test_scores_that_are_to_be_computed_again_are(monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 2**22)     # half: without a loop it would be one part
     long = make(layers=4, seq_len=512)
     done = [compiled(program_of(long, ""))]
-    monkeypatch.setattr(shard, "UNROLLED", 0)
+    monkeypatch.setattr(remat, "UNROLLED", 0)
     done.append(compiled(program_of(long, "")))
     assert hlo.arithmetic(done[0]) == pytest.approx(hlo.arithmetic(done[1]), rel=0.01)
     memory = [d.memory_analysis().temp_size_in_bytes for d in done]

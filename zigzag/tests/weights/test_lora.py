@@ -165,7 +165,8 @@ def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
     assert got.losses == pytest.approx(want.losses, rel=2e-6)
     assert got.losses[-1] < got.losses[0]
     assert_same_copies(got.params)
-    first = by_path(program_of(adapted(), mesh).start(jax.random.key(0))["params"])
+    program = program_of(adapted(), mesh)
+    first = by_path(program.weights(program.start(jax.random.key(0))))
     for path, w in by_path(got.params).items():
         assert (np.asarray(w) == np.asarray(first[path])).all() == (path[-2:] not in ("_a", "_b"))
 
@@ -252,7 +253,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     """Float32 copies of weights that are never updated: twice the memory, and a cast in each
     step."""
     program = program_of(adapted(dtype="bfloat16"), "fsdp=2")
-    for path, w in by_path(program.state["params"]).items():
+    for path, w in by_path(program.weights(program.state)).items():
         assert w.dtype == ("float32" if path[-2:] in ("_a", "_b") else "bfloat16"), path
     table = train.shard.explain(program.plan.decisions, program.plan.params, program.mesh)
     adapters = 4 * count_of(lora.split(program.plan.params)[0])
@@ -429,7 +430,7 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
 
     rows, fit = learn(config, "data=2", lines, loss=loss)
     assert rows[-1]["loss"] < rows[0]["loss"] and not any("not checked" in x for x in lines)
-    first = program_of(config, "data=2").start(jax.random.key(0))["params"]
+    first = program_of(config, "data=2").start(jax.random.key(0))["frozen"]
     assert (np.asarray(fit.params["embed"]) == np.asarray(first["embed"])).all()
     with pytest.raises(ConfigError, match="these weights have no adapters"):
         learn(config, init=functools.partial(net.init, plain(config)))
