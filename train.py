@@ -14,8 +14,8 @@ only one user of `fit`:
                                         dict of other sums, is divided too, and logged
     predict(params, batch) -> outputs   for held-out examples, at each evaluation
 
-zigzag/run/plan.py decides how a loss runs on a mesh; zigzag/run/custom_loss.py compares a custom
-loss on the mesh with the same loss on one device.
+zigzag/run/plan.py decides where weights live and how a loss runs on a mesh (modes.py);
+zigzag/run/custom_loss.py compares a custom loss on the mesh with the same loss on one device.
 """
 
 if __name__ == "__main__":

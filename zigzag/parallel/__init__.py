@@ -1,11 +1,11 @@
 """The code behind the sections of shard.py. Read it to learn how each parallelism is made fast.
 
     collectives     collectives that a platform needs in another form than jax's own
-    products        products of activations and weights, and losses summed over chunks
+    products        products with weights, split or not, and losses summed over chunks
     remat           what to recompute in the backward pass
-    attention       attention in blocks, by a device's kernel, and around a ring
+    attention       attention in blocks and by a device's kernel
     experts         sorting tokens by expert, and grouped products
-    pipeline        the schedules: gpipe, interleaved and 1f1b
+    pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables
     storage         weights that are stored differently from how a loss uses them
 
 Imports: core. Imported by: weights, hub, generate, measure, run, and top-level files.

@@ -1,6 +1,7 @@
 """Training, from a plan to the last checkpoint. Read it when you change the loop.
 
-    plan            how a loss runs on a mesh, and the compiled step
+    plan            the facts that a step needs, and the programs that are compiled
+    modes           how a loss runs on a mesh: shard_map, with types or without; or jit
     checks          errors we can detect before anything is compiled
     custom_loss     compares a custom loss on the mesh with the same loss on one device
     loop            the training loop
