@@ -28,8 +28,9 @@ If you know PyTorch's parallelism
                                             reduce-scatter of the gradients
     ColwiseParallel, RowwiseParallel,       columns and row; between blocks each device has a part
     SequenceParallel                        of the time, if n divides it
-    DTensor: Shard(0), Replicate, Partial   P("data"), P(), and any value that varies until a psum
-    pipelining.ScheduleGPipe                gpipe
+    DTensor: Shard(0), Replicate            P("data"), P(). Partial has no spec and no type of its
+                                            own: a partial sum varies, as a part does
+    ScheduleGPipe, Schedule1F1B             gpipe; 1f1b and an interleaved GPipe are in pipeline.py
 
 Varying types: read this first
 ------------------------------
@@ -71,24 +72,24 @@ gradients stay local through all micro-batches, and `sum_gradients` sums them on
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. Over tensor the type of a weight is information: it varies if its spec
 splits it, and `columns` and `row` decide by that. And whether the gradient of a whole weight needs
-a sum over tensor depends on what it meets. A norm's scale that meets a stream whose time is split
-does: jax marks it there, and the transpose sums its gradient. If n does not divide the time, the
-stream is whole, all devices find the same gradient, and nothing may be summed. Such weights are
-small, so a psum in each micro-batch costs little; weights that are split need none.
+a sum over tensor depends on the activation that it is multiplied with. A norm's scale beside a
+stream whose time is split does: jax marks it there, and the transpose sums its gradient. If n does
+not divide the time, the stream is whole, all devices find the same gradient, and nothing may be
+summed. Such weights are small, so a psum in each micro-batch costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
   they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass each device
   gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
-- All computed 3.0 from an array that does not vary, such as the first token of each row, which
-  `whole_time` gives to every device of seq. But the step will sum every loss over seq.
+- All computed 3.0 from an array that all of them have, such as the first token of each row after
+  `whole_time`: it does not vary over seq. But the step will sum every loss over seq.
   `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the sum is 3.0.
 (`local_sums`, below, does both.)
 
 *Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
 (unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
 step, with one sum after all micro-batches, and compile to the same collectives. But up to jax 0.12
-they take two more casts, and stop at a loop over layers, at a stream that tensor splits and beside
+they need two more casts, and fail in a loop over layers, on a stream that tensor splits and beside
 an axis left to the compiler; and with explicit sharding, models must say how products are sharded.
 """
 
@@ -148,9 +149,9 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 it is a
-#               reduce-scatter, and each device updates only its part of the weights. No line here
-#               gathers the new weights: the step's out_shardings (zigzag/run/plan.py) ask for whole
-#               ones, so the compiler inserts that all-gather
+#               reduce-scatter: the optimizer's state is split along each weight's largest free
+#               dimension (rule.zero1_specs), so clipping and update run on parts; the compiler
+#               then gathers the new weights, as the step's out_shardings ask for whole ones
 #   bytes       2 (n-1)/n of the gradients in float32, however many micro-batches there are
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
@@ -158,10 +159,10 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #   more        train.make_step calls both; docs/parallelism.md
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
-    """What a loss returned on this device, (sum, count, other sums), such that a sum over all
-    devices counts every number once. Devices along the axes in `shared` (pipe, seq) have the same
-    rows: what does not vary over such an axis, all of them have computed, and only the first keeps
-    it. pools: the loss called whole_time, so that each device of seq may have the whole sum."""
+    """What a loss returned on this device, (sum, count, other sums), such that a sum over all axes
+    but tensor counts every number once. (Over tensor it is summed here.) Devices along the axes
+    `shared` (pipe, seq) have the same rows: a value that does not vary over such an axis was
+    computed by all of them, and only the first keeps it. pools: the loss calls whole_time."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device has pooled all of the time
         total, others = pmean_over((total, others), "seq")
@@ -171,17 +172,16 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all axes whose devices saw different rows, layers or time.
-    Axes that cut this weight (its spec names them) are left out, because each of their devices
-    holds another part of the weight. Over pipe and expert the gradient of a part is complete as it
-    is; over fsdp the transpose of `gather` has summed it already. `moments` are the specs of the
-    optimizer's state: if they cut a weight over data (--zero 1), each device gets its part of the
-    sum."""
+    """Each gradient, summed over `axes`: all but tensor. Axes that cut this weight (its spec names
+    them) are left out, because each of their devices holds another part of the weight. Over pipe
+    and expert the gradient of a part is complete as it is; over fsdp the transpose of `gather` has
+    summed it already. `moments` are the specs of the optimizer's state; where they name data
+    (--zero 1), each device gets its part of the sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
             x = reduce_scatter(x, "data", list(part).index("data"), spec)
-            over = over - {"data"}
+            over -= {"data"}
         return lax.psum(x, tuple(sorted(over)))
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
@@ -202,9 +202,8 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
 #               weight is kept for the backward pass)
 #
-# In an update: train.gather_weights gathers what is no layer's, once; `layers` gathers each layer's
-# weights when it runs; autodiff scatters the gradients; `sum_gradients` leaves out fsdp for weights
-# that it splits, because the scatter has summed them.
+# train.gather_weights gathers what is no layer's, once in an update; `layers` gathers each layer's
+# weights when it runs; autodiff scatters the gradients, and so `sum_gradients` leaves out fsdp.
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
@@ -251,12 +250,12 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If n does not divide T, the stream stays whole: no
 #               collective into a block, and an all-reduce out of it
-#   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); X is the bytes of the
-#               stream
+#   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
+#               the bytes of a micro-batch's stream
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
 #   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
-#               whole weight beside split ones, several products, adapters); docs/parallelism.md
+#               whole weight beside split ones, several products, adapters, repeat_kv)
 #
 # For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
 # two functions below are these three lines:
@@ -265,10 +264,9 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #     h = activation(x @ w_up)                                            # [B, T, F/n]
 #     y = lax.psum_scatter(h @ w_down, "tensor", scatter_dimension=1, tiled=True)     # [B, T/n, D]
 #
-# A split weight has a type that varies over tensor, because its spec names tensor; a stream whose
-# time is split varies over it too. As the type does not say which dimension is split, only
-# functions of this file may make a stream vary over tensor (`row`, `embed_lookup`, `experts` and
-# `residual_stream` do), and only `whole_time` may pick positions of it.
+# A split weight varies over tensor, and so does a stream whose time is split. As the type does not
+# say which dimension is split, only functions of this file may make a stream vary over tensor
+# (`row`, `embed_lookup`, `experts`, `residual_stream`); only `whole_time` may pick positions of it.
 
 @labelled
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
@@ -289,8 +287,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
-    partial, whole = row_products(pairs)
-    return into_stream(partial, whole)
+    return into_stream(*row_products(pairs))
 
 
 def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
@@ -310,9 +307,10 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 # The vocabulary, over the same axis
 #
 #   split       the rows V of the embedding, the columns V of the head
-#   collective  embedding: a reduce-scatter of the rows that were looked up. Loss: all-reduces of a
-#               maximum and two sums, [B, T] each. To choose a token: an all-gather of the logits
-#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in an update
+#   collective  embedding: a reduce-scatter of the rows that were looked up. Loss: an all-gather of
+#               the stream into the head, and all-reduces of a maximum and two sums, [B, T] each. To
+#               choose a token: an all-gather of the logits
+#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in a micro-batch
 #   correct     one device has a token's row, and the others add zeros. A softmax over the whole
 #               vocabulary needs only the largest logit and the sum of exponentials of each part
 #   more        zigzag/parallel/products.py (chunks of the time, to save memory)
@@ -322,7 +320,7 @@ def embed_lookup(table: Array, ids: Array) -> Array:
     if not is_split(table):
         return residual_stream(table[ids])
     here = ids - lax.axis_index("tensor") * len(table)
-    # Ids of which another device has the row give zeros, and the sum over tensor finds it.
+    # An id whose row is on another device gives zeros; the sum over tensor supplies the row.
     rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return into_stream([rows])
 
@@ -435,6 +433,7 @@ def residual_stream(x: Array) -> Array:
     n = axis_size("tensor")
     if n == 1:
         return x
+    # (An array may be equal everywhere and yet vary: pmean says that it does not.)
     x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
     return checkpoint_name(x, "stream")
 
@@ -493,8 +492,8 @@ def slots_of(tokens: Array) -> Array:
 #               transpose of a step forward is a step back, which returns their gradients
 #   bytes       4 (n-1) K a layer; K is the bytes of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
-#               of exponentials; with both, `join` makes of the parts exactly attention to all keys.
-#               The rest of a layer treats each token by itself
+#               of exponentials; with both, `join` combines the parts into exact attention over all
+#               keys. The rest of a layer treats each token by itself
 #   more        zigzag/parallel/attention.py (look, join); `attend`, below, calls the rings
 
 def _pass_on(keys):
@@ -534,7 +533,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    @jax.checkpoint         # saves only a turn's keys and the results before it
+    @jax.checkpoint         # saves the keys of each turn, and the results before it
     def look_at(keys, before, first, second):
         early_keys, late_keys = halves(keys)
         second = join(second, look(attend_to, late, early_keys))
@@ -639,9 +638,8 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
 #               back; the transpose of an all-to-all is an all-to-all. Each device sends every other
 #               an array as large as all its tokens, with zeros for tokens that chose no expert of
-#               that device. (An all-gather and a reduce-scatter would send as many bytes. But then
-#               results would be summed in the compute dtype, and some compilers make a
-#               reduce-scatter an all-reduce, which sends twice as much)
+#               that device. (An all-gather and a reduce-scatter send as much, but sum results in
+#               the compute dtype, and some compilers make that an all-reduce, of twice the bytes)
 #   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
 #   correct     an expert treats each token by itself, and the sum over a token's experts is the
 #               same wherever the experts are
@@ -700,13 +698,15 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
         stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
         stage 1 |. 0 1 2
 
-    The scan carries one microbatch [b, T, D]: the one that the previous stage sent in the last
-    tick. Autodiff makes the backward pass: the same ticks in reverse, and each send a send back."""
+    The scan carries one microbatch [b, T, D]: what the previous stage sent in the previous tick.
+    (All stages have x, from the embedding; only stage 0 uses it.) Autodiff makes the backward pass:
+    the same ticks in reverse, and each send a send back."""
     M, S, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # The mark is here because its transpose is a sum over the stages, which inside the ticks the
-    # idle stages would skip; the cast, because autodiff adds up the ticks' gradients in this dtype.
+    # Marked out here: the batch may hold an encoder's output, whose gradient the transpose sums
+    # over stages, and inside the ticks the idle ones would skip that sum. Cast out here: autodiff
+    # adds up the ticks' gradients in the dtype of what they read.
     xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)
     wide = cast(weights, "float32")
 

@@ -281,8 +281,9 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """Gather stored weights over fsdp, for the loss; but not those of layers, if the layers gather
-    them one at a time. `decisions` is what the rule (zigzag/rule) decided for each weight."""
+    """The weights as the loss takes them, gathered over fsdp: all but those of layers, if each
+    layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (What
+    --override stores differently comes to its place first.)"""
     config = plan.config
     weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
     return shard.gather(weights, jax.tree.map(
@@ -293,28 +294,38 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
     (params, batch) -> gradients, sums, for tests that compare gradients.
 
-    The comments on the right say what a device holds of the head [D, V] and of a batch of 16 rows,
-    on data=2,fsdp=2,tensor=2 with --accumulate 2."""
-    def on_device(trained, frozen, batch):          # [D/2, V/2], as it is stored; 4 rows
-        # Every device runs this function. The mark says that its rows differ from those of others.
-        # As it stands out here, the gradients below stay local (shard.py explains it).
+    What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and of how many
+    rows a gradient is the sum:
+
+                           head [D, V]           a layer's w_up [D, F]   a norm's scale [D]
+        trained            [D/2, V/2]            [D/2, F/2]              [D]
+        whole              [D, V/2]              [D/2, F/2]: see below   [D]
+        grads of a part    [D, V/2]      2 rows  [D/2, F/2]      4 rows  [D]      2 rows
+        after scatter      [D/2, V/2]    4 rows  [D/2, F/2]      4 rows  [D]      2 rows
+        after scan, sum    [D/2, V/2]   16 rows  [D/2, F/2]     16 rows  [D]     16 rows
+
+    This is the step of a network's own loss. zigzag/run/modes.py says what is left out for a custom
+    loss without types (the marks) and for --step jit (shard_map, and all sums over devices)."""
+    def on_device(trained, frozen, batch):      # as they are stored, and 4 of the 16 rows
+        # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
+        # keeps their gradients local (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
-        # Gather over fsdp, once for all parts of the batch. (Layers gather their own weights, when
-        # they run.) `scatter` is the transpose: it takes gradients to where weights are stored.
-        whole, scatter = jax.vjp(                   # [D, V/2]
-            lambda trained: gather_weights(plan, trained, plan.trained), trained)
+        # Gather over fsdp, once for all parts of the batch. `scatter`, the transpose, takes
+        # gradients back to where weights are stored, and sums them over fsdp. (`layers` gathers the
+        # weights of a layer when it runs, and so scatters their gradients.)
+        whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
         frozen = gather_weights(plan, frozen, plan.frozen)      # {} without --lora_rank
 
-        def loss(whole, frozen, rows):              # 2 rows
+        def loss(whole, frozen, rows):          # -> this device's sum, (sum, count, other sums)
             sums = plan.loss(in_one(whole, frozen), rows, plan.used)
             sums = shard.local_sums(sums, plan.shared_row_axes, plan.pools)
-            return sums[0], sums                    # sum, (sum, count, other sums)
+            return sums[0], sums
 
-        def add_part(total, rows):
+        def add_part(total, rows):              # a micro-batch: 2 rows
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
-            (_, sums), grads = value_and_grad(whole, frozen, rows)      # [D, V/2], of 2 rows
-            grads, = scatter(grads)                 # [D/2, V/2], of the 4 rows of two devices
+            (_, sums), grads = value_and_grad(whole, frozen, rows)
+            grads, = scatter(grads)
             return add_to(total, (grads, sums)), None
 
         # Accumulate over the parts of the batch, in float32.
@@ -323,10 +334,9 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         (grads, sums), _ = jax.lax.scan(add_part, zeros, split_rows(batch, plan.accumulate),
                                         unroll=plan.accumulate == 1)
 
-        # One sum over devices, of the gradients and of what they are divided by.
-        return (shard.sum_gradients(                # [D/2, V/2], of all 16 rows
-            grads, plan.sum_axes, plan.specs[0], plan.moments),
-            shard.sum_gradients(sums, plan.sum_axes))
+        # One sum over devices: gradients; and the loss's sum, count and other sums.
+        return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
+                shard.sum_gradients(sums, plan.sum_axes))
 
     def gradients(params, batch, frozen={}):
         batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
@@ -337,6 +347,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (total, count, others) = gradients(params, batch, state["frozen"])
+        # The mean over all rows. (A device's own count would weigh its rows by how few they are.)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 

@@ -246,7 +246,8 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
     In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, and else the one that
-    the last stage has sent around."""
+    the last stage has sent around. While a run trains, its layers are stored in the order of the
+    stages (layer_order in storage.py): a stage's V chunks are not neighbours in the model."""
     M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
     xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # (as in gpipe)
     wide = split_rows(cast(weights, "float32"), V)
@@ -285,7 +286,7 @@ class _State(NamedTuple):
     dlast: Array            # what dx is on the other stages, for the last stage: the cotangent of
                             # its output of last tick, from the head's backward pass
     inputs: Array           # [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S),
-                            # saved until the stage takes m backward
+                            # saved until the stage takes m backward, 2 S - 1 ticks at most
     grads: tuple            # gradients of (params, weights) so far, float32
     sums: tuple             # the head's (sum, count, ...) so far
     aux: Any                # the layers' aux so far

@@ -130,7 +130,7 @@ def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Arr
 
 def matching_columns(weights: Sequence[Any]) -> tuple[list[Any], bool]:
     """The weights [D, F, ...] of a block, or (weight, bias [1, F, ...]) pairs, and whether any is
-    split. If so, a whole one is cut to this device's columns."""
+    split. If so, a whole one is cut to this device's columns, where n divides them."""
     n, some = axis_size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
     if not some:
         return list(weights), False
@@ -155,7 +155,8 @@ def repeat_kv(w: Any, heads: int) -> Any:
     """Weights [D, K, N] of keys or values (or the weight and its bias [1, K, N]), for `heads` query
     heads. Where tensor divides the query heads but not the K kv heads, each kv head is repeated
     until tensor divides them, and a device takes the ones that its own queries use. The gradient of
-    a kv head is the sum over its copies."""
+    a kv head is the sum over its copies, on a device (the transpose of the repeat) and over devices
+    (that of the mark)."""
     return on_columns(lambda w: _repeat_kv(w, heads), w)
 
 

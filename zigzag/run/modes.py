@@ -1,14 +1,16 @@
 """The ways in which a loss runs on a mesh, and what differs between them. The step is the same
 function in all of them: train.make_step's own, which `shard_map` and `as_one_device` wrap.
 
-    by hand       it calls columns or row: one shard_map over all six axes, with types
+    by hand       the loss calls columns or row: one shard_map over all six axes, with types
     typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
                   all axes but tensor, over which the compiler splits it
-    untyped       it calls none, or differentiates inside itself: each device computes its rows as
-                  one device would, without types, and the compiler splits that over tensor
-    tensor whole  like untyped, but the compiler cannot split it, or there is nothing to split:
-                  weights may be stored split over tensor, and are used whole
-    jit           --step jit: no shard_map; the compiler does everything
+    untyped       it calls no function of shard.py, or differentiates internally. Each device
+                  computes its rows with single-device code, without types and marks; the compiler
+                  splits that code over tensor
+    tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: weights
+                  may be stored split over tensor, and are used whole
+    jit           --step jit: no shard_map. The step's function runs once, on whole arrays, and the
+                  compiler makes every sum over devices
 """
 
 from typing import Any, Callable
@@ -21,14 +23,14 @@ from zigzag.rule.jaxprs import DIFFERENTIATED
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
     "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
 
-# The mesh axes over which our code sends. Over the others the compiler does.
+# Manual axes: our code communicates over them. The compiler handles the rest.
 MANUAL = {BY_HAND: AXES, TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR, TENSOR_WHOLE: AXES,
           JIT: ()}
 
 
 def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
-    """The mode of a loss that calls the functions `names` of shard.py. `why` says why no compiler
-    may split it over tensor, if none may."""
+    """The mode of a loss that calls the functions `names` of shard.py. `why`: the reason why the
+    compiler must not split the loss over tensor; '' if it may."""
     if step == "jit":
         return JIT
     if DIFFERENTIATED not in names and not (why and splits_tensor):
@@ -51,6 +53,6 @@ def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def as_one_device(fn: Callable, plan: Any) -> Callable:
-    """fn, inside the shard_map, for a loss without types: traced as on one device, so that no
-    function of shard.py sends anything. fn itself in the other modes."""
+    """fn (the loss, or its value_and_grad) as it is called inside the shard_map. For a loss without
+    types it is traced without the mesh, so that no function of shard.py sends anything."""
     return untyped(fn) if plan.mode in (UNTYPED, TENSOR_WHOLE) else fn

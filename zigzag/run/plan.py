@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def manual(self) -> tuple[str, ...]:
-        """The mesh axes over which our code sends. Over the others the compiler does."""
+        """The mesh axes over which our code communicates. The compiler handles the others."""
         return MANUAL[self.mode]
 
     @property
