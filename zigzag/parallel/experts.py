@@ -5,6 +5,14 @@
                                   by its expert's w
 
 R rows (tokens), K experts for each row, D model, F feed-forward, E experts on this device.
+
+What one would change at scale. `shard.experts` sends every other device an array as large as all
+tokens of this one, so bytes and memory grow with the number of devices, and most rows are zeros
+once a token visits few of them. Sending only the rows that are needed takes two exchanges: first
+how many go to each device, then the rows (lax.ragged_all_to_all, where the compiler has it). The
+receiver then needs a buffer whose size is fixed when the program is compiled: for the worst case,
+which is the array of today, or for a capacity, beyond which tokens are dropped, and then the loss
+depends on the mesh.
 """
 
 import functools

@@ -4,7 +4,7 @@ file): first values, parameter and FLOP counts."""
 import dataclasses
 import math
 import zlib
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ class Weight:
     scale: float | None     # initial standard deviation; None: all ones
     tensor: int             # the dimension that the tensor axis may split; -1: none
     values: Any = None      # a function of the shape that makes the first values, instead of scale
+    places: Sequence[str] = ()      # the mesh axis that its row names behind each dimension, or ''
 
     @property
     def is_table(self) -> bool:
@@ -34,25 +35,35 @@ class Weight:
 # Letters of rows that are looked up: V ids of the vocabulary, P positions, J distances, Z token
 # types.
 LOOKED_UP = {"V", "P", "J", "Z"}
+# {an axis that a row may name: the letter that it splits; '': any}
+PLACES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
 
 
 class Table:
-    """Makes Weights from letters: Table(D=128, F=384)("D F/tensor", 0.1) is a matrix [128, 384] of
-    standard deviation 0.1, and tensor may split F. (The letter can also be given as `tensor`.)"""
+    """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] of
+    standard deviation 0.1, and tensor may split F. (`tensor` can also name the letter.)
+
+    Only /tensor decides anything. The other axes may stand behind their dimensions, too, for the
+    reader: the rule finds them by itself, and a test compares. Letters with a meaning of their own:
+    L layers, E experts, 1 one, and LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
 
     def __call__(self, axes: str, scale: float | None = None, tensor: str = "", values: Any = None
                  ) -> Weight:
-        letters = [letter.partition("/") for letter in axes.split()]
-        places = [axis for _, _, axis in letters]
-        if set(places) - {"", "tensor"} or places.count("tensor") > 1:
-            raise ValueError(f"{axes!r}: expected letters, and /tensor behind at most one of them")
-        letters = tuple(letter for letter, _, _ in letters)
-        split = places.index("tensor") if "tensor" in places else (
-            letters.index(tensor) if tensor else -1)
-        return Weight(letters, tuple(self.sizes[a] for a in letters), scale, split, values)
+        letters, _, places = zip(*(letter.partition("/") for letter in axes.split())) if axes else (
+            (), (), ())
+        named = [place for place in places if place]
+        if set(named) - PLACES.keys() or len(set(named)) < len(named) or any(
+                letter not in (PLACES[place] or letter) for letter, place in zip(letters, places)
+                if place):
+            raise ValueError(f"{axes!r}: expected letters, and behind some of them /tensor, /fsdp, "
+                             f"/pipe (L) or /expert (E), each once")
+        if tensor:
+            places = ["tensor" if letter == tensor else "" for letter in letters]
+        return Weight(letters, tuple(self.sizes[a] for a in letters), scale,
+                      places.index("tensor") if "tensor" in places else -1, values, places)
 
 
 def padded(vocab_size: int) -> int:

@@ -1,0 +1,68 @@
+"""Rows of a table of weights: what they say of where a weight lies is where it lies."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+import model
+import networks
+from zigzag.core.mesh import abstract_mesh, by_path, full_spec
+from zigzag.weights.table import Table, parameters, product_flops
+
+DENSE = dict(layers=4, d_model=256, heads=8, kv_heads=4, d_ff=1024, vocab_size=512)
+
+
+@pytest.mark.parametrize("changes, mesh", [
+    ({}, dict(pipe=2, fsdp=2, tensor=2)), (dict(tied=True), dict(pipe=2, fsdp=4, tensor=4)),
+    (dict(experts=4), dict(pipe=2, fsdp=2, expert=2, tensor=2)),
+    (dict(experts=8, layers=8), dict(pipe=4, fsdp=2, expert=4, tensor=4))], ids=str)
+def test_on_a_mesh_of_all_axes_a_weight_lies_as_its_row_says(changes, mesh):
+    """A row whose axes are a reader's only source, and not true: of a router that expert does not
+    split, of a weight that fsdp splits elsewhere."""
+    config, mesh = model.Config(**{**DENSE, **changes}), abstract_mesh(mesh)
+    found = by_path(model.NETWORK.plan_weights(config, mesh, fsdp_min=1))
+    for path, w in by_path(model.weights(config)).items():
+        spec = full_spec(found[path].spec, len(w.shape))
+        assert [axis or "" for axis in spec] == [
+            axis if mesh.shape.get(axis, 1) > 1 else "" for axis in w.places], path
+
+
+def test_what_a_row_may_name():
+    """An axis that is misspelt, or named twice or behind a letter that it never splits: silently
+    nothing would be split."""
+    make = Table(L=2, D=8, F=16, E=4)
+    assert make("D F/tensor").tensor == make("D F", None, "F").tensor == 1
+    assert make("L D").tensor == -1 and make("").shape == ()
+    for wrong in ("D F/tenser", "D/tensor F/tensor", "D/pipe F", "L E D/expert", "D/data F"):
+        with pytest.raises(ValueError, match="behind some of them"):
+            make(wrong)
+
+
+def test_letters_say_which_rows_are_looked_up_and_which_are_experts():
+    """A table of positions or a router that counts as a product, or as a token's expert: the MFU of
+    every run would be wrong."""
+    make = Table(V=10, P=5, D=4, L=2, E=8, F=6, J=3, H=2)
+    table = {"embed": make("V D"), "positions": make("P D"), "relative": make("L J H"),
+             "head": make("D V"), "router": make("L D E"), "up": make("L E D F"),
+             "bias": make("L E"), "scale": make("L D")}
+    assert {name for name, w in table.items() if w.is_table} == {"embed", "positions", "relative"}
+    assert {name for name, w in table.items() if w.is_of_experts} == {"up"}
+    total, visited = parameters(table, 2, 0.25)
+    size = {name: math.prod(w.shape) for name, w in table.items()}
+    assert total == sum(size.values()) - 2 * 2 * 4
+    assert visited == total - round(0.75 * size["up"])
+    products = size["head"] + size["router"] + 0.25 * size["up"]
+    assert product_flops(table, 0.25) == 6 * products
+    assert product_flops(table, 0.25, tied=True) == 6 * (products + size["embed"])
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "gpt2", "bert-base", "t5-small", "mixtral-8x7b"])
+def test_every_preset_names_at_most_one_dimension_for_tensor(name):
+    """A row that lost its /tensor in an edit: tensor would split nothing of it."""
+    config = networks.PRESETS[name]
+    table = jax.tree.leaves(networks.network_of(config).table(dataclasses.replace(
+        config, vocab_size=config.vocab_size or 256)))
+    assert sum(w.tensor >= 0 for w in table) >= 6
+    assert all("tensor" not in w.places or w.places.index("tensor") == w.tensor for w in table)
