@@ -66,21 +66,21 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
     initial standard deviation (None: all ones, 0.0: all zeros).
 
-    On a mesh of all these axes a weight lies as its row says; axes of size 1 fall away. Only
-    /tensor is decided here. The others follow: L is split over pipe, E over expert (but not the
-    router's), and the largest dimension left over fsdp, which without tensor may be F or V. What
-    does not divide stays whole, and so do weights of fewer than --fsdp_min elements over fsdp. A
-    run prints this table for its mesh; python shard.py prints it for any."""
+    On a mesh of all these axes a matrix lies as its row says; axes of size 1 fall away. Only
+    /tensor is decided here. The others follow: L is split over pipe (of norms, too), E over expert
+    (but not the router's), and the largest dimension left over fsdp, which without tensor may be F
+    or V. What does not divide stays whole, and over fsdp what has fewer than --fsdp_min elements in
+    all layers together. A run prints this table for its mesh, python shard.py for any."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
     into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
-    layers = {"attn_norm": make("L/pipe D/fsdp"),
+    layers = {"attn_norm": make("L D"),
               "wq": make("L/pipe D/fsdp H/tensor N", into),
               "wk": make("L/pipe D/fsdp K/tensor N", into),
               "wv": make("L/pipe D/fsdp K/tensor N", into),
               "wo": make("L/pipe H/tensor N D/fsdp", (c.heads * c.head_dim) ** -0.5 * out),
-              "mlp_norm": make("L/pipe D/fsdp")}
+              "mlp_norm": make("L D")}
     if c.experts:
         layers |= {"router": make("L/pipe D/fsdp E", into),
                    "e_gate": make("L/pipe E/expert D/fsdp F/tensor", into),
@@ -92,7 +92,7 @@ def weights(c: Config) -> Params:
                    "w_down": make("L/pipe F/tensor D/fsdp", c.d_ff**-0.5 * out)}
     head = {} if c.tied else {"head": make("D/fsdp V/tensor", into)}
     return {"embed": make("V/tensor D/fsdp", into), "layers": layers,
-            "norm": make("D/fsdp"), **head}
+            "norm": make("D"), **head}
 
 
 # -------------------------------------------------------------------------------------------

@@ -570,7 +570,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
                                        kernel may compute it"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
-        raise ValueError(f"{q.shape[1]} queries, and query_info of {known} tokens")
+        raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens")
     queries, keys = (q, query_info), (k, v, key_info)
 
     def attend_to(queries, keys):
@@ -764,7 +764,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
         stack, options = _stack_of_stage(block, weights, batch, specs, options)
         sums = pipeline.one_forward_one_backward(pipeline.Parts(
-            embed, stack, head, batch, options.microbatches), params, weights)
+            embed, stack, head, batch, options, gpipe), params, weights)
     else:
         x, aux = through_layers(block, weights, embed(params, batch), batch, specs, options)
         sums = pipeline.with_aux(head(params, x, batch), aux)

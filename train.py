@@ -45,6 +45,7 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
+from zigzag.core.flags import change as change
 from zigzag.core.flags import flat
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import (
@@ -284,15 +285,14 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """The weights as the loss takes them, gathered over fsdp: all but those of layers, if each
     layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (What
     --override stores differently comes to its place first.)"""
-    config = plan.config
-    weights = stored_to_used(weights, decisions, config.chunks, config.sum_dtype)
-    return shard.gather(weights, jax.tree.map(
-        lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), config.sum_dtype)
+    chunks, sum_dtype = plan.config.chunks, plan.config.sum_dtype
+    return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
+        lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
 
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
-    (params, batch) -> gradients, sums, for tests that compare gradients.
+    (params, batch[, frozen]) -> gradients, sums, for tests that compare gradients.
 
     What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and of how many
     rows a gradient is the sum:
@@ -329,20 +329,22 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
             return add_to(total, (grads, sums)), None
 
         # Accumulate over the parts of the batch, in float32.
-        zeros = float32_zeros(trained), mark_varying(optax.tree.zeros_like(plan.sums),
+        total = float32_zeros(trained), mark_varying(optax.tree.zeros_like(plan.sums),
                                                      also=plan.marked)
-        (grads, sums), _ = jax.lax.scan(add_part, zeros, split_rows(batch, plan.accumulate),
-                                        unroll=plan.accumulate == 1)
+        if plan.accumulate == 1:
+            total, _ = add_part(total, batch)
+        else:
+            total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
         # One sum over devices: gradients; and the loss's sum, count and other sums.
+        grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
 
     def gradients(params, batch, frozen={}):
         batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
-        return modes.shard_map(
-            on_device, plan, in_specs=(*plan.specs, batch_specs),
-            out_specs=(plan.moments, P()))(params, frozen, batch)
+        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
+                               out_specs=(plan.moments, P()))(params, frozen, batch)
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
@@ -370,8 +372,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
 
 def make_evaluate(plan: Plan) -> Callable:
-    """(params, batch) -> the loss's sums over a batch. If the mesh does not divide its rows, every
-    device computes all of them."""
+    """(params, batch[, frozen]) -> the loss's sums over a batch. If the mesh does not divide its
+    rows, every device computes all of them."""
     def evaluate(params, batch, frozen={}):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % row_groups(plan.mesh) == 0
 
@@ -406,7 +408,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
     if ours:
         checks.check_rows(config, network)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, network if ours else None,
-                     schedule, network.untimed)
+                     schedule)
     update = optimizer(plan.config, plan.trained)
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
@@ -421,9 +423,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         sources: dict[str, int] | None = None, weights: Callable | None = None,
         overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
         log: Callable | None = None, tokenizer: data.Tokenizer | None = None,
-        record: dict[str, Any] | None = None,
-        flops: float | None = None, bits_per_nat: float | None = None,
-        mesh: Any = None, say: Reporter | None = None) -> Fit:
+        record: dict[str, Any] | None = None, flops: float | None = None,
+        bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 

@@ -1,9 +1,9 @@
 """The collectives of shard.py, in the form that each compiler needs.
 
-They are lax's functions of these names, but for two things. On a TPU `reduce_scatter` is made of
-exchanges, because the compiler would send twice as much. And each takes an array that `tensor` may
-split as `spec` says, where a custom loss leaves tensor to the compiler (`beside_auto_tensor`). With
-columns and rows by hand, on other machines, each is one call of lax.
+Each is one call of lax (reduce_scatter is lax.psum_scatter), but for three things. On a TPU
+`reduce_scatter` is made of exchanges, because the compiler would send twice as much. `sum_dtype`
+gives `all_gather` a transpose of its own. And each takes an array that `tensor` may split as `spec`
+says, where a custom loss leaves tensor to the compiler (`beside_auto_tensor`).
 """
 
 from typing import Any

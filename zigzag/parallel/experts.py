@@ -78,7 +78,7 @@ def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
 
 def _blocks(counts, rows, expected):
     """Cut the groups of rows into blocks of at most `size` rows, each within one group. Returns
-    size, a power of two of at most a quarter of a expected group, and arrays [n] with each block's
+    size, a power of two of at most a quarter of an expected group, and arrays [n] with each block's
     group, first row and number of rows. n is static, so it is an upper bound: the last blocks have
     0 rows."""
     E = len(counts)

@@ -58,10 +58,11 @@ class Options(NamedTuple):
 
 
 def options_of(given: Sequence[Any], fields: dict[str, Any]) -> Options:
-    """The Options from one record that has these fields, or from values in their order; `fields`
-    are more of them, by name."""
+    """The Options from one record that has these fields (None: the defaults), or from values in
+    their order; `fields` are more of them, by name."""
     if len(given) == 1 and not isinstance(given[0], str):
-        return Options(*[getattr(given[0], name) for name in Options._fields])._replace(**fields)
+        record = () if given[0] is None else [getattr(given[0], name) for name in Options._fields]
+        return Options(*record)._replace(**fields)
     return Options(*given, **fields)
 
 
@@ -293,12 +294,13 @@ class _State(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a loss, and how many microbatches its rows make."""
+    """The parts of a loss, and how its rows are cut."""
     embed: Callable
     stack: Callable
     head: Callable
     batch: Any              # arrays [B, ...]
-    microbatches: int
+    options: Options
+    gpipe: Callable         # shard.gpipe, which runs where no gradient is asked for
 
 
 def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
@@ -329,8 +331,8 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
     right because the loss is the sum over microbatches."""
     @jax.custom_vjp
     def total(params, weights):      # runs when no gradient is asked for
-        embed, stack, head, batch, M = parts
-        x, aux = interleaved(stack, weights, embed(params, batch), batch, Options(microbatches=M))
+        embed, stack, head, batch, options, gpipe = parts
+        x, aux = gpipe(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
         return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
 
     def scaled(grads, cotangents):
@@ -342,7 +344,7 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
 def _with_gradients(parts, params, weights):
     """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
-    S, M, stage = axis_size("pipe"), parts.microbatches, _Stage(parts, params, weights)
+    S, M, stage = axis_size("pipe"), parts.options.microbatches, _Stage(parts, params, weights)
     x = stage.zeros
     grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
     state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, stage.me),
@@ -357,7 +359,7 @@ class _Stage:
     def __init__(self, parts, params, weights):
         self.parts, self.params, self.weights = parts, params, weights
         self.me, own = lax.axis_index("pipe"), len(jax.tree.leaves(weights)[0])
-        self.batch = split_rows(parts.batch, parts.microbatches)
+        self.batch = split_rows(parts.batch, parts.options.microbatches)
         self.numbers = self.me * own + jnp.arange(own)
         self.zeros = self._marked(zeros_of(parts.embed, params, pick(self.batch, 0)))
 
@@ -376,7 +378,7 @@ class _Stage:
 
     def tick(self, s, t):
         """The _State after tick t, from the state `s` before it."""
-        S, M = axis_size("pipe"), self.parts.microbatches
+        S, M = axis_size("pipe"), self.parts.options.microbatches
         (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
         first, last = self.me == 0, self.me == S - 1
 

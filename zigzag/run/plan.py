@@ -54,8 +54,8 @@ SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step must know: facts, and no function but the loss and init. Trees have the structure
-    of all weights unless stated."""
+    """What a step must know: facts, and of functions only those that the user gave. Trees have the
+    structure of all weights unless stated."""
     config: Any             # with its dtype resolved
     mesh: Any
     init: Callable          # key -> weights, as they are stored
@@ -71,7 +71,6 @@ class Plan:
     accumulate: int         # the number of micro-batches in a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
-    untimed: tuple[str, ...] = ()       # arrays of a batch that seq does not split
 
     @property
     def sizes(self) -> Any:
@@ -109,6 +108,12 @@ class Plan:
     @property
     def compiler_options(self) -> dict[str, Any]:
         return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
+
+    @property
+    def untimed(self) -> tuple[str, ...]:
+        """The arrays of a batch that seq does not split, because they have a time of their own: an
+        encoder's, by their names (source, source_mask ...)."""
+        return tuple(name for name in self.batch if name.startswith("source"))
 
     @property
     def rows(self) -> Any:
@@ -194,12 +199,11 @@ def in_one(trained: Any, frozen: Any) -> Any:
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-              network: Any = None, schedule: Callable | None = None,
-              untimed: Sequence[str] = ()) -> Plan:
+              network: Any = None, schedule: Callable | None = None) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
     the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
-    None: the configuration's. `untimed` names arrays of a batch that seq does not split."""
+    None: the configuration's."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if schedule:
@@ -232,7 +236,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule, tuple(untimed))
+                config.dtype, config.accumulate, names, schedule)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)

@@ -189,8 +189,6 @@ class Network:
     source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
 
     # Training
-    untimed: tuple[str, ...] = ("source", "source_mask")    # arrays of a batch with a time of their
-    #                                     own, which seq does not split (the loss calls own_time)
     limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
     #                                     config -> {array of a batch: the bound of its ids}
     trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")

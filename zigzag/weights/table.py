@@ -60,6 +60,8 @@ class Table:
                 if place):
             raise ValueError(f"{axes!r}: expected letters, and behind some of them /tensor, /fsdp, "
                              f"/pipe (L) or /expert (E), each once")
+        if tensor and named:
+            raise ValueError(f"{axes!r} and {tensor!r}: name the axes in the row alone")
         if tensor:
             places = ["tensor" if letter == tensor else "" for letter in letters]
         return Weight(letters, tuple(self.sizes[a] for a in letters), scale,

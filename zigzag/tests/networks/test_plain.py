@@ -250,7 +250,7 @@ def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch,
 def test_a_weight_that_an_edit_took_away_is_one_line_at_export(edit, monkeypatch, tmp_path):
     """A KeyError when an MLP without a gate is exported as a LLaMA."""
     monkeypatch.setitem(EDITS, "no gate", [
-        ('layers |= {"w_gate": make("L D F", into, "F"),\n                   "w_up"',
+        ('layers |= {"w_gate": make("L/pipe D/fsdp F/tensor", into),\n                   "w_up"',
          'layers |= {"w_up"')])
     module, config = edit("no gate")
     params = module.init(config.network, jax.random.key(0))

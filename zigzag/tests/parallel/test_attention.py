@@ -376,18 +376,18 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     program, done = program_of(make(**changes), mesh), {"traced": set(), "said": set()}
     key = "traced"
 
-    def spy(name, note):
-        usual = getattr(attention, name)
+    def spy(name, note, module=attention):
+        usual = getattr(module, name)
 
         def call(*args, **more):
             done[key].add(note(*args, **more))
             return usual(*args, **more)
 
-        monkeypatch.setattr(attention, name, call)
+        monkeypatch.setattr(module, name, call)
 
     spy("by_kernel", lambda *_: "by the splash kernel")
-    spy("causal_ring", lambda *_: RING)
-    spy("full_ring", lambda *_: ALL)
+    spy("causal_ring", lambda *_: RING, shard)
+    spy("ring", lambda *_: ALL, shard)
     spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))
     monkeypatch.setattr(attention, "causal_kernel", one_kernel)
     with jax.set_mesh(program.mesh):
