@@ -22,7 +22,7 @@ E experts.
 If you know PyTorch's parallelism
 ---------------------------------
     DistributedDataParallel.no_sync()       train.make_step marks the weights as varying, outside
-                                            the gradient: no micro-batch sums over devices
+                                            the gradient: no micro-batch sums it over data
     its all-reduce, in the last backward    sum_gradients, once, after all micro-batches
     FSDP: unshard before a block            gather, called by `layers`; its transpose is the
                                             reduce-scatter of the gradients

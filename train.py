@@ -304,18 +304,18 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         after scatter      [D/2, V/2]    4 rows  [D/2, F/2]      4 rows  [D]      2 rows
         after scan, sum    [D/2, V/2]   16 rows  [D/2, F/2]     16 rows  [D]     16 rows
 
-    This is the step of a network's own loss. zigzag/run/modes.py says what is left out for a custom
-    loss without types (the marks) and for --step jit (shard_map, and all sums over devices)."""
+    For a network's own loss, plan.marked and plan.sum_axes are all axes but tensor, and
+    modes.as_one_device changes nothing. A custom loss that calls nothing of shard.py has no marks.
+    With --step jit, on_device runs once, on whole arrays, and the compiler makes all sums."""
     def on_device(trained, frozen, batch):      # as they are stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
         # keeps their gradients local (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
-        # Gather over fsdp, once for all parts of the batch. `scatter`, the transpose, takes
-        # gradients back to where weights are stored, and sums them over fsdp. (`layers` gathers the
-        # weights of a layer when it runs, and so scatters their gradients.)
+        # Gather over fsdp, once for all parts of the batch; `scatter`, the transpose, takes gradients
+        # back and sums them over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
         whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
-        frozen = gather_weights(plan, frozen, plan.frozen)      # {} without --lora_rank
+        frozen = gather_weights(plan, frozen, plan.frozen)      # with adapters, all other weights
 
         def loss(whole, frozen, rows):          # -> this device's sum, (sum, count, other sums)
             sums = plan.loss(in_one(whole, frozen), rows, plan.used)
