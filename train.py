@@ -312,8 +312,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         # keeps their gradients local (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
-        # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums gradients
-        # over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
+        # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
+        # gradients over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
         whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
         frozen = gather_weights(plan, frozen, plan.frozen)      # {} without --lora_rank
 
