@@ -15,6 +15,10 @@ catch what orbax does not (a flipped byte restores silently). A damaged checkpoi
 the previous one is used. Each process writes its own part of the arrays; process 0 writes
 everything else.
 
+A run that continues has the bits of one that was never stopped. Weights, optimizer state and step
+are in the checkpoint; batches and dropout are functions of (seed, step), the learning rate of the
+step; and lines of metrics.jsonl after the checkpoint are dropped, to be written again.
+
 The newest checkpoints are kept, and the best one (--best). Which is the best is not stored: it
 follows from the evaluations in the checkpoints that exist.
 """

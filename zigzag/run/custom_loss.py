@@ -1,9 +1,13 @@
 """The check of a custom loss: its values on the mesh are compared with those on one device, before
 a run begins.
 
-    on the mesh                    sums and gradient, compared with one device's for the same rows
+    on the mesh                    sums, gradient and the sums of a held-out batch, compared with
+                                   one device's for the same rows, in float32 if the loss can be
 
-If they differ, more computations on one device look for the cause:
+They differ if a batch is off by more than three times what rounding explains, or two of three
+batches by more than that. Then the loss runs as on one device, without types, if that avoids the
+difference and no axis needs more; else it is refused, and more computations on one device look for
+the cause:
 
     the rows in parts              differs if the loss is not a sum over rows
     the rows in another order      differs if the index of a row in the batch matters
