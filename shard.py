@@ -139,7 +139,7 @@ from zigzag.parallel.products import (
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
 from zigzag.parallel.remat import POLICIES, unrolls
-from zigzag.rule.jaxprs import labelled, named, names_in     # labels: `attend` explains them
+from zigzag.rule.jaxprs import labelled, named, names_in  # labels: `attend` explains them
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
 from zigzag.rule.rule import plan_sharding as plan_sharding
