@@ -66,11 +66,9 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
     initial standard deviation (None: all ones, 0.0: all zeros).
 
-    On a mesh of all these axes a matrix lies as its row says; axes of size 1 fall away. Only
-    /tensor is decided here. The others follow: L is split over pipe (of norms, too), E over expert
-    (but not the router's), and the largest dimension left over fsdp, which without tensor may be F
-    or V. What does not divide stays whole, and over fsdp what has fewer than --fsdp_min elements in
-    all layers together. A run prints this table for its mesh, python shard.py for any."""
+    On a mesh with all of these axes, a large matrix is split as its row says. Only /tensor is
+    decided here; zigzag/rule finds the rest. For fsdp it takes the largest dimension that is left,
+    which without tensor may be F or V. python shard.py prints the result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
@@ -91,8 +89,7 @@ def weights(c: Config) -> Params:
                    "w_up": make("L/pipe D/fsdp F/tensor", into),
                    "w_down": make("L/pipe F/tensor D/fsdp", c.d_ff**-0.5 * out)}
     head = {} if c.tied else {"head": make("D/fsdp V/tensor", into)}
-    return {"embed": make("V/tensor D/fsdp", into), "layers": layers,
-            "norm": make("D"), **head}
+    return {"embed": make("V/tensor D/fsdp", into), "layers": layers, "norm": make("D"), **head}
 
 
 # -------------------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ import sample
 import shard
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, fill_in
-from zigzag.core.flags import change as change
 from zigzag.core.flags import flat
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import (
@@ -82,7 +81,6 @@ from zigzag.run import (
     modes,
     schedules,
 )
-from zigzag.run.checks import check_config, check_corpus, check_vocabulary
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import (
     MOST_TOKENS,
@@ -208,7 +206,7 @@ class Config(schedules.Options):
         return getattr(self.network, name)
 
     def __post_init__(self) -> None:
-        check_config(self)
+        checks.check_config(self)
         fill_in(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
         schedules.fill_in(self)
         if not self.epochs:         # (with epochs, the steps are known when the data is)
@@ -675,7 +673,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
         yield config, lambda: task, {"fingerprint": arrays.fingerprint}, arrays
     elif networks.network_of(config).source_shape(config.network):
         pairs = examples.Pairs(config.data, tokenizer or data.Bytes(), config.fields)
-        config = check_vocabulary(config, pairs.tokenizer.vocab_size)
+        config = checks.check_vocabulary(config, pairs.tokenizer.vocab_size)
         config = schedules.with_steps(config, len(pairs.train))
         yield config, lambda: pairs_task(config, pairs), {
             "fingerprint": pairs.fingerprint, "tokenizer_sha256": "",
@@ -691,7 +689,7 @@ def opened_data(config: Config, tokenizer: data.Tokenizer | None, run: Path, rea
                 whose = config.init_from or config.out
                 raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of "
                                   f"the tokenizer of {whose}; give the text itself")
-            config = check_corpus(config, sources)
+            config = checks.check_corpus(config, sources)
             rows = training_rows(config, sources)
             config = schedules.with_steps(config, len(rows))
             yield config, lambda: language_task(config, sources, rows), {

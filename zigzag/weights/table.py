@@ -19,7 +19,7 @@ class Weight:
     scale: float | None     # initial standard deviation; None: all ones
     tensor: int             # the dimension that the tensor axis may split; -1: none
     values: Any = None      # a function of the shape that makes the first values, instead of scale
-    places: Sequence[str] = ()      # the mesh axis that its row names behind each dimension, or ''
+    mesh_axes: Sequence[str] = ()   # the mesh axis that its row names behind each dimension, or ''
 
     @property
     def is_table(self) -> bool:
@@ -35,8 +35,8 @@ class Weight:
 # Letters of rows that are looked up: V ids of the vocabulary, P positions, J distances, Z token
 # types.
 LOOKED_UP = {"V", "P", "J", "Z"}
-# {an axis that a row may name: the letter that it splits; '': any}
-PLACES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
+# {a mesh axis that a row may name: the letter that it splits; '': any}
+MESH_AXES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
 
 
 class Table:
@@ -52,20 +52,21 @@ class Table:
 
     def __call__(self, axes: str, scale: float | None = None, tensor: str = "", values: Any = None
                  ) -> Weight:
-        letters, _, places = zip(*(letter.partition("/") for letter in axes.split())) if axes else (
-            (), (), ())
-        named = [place for place in places if place]
-        if set(named) - PLACES.keys() or len(set(named)) < len(named) or any(
-                letter not in (PLACES[place] or letter) for letter, place in zip(letters, places)
-                if place):
-            raise ValueError(f"{axes!r}: expected letters, and behind some of them /tensor, /fsdp, "
-                             f"/pipe (L) or /expert (E), each once")
-        if tensor and named:
+        letters, mesh_axes = [], []
+        for entry in axes.split():
+            letter, _, axis = entry.partition("/")
+            if axis and (axis in mesh_axes or MESH_AXES.get(axis) not in ("", letter)):
+                raise ValueError(f"{axes!r}: expected letters, and behind some of them /tensor, "
+                                 f"/fsdp, /pipe (L) or /expert (E), each once")
+            letters.append(letter)
+            mesh_axes.append(axis)
+        if tensor and any(mesh_axes):
             raise ValueError(f"{axes!r} and {tensor!r}: name the axes in the row alone")
         if tensor:
-            places = ["tensor" if letter == tensor else "" for letter in letters]
-        return Weight(letters, tuple(self.sizes[a] for a in letters), scale,
-                      places.index("tensor") if "tensor" in places else -1, values, places)
+            mesh_axes[letters.index(tensor)] = "tensor"
+        split = mesh_axes.index("tensor") if "tensor" in mesh_axes else -1
+        return Weight(tuple(letters), tuple(self.sizes[a] for a in letters), scale, split, values,
+                      tuple(mesh_axes))
 
 
 def padded(vocab_size: int) -> int:

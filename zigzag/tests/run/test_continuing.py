@@ -9,6 +9,7 @@ import pytest
 import data
 import train
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.tests.common import SMALL, continued, ends, go, hosts, refused, started
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
@@ -97,7 +98,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
     assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)    # (30 / 3?)
     old = train.old_config(str(run))
     same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)
-    assert same == train.change(old, out=str(run))
+    assert same == change(old, out=str(run))
     for name, value in (("mesh", "data=2,tensor=2"), ("shards", 2)):
         record = {**record_of(run), "mesh": "", "shards": 0, name: value}
         (run / "config.json").write_text(json.dumps(record))

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import train
+from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import newest_step
 from zigzag.run import continuing, schedules
@@ -64,7 +65,7 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
     np.testing.assert_allclose(rates(config), [wanted(step) for step in range(20)], rtol=1e-6)
     last = 0.01 if decay == "constant" else 0.001
     np.testing.assert_allclose(rates(config, 30)[19:], last, rtol=1e-6)
-    held = rates(train.change(config, steps=30, decay_steps=20))
+    held = rates(flags.change(config, steps=30, decay_steps=20))
     assert np.array_equal(held, rates(config, 30)), "the end of the decay is not the end of the run"
 
 
@@ -83,9 +84,9 @@ def test_shares_are_of_the_steps():
     c = make(warmup=0.05, steps=900, decay="wsd")
     assert (c.warmup, c.cooldown) == (45, 0.2) and type(c.warmup) is int
     assert make(warmup=0, steps=50).warmup == 2 and make(warmup=0.001, steps=50).warmup == 1
-    longer = train.change(c, steps=1800)
+    longer = flags.change(c, steps=1800)
     assert longer.warmup == 45, "the warmup lies in the past"
-    for config, peaks in ((c, 720), (longer, 1440), (train.change(c, cooldown=90), 810)):
+    for config, peaks in ((c, 720), (longer, 1440), (flags.change(c, cooldown=90), 810)):
         found = np.flatnonzero(rates(config) == np.float32(config.lr))
         assert found[-1] + 1 == peaks == schedules.fixed_from(config) - 1
 
@@ -113,13 +114,13 @@ def test_a_wsd_run_goes_on_from_its_plateau_as_if_it_had_never_stopped(tmp_path)
     config = make(decay="wsd", steps=10, warmup=2, save_every=4, out=str(out), layers=1)
     learn(config)
     shutil.rmtree(out / "checkpoints/10")       # the newest is that of step 8, before the cooldown
-    rows, result = learn(train.change(config, steps=20))
-    whole, wanted = learn(train.change(config, steps=20, out=""))
+    rows, result = learn(flags.change(config, steps=20))
+    whole, wanted = learn(flags.change(config, steps=20, out=""))
     assert [r["loss"] for r in rows] == [r["loss"] for r in whole][8:]
     assert rates_of(rows) == rates_of(whole)[8:] and rates_of(rows)[7] == config.lr
     assert jax.tree.all(jax.tree.map(np.array_equal, result.params, wanted.params))
     # (From inside the cooldown, it ends as it was going to end.)
-    assert continuing.hold(train.change(config, steps=30), lambda _: config).decay_steps == 10
+    assert continuing.hold(flags.change(config, steps=30), lambda _: config).decay_steps == 10
 
 
 def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatch):
@@ -128,22 +129,22 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     out = tmp_path / "run"
     config = make(steps=4, warmup=1, save_every=2, out=str(out), layers=1)
     first = rates_of(learn(config)[0])
-    rows, _ = learn(train.change(config, steps=6))
+    rows, _ = learn(flags.change(config, steps=6))
     assert rates_of(rows) == [first[-1]] * 2
     assert json.loads((out / "config.json").read_text())["decay_steps"] == 4
-    again = continuing.hold(train.change(config, steps=7),
-                            lambda _: train.change(config, steps=6, decay_steps=4))
+    again = continuing.hold(flags.change(config, steps=7),
+                            lambda _: flags.change(config, steps=6, decay_steps=4))
     assert again.decay_steps == 4
-    longer = continuing.hold(train.change(config, steps=100, warmup=0.1), lambda _: config)
+    longer = continuing.hold(flags.change(config, steps=100, warmup=0.1), lambda _: config)
     assert (longer.warmup, longer.decay_steps) == (1, 4), "its warmup is over, too"
-    asked = train.change(config, steps=10, change=("decay",))
+    asked = flags.change(config, steps=10, change=("decay",))
     rows, _ = learn(asked)
     assert rates_of(rows) == pytest.approx(rates(asked)[6:], rel=1e-6)
     change, = json.loads((out / "config.json").read_text())["changes"]
     assert change == {"step": 6, "steps": [6, 10], "decay_steps": [4, 0]}
     # (A run in the middle of its decay, as before: the decay stretches.)
     monkeypatch.setattr(continuing, "newest_step", lambda out: 3)
-    assert continuing.hold(train.change(config, steps=6), lambda _: config).decay_steps == 0
+    assert continuing.hold(flags.change(config, steps=6), lambda _: config).decay_steps == 0
     assert newest_step(out) == 10
 
 

@@ -26,10 +26,10 @@ def test_on_a_mesh_of_all_axes_a_weight_lies_as_its_row_says(changes, mesh):
     for path, w in by_path(model.weights(config)).items():
         spec = full_spec(found[path].spec, len(w.shape))
         is_matrix = len(set(w.axes) - {"L"}) > 1
-        assert any(w.places) == is_matrix, path         # (a norm's row names no axes)
+        assert any(w.mesh_axes) == is_matrix, path         # (a norm's row names no axes)
         if is_matrix:
             assert [axis or "" for axis in spec] == [
-                axis if mesh.shape.get(axis, 1) > 1 else "" for axis in w.places], path
+                axis if mesh.shape.get(axis, 1) > 1 else "" for axis in w.mesh_axes], path
 
 
 def test_what_a_row_may_name():
@@ -41,6 +41,10 @@ def test_what_a_row_may_name():
     for wrong in ("D F/tenser", "D/tensor F/tensor", "D/pipe F", "L E D/expert", "D/data F"):
         with pytest.raises(ValueError, match="behind some of them"):
             make(wrong)
+    with pytest.raises(ValueError, match="in the row alone"):
+        make("D/tensor F", None, "F")
+    with pytest.raises(ValueError):
+        make("D F", None, "H")
 
 
 def test_letters_say_which_rows_are_looked_up_and_which_are_experts():
@@ -68,4 +72,5 @@ def test_every_preset_names_at_most_one_dimension_for_tensor(name):
     table = jax.tree.leaves(networks.network_of(config).table(dataclasses.replace(
         config, vocab_size=config.vocab_size or 256)))
     assert sum(w.tensor >= 0 for w in table) >= 6
-    assert all("tensor" not in w.places or w.places.index("tensor") == w.tensor for w in table)
+    assert all("tensor" not in w.mesh_axes or w.mesh_axes.index("tensor") == w.tensor
+               for w in table)
