@@ -24,6 +24,7 @@ from jax import Array, lax
 import shard
 from zigzag.core.errors import fill_in
 from zigzag.core.mesh import cast, check_ids
+from zigzag.core.options import flag
 from zigzag.generate import cache as kv_cache
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN, as_llama
@@ -36,23 +37,26 @@ from zigzag.weights.table import Table, padded
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
     """What a model is. Each field is also a flag."""
-    layers: int = 4               # number of layers
-    d_model: int = 128            # width of the residual stream
-    heads: int = 8                # query heads
+    # model
+    layers: int = flag(4, least=1)      # number of layers
+    d_model: int = flag(128, least=1)   # width of the residual stream
+    heads: int = flag(8, least=1)       # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
-    head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, rounded up to 64s
-    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
-    seq_len: int = 128            # context length: tokens in a training example
     tied: bool = False            # use the embedding as the head, too
+    dropout: float = 0.0          # dropout rate on each block's output, in training
+    experts: int = 0              # experts in each MLP; 0: a dense MLP
+    # data
+    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
+    seq_len: int = flag(128, least=1)   # context length: tokens in a training example
+    # model (rare)
+    head_dim: int = 0             # width of a head; 0: d_model / heads
     norm_eps: float = 1e-6        # added to the mean square in a norm
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # JSON, as in a published config.json, of rope_type linear or
                                   # llama3: {"rope_type": "linear", "factor": 2}
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
-    dropout: float = 0.0          # dropout rate on each block's output, in training
-    experts: int = 0              # experts in each MLP; 0: a dense MLP
-    experts_per_token: int = 2    # experts that each token visits
+    experts_per_token: int = flag(2, least=1)   # experts that each token visits
     balance: float = 0.01         # weight of the load-balancing loss of the experts
     router_z: float = 0.001       # weight of the z-loss on the router's logits
 

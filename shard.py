@@ -827,5 +827,6 @@ def _head_of_stage(head, all_time):
 
 if __name__ == "__main__":
     import train
+    from zigzag.run import commands
 
-    run_main(train.show_sharding)
+    run_main(functools.partial(commands.show_sharding, train.TRAINER))

@@ -12,9 +12,10 @@ to choose between it and the others.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import model
 from networks import blip2, clip, sam, swin, transformer
@@ -130,6 +131,19 @@ def config_of(fields: dict[str, Any]) -> Any:
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**{name: value for name, value in fields.items() if name in own})
+
+
+def own_loss(config: Any, loss: Callable) -> Network | None:
+    """The network of a configuration, if `loss` is its own, as tasks.language gives it: the tests
+    compare that one with one device. None for any other, even one that only wraps it: a custom
+    loss, which is compared before its run begins."""
+    network = network_of(config)
+    return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
+
+
+def flops_of_update(config: Any) -> float:
+    """FLOPs of an update of a run with this configuration."""
+    return network_of(config).training_flops(config.network, config.batch * config.seq_len)
 
 
 PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}

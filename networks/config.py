@@ -6,71 +6,80 @@ help.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from networks import stems
-from zigzag.core.errors import (
-    ConfigError,
-    check_at_least,
-    did_you_mean,
-    fill_in,
-)
-from zigzag.weights.network import Computed, check_computed, check_heads, check_published
+from zigzag.core.errors import ConfigError, fill_in
+from zigzag.core.options import check_values, flag
+from zigzag.weights.network import Computed, check_heads, check_published
 from zigzag.weights.positions import check_rotary
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
     """The options of a model. Each field is also a flag; 0 often means derived from the others."""
-    layers: int = 4               # how many blocks
-    d_model: int = 128            # width of the residual stream
-    heads: int = 8                # query heads
+    layers: int = flag(4, least=1)  # how many blocks
+    d_model: int = flag(128, least=1)  # width of the residual stream
+    heads: int = flag(8, least=1)  # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
     vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
-    seq_len: int = 128            # tokens in a training example: the context length
+    seq_len: int = flag(128, least=1)  # tokens in a training example: the context length
     tied: bool = False            # one table for both the embedding of tokens and the head
     parallel_block: bool = False  # attention and MLP read the same norm and are added together
-    parallel_norms: int = 1       # norms of a parallel block; 2: the MLP has its own
+    parallel_norms: int = flag(1, one_of=(1, 2))
+                                  # norms of a parallel block; 2: the MLP has its own
     causal: bool = True           # a token sees only earlier ones; false (an encoder): all
     encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
     encoder_heads: int = 0        # heads of the encoder; 0: same as --heads
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
     source_len: int = 0           # tokens that the encoder reads in an example; 0: --seq_len
-    stem: str = "tokens"          # input: tokens, patches (of pictures) or frames (of sound)
-    image_size: int = 224         # pixels of a picture's side
-    patch_size: int = 16          # pixels of a patch's side
-    channels: int = 3             # numbers in a pixel, or in a frame of sound
+    stem: str = flag("tokens", one_of=("tokens", "patches", "frames"))
+                                  # input: tokens, patches (of pictures) or frames (of sound)
+    image_size: int = flag(224, least=1)  # pixels of a picture's side
+    patch_size: int = flag(16, least=1)  # pixels of a patch's side
+    channels: int = flag(3, least=1)  # numbers in a pixel, or in a frame of sound
     token_types: int = 0          # number of token types, each with its own embedding; 0: none
-    head: str = "tokens"          # prediction: tokens, masked (tokens, by BERT's head), classes
+    head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
+                                  # prediction: tokens, masked (tokens, by BERT's head), classes
                                   # (one for each row) or none
     labels: int = 0               # number of classes
-    pool: str = "first"           # input of the classifier: first (token), or mean (of patches)
+    pool: str = flag("first", one_of=("first", "mean"))
+                                  # input of the classifier: first (token), or mean (of patches)
     pool_dense: bool = False      # a dense layer with tanh before the classifier
     head_scale: float = 0.0       # factor on the head's input; 0: none
     layer_groups: int = 0         # number of layers with weights of their own, each used several
                                   # times; 0: all layers
     layer_scale: bool = False     # a learned factor on the output of attention and of the MLP
-    residual_scale: float = 1.0   # factor on the output of attention and of the MLP
-    norm: str = "rms"             # rms, or layer: LayerNorm, with a bias
+    residual_scale: float = flag(1.0, least=-math.inf)
+                                  # factor on the output of attention and of the MLP
+    norm: str = flag("rms", one_of=("rms", "layer"))  # rms, or layer: LayerNorm, with a bias
     norm_eps: float = 1e-6        # epsilon of the norms
-    norm_place: str = "pre"       # norms: pre, post (after the sum), out (on the output of
+    norm_place: str = flag("pre", one_of=("pre", "post", "out", "sandwich"))
+                                  # norms: pre, post (after the sum), out (on the output of
                                   # attention and MLP, before the sum) or sandwich (pre and out)
     embed_norm: bool = False      # a norm after the embedding
     qk_norm: bool = False         # RMSNorm of every query and key head
     qk_norm_wide: bool = False    # qk_norm over all heads of a token together
-    activation: str = "silu"      # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
+    activation: str = flag("silu", one_of=("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"))
+                                  # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
     gated: bool = True            # a gated MLP: the activation multiplies a second product
     biases: str = ""              # the products with a bias, comma-separated: embed, qkv (or qv),
                                   # out, mlp, head
-    positions: str = "rotary"     # rotary, learned, fixed (a table, not trained), sinusoidal,
+    positions: str = flag("rotary",
+        one_of=("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"))
+                                  # rotary, learned, fixed (a table, not trained), sinusoidal,
                                   # alibi, alibi16 (in bfloat16) or none
-    relative: str = ""            # learned bias of scores by distance: buckets (T5) or grid (BEiT)
-    relative_buckets: int = 32    # number of buckets of distances
-    relative_distance: int = 128  # the last bucket has all distances from this one on
+    relative: str = flag("", one_of=("", "buckets", "grid"))
+                                  # learned bias of scores by distance: buckets (T5) or grid (BEiT)
+    relative_buckets: int = flag(32, least=2)  # number of buckets of distances
+    relative_distance: int = flag(128, least=2)
+                                  # the last bucket has all distances from this one on
     relative_shared: bool = True  # one table of these biases for all layers
-    pad_id: int = -1              # positions count only tokens other than this id; -1: all tokens,
+    pad_id: int = flag(-1, least=-2)
+                                  # positions count only tokens other than this id; -1: all tokens,
                                   # -2: all that the mask keeps
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
@@ -93,15 +102,16 @@ class Config(Computed):
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # share of each block's output dropped in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
-    experts_per_token: int = 2    # experts that each token visits
+    experts_per_token: int = flag(2, least=1)  # experts that each token visits
     shared_experts: int = 0       # additional experts that every token visits
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
     dense_layers: int = 0         # number of first layers with a dense MLP instead of experts
-    router: str = "softmax"       # softmax, or sigmoid with a bias for the choice of experts
+    router: str = flag("softmax", one_of=("softmax", "sigmoid"))
+                                  # softmax, or sigmoid with a bias for the choice of experts
     router_norm: bool = True      # normalize a token's routing weights to a sum of 1
-    router_scale: float = 1.0     # factor on the routing weights
-    expert_groups: int = 1        # groups of experts: a token first chooses among these
-    groups_per_token: int = 1     # groups that a token chooses
+    router_scale: float = flag(1.0, least=-math.inf)  # factor on the routing weights
+    expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses among these
+    groups_per_token: int = flag(1, least=1)  # groups that a token chooses
     balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
     router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
 
@@ -118,30 +128,13 @@ class Config(Computed):
 # -------------------------------------------------------------------------------------------
 # Derived values and refusals
 
-ONE_OF = {
-    "norm": ("rms", "layer"), "norm_place": ("pre", "post", "out", "sandwich"),
-    "activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"),
-    "router": ("softmax", "sigmoid"),
-    "positions": ("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"),
-    "relative": ("", "buckets", "grid"), "stem": ("tokens", "patches", "frames"),
-    "head": ("tokens", "masked", "classes", "none"), "pool": ("first", "mean")}
 BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
 
 
 def check(c: Any) -> None:
     """Fill in the derived values of a Config, and refuse options that no model can have."""
-    check_computed(c)
+    check_values(c)
     check_published(c)
-    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
-                   seq_len=1, experts=0, experts_per_token=1, shared_experts=0, balance=0,
-                   router_z=0, norm_eps=0, rotary_dim=0, position_rows=0,
-                   position_offset=0, window=0, local_theta=0, embed_dim=0, embed_scale=0,
-                   attn_scale=0, attn_softcap=0, logit_softcap=0, encoder_layers=0, encoder_heads=0,
-                   encoder_d_ff=0, source_len=0, image_size=1, patch_size=1, channels=1,
-                   token_types=0, labels=0, head_scale=0, layer_groups=0, relative_buckets=2,
-                   relative_distance=2, pad_id=-2, q_rank=0, kv_rank=0,
-                   v_head_dim=0, expert_d_ff=0, dense_layers=0, expert_groups=1,
-                   groups_per_token=1)
     check_heads(c)
     fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
@@ -163,10 +156,6 @@ def check(c: Any) -> None:
         raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
     if c.positions == "rotary":
         check_rotary(c, c.rotary_dim)
-    for name, known in ONE_OF.items():
-        if (value := getattr(c, name)) not in known:
-            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
-                              + did_you_mean(value, known))
     if c.positions == "learned" and _longest(c) + c.position_offset > c.position_rows:
         name = "seq_len" if c.seq_len == _longest(c) else "source_len"
         raise ConfigError(f"--{name} {_longest(c)}: there are learned positions for only "
@@ -210,8 +199,6 @@ def _check_parts(c):
     if c.parallel_block and c.norm_place != "pre":
         raise ConfigError(f"--norm_place {c.norm_place}: a --parallel_block has "
                           f"its norms before it")
-    if c.parallel_norms not in (1, 2):
-        raise ConfigError(f"--parallel_norms {c.parallel_norms}: expected 1 or 2")
     if c.kv_rank and (c.parallel_block or c.qk_norm or c.positions != "rotary"
                       or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
                       or c.kv_heads != c.heads):

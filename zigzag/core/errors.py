@@ -48,18 +48,17 @@ def optional_package(name: str, what: str) -> Any:
         raise ConfigError(f"{what} needs the package {name}: pip install {name}") from None
 
 
-def check_at_least(config: Any, **least: float) -> None:
-    """Refuse fields of a configuration that are below these bounds, or not finite."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if not bound <= value < 2**63:      # (also true for NaN)
-            raise ConfigError(f"--{name} {value}: must be a number of at least {bound:g}")
-
-
-def fill_in(config: Any, **values: Any) -> None:
-    """Set those of these fields of a frozen configuration that are zero (not given)."""
-    for name, value in values.items():
+def fill_in(config: Any, **sizes: int | float) -> None:
+    """Set those of these sizes in a frozen configuration that are zero: derived from others."""
+    for name, value in sizes.items():
         if not getattr(config, name):
+            object.__setattr__(config, name, value)
+
+
+def derive(config: Any, **values: Any) -> None:
+    """Set those of these options of a frozen configuration that are None: not given."""
+    for name, value in values.items():
+        if getattr(config, name) is None:
             object.__setattr__(config, name, value)
 
 

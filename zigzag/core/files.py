@@ -1,13 +1,15 @@
-"""Files: written whole or not at all, read as JSON, locked, hashed, awaited on shared disks."""
+"""Files: written whole or not at all, taken back, read as JSON, locked, hashed, awaited on shared
+disks."""
 
 import contextlib
 import hashlib
 import json
 import mmap
 import os
+import shutil
 import time
 from pathlib import Path
-from typing import IO, Any, Callable
+from typing import IO, Any, Callable, Iterator
 
 from zigzag.core.errors import ConfigError
 
@@ -29,6 +31,54 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
+    """A function put(source, name) that moves a file or a folder into the folder of a run, and
+    returns its new path. If the run has not begun at the end (config.json is the one that was
+    there), everything is taken back: a refused run leaves its folder as it found it."""
+    is_new, before, moved = not run.exists(), _stamp(run / "config.json"), []
+
+    def put(source, name):
+        target, old = run / name, run / f"{name}.before"
+        if target.exists():
+            _remove(old)
+            os.replace(target, old)
+        os.replace(source, target)
+        moved.append((target, old))
+        return target
+
+    try:
+        yield put
+    finally:
+        has_begun = _stamp(run / "config.json") != before
+        for target, old in reversed(moved):
+            if has_begun:
+                _remove(old)
+                continue
+            _remove(target)
+            if old.exists():
+                os.replace(old, target)
+        if is_new:
+            with contextlib.suppress(OSError):
+                run.rmdir()                 # (only if it is empty)
+
+
+def _stamp(path):
+    """A value that changes when a file is written anew; None without the file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def lock(file: IO) -> None:

@@ -2,8 +2,7 @@
 
     --key value   --key=value   --some-key or --some_key   --data one two   --tied
 
-The fields of a dataclass are the flags. The comment beside a field is its help; it continues in
-comment lines below it that are indented further than the fields.
+The fields of a dataclass are the flags (zigzag/core/options.py says how they are declared).
 
     exit status   0 done   1 something failed while running   2 refused   130 interrupted
 """
@@ -13,13 +12,13 @@ import difflib
 import inspect
 import math
 import os
-import re
 import sys
 import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
 from zigzag.core.familiar import meaning
+from zigzag.core.options import comments, options
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -86,8 +85,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
     `once`, which are refused. --help prints the flags in `groups` ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
-    types = {f.name: type(f.default) for c in classes for f in dataclasses.fields(c)
-             if not dataclasses.is_dataclass(f.default)}
+    types = {option.name: option.kind for c in classes for option in options(c).values()}
     given, words, unknown = {}, [], []
     while argv:
         word = argv.pop(0)
@@ -151,18 +149,11 @@ def _value(name, kind, values, given):
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
-    """(name, default, help) of every field, those of base classes last. The help is read from the
-    comments in the source."""
+    """(name, default, help) of every option, those of base classes last."""
     if isinstance(cls, tuple):
         return [row for one in cls for row in flag_rows(one)]
-    texts = {}
-    for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
-        texts.update(re.findall(r"^    (\w+): .*?  # (.*(?:\n {5,}#.*)*)", inspect.getsource(owner),
-                                re.M))
-    return [(f.name, "" if f.default in ("", ()) else str(f.default),
-             re.sub(r"\n +# *", " ", texts.get(f.name, ""))) for f in sorted(
-                 dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
-            if not dataclasses.is_dataclass(f.default)]
+    return [(option.name, "" if option.default in ("", (), None) else str(option.default),
+             comments(cls)[option.name].help) for option in options(cls).values()]
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",

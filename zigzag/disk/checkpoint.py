@@ -46,6 +46,7 @@ from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_lin
 from zigzag.core.files import appears, lock, write_json, write_whole
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
+from zigzag.core.options import fits, options
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
 # memory and was no faster.)
@@ -58,6 +59,9 @@ WAITS_FROM = 2**28
 # -------------------------------------------------------------------------------------------
 # config.json
 
+# Of config.json. Without a number, of an earlier version, 0 stood for "not given" in options that
+# are None there today.
+FORMAT = 2
 # Options that had other names in earlier versions.
 RENAMED = {"parallel": "parallel_block"}
 
@@ -72,13 +76,15 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     """A `config` (a dataclass) with the values in a run's config.json, except for the fields that
     are `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
-    fields = {f.name: f for f in dataclasses.fields(config) if f.name not in given}
+    fields = {name: option for name, option in options(config).items() if name not in given}
     known = {name: record[name] for name in fields if name in record}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: it has no configuration")
     for name, value in known.items():
-        if not _has_type(value, type(fields[name].default)):
+        if not fits(fields[name], value):
             raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
+    if "format" not in record:
+        known = _of_earlier_version(known, fields)
     if not isinstance(record.get("tokenizer", ""), str):
         raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
@@ -88,10 +94,16 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def _has_type(value, kind):
-    """Whether a value read from JSON fits a field of this type."""
-    kinds = {float: (int, float), tuple: list}.get(kind, kind)
-    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+def _of_earlier_version(known, fields):
+    """Values of a record without a format number, as this version would write them."""
+    known = {name: None if value == 0 and fields[name].is_optional else value
+             for name, value in known.items()}
+    # (These had no effect, and are refused today.)
+    if known.get("decay") == "constant":
+        known["decay_steps"] = None
+    if (known.get("warmup") or 0) < 2:
+        known.pop("first_share", None)
+    return known
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
@@ -107,6 +119,9 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
+    if isinstance(found := record.get("format"), int) and found > FORMAT:
+        raise ConfigError(f"{flag} {folder}: a run of a later version (format {found} of "
+                          f"config.json; this version reads up to {FORMAT})")
     record = {RENAMED.get(name, name): value for name, value in record.items()}
     if isinstance(record.get("weights"), str):      # (of an earlier version: a digest of shapes)
         record["shapes"] = record.pop("weights")
@@ -118,23 +133,15 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
 # Facts that follow from a published folder and the version that reads it. They are not compared:
 # the folder's name is.
 FOLLOWS = ("published", "pad_id")
-# {a word of --change: the facts of a run that it allows to change}
-CHANGEABLE = {
-    "lr": ("lr",), "weight_decay": ("weight_decay",), "clip": ("clip",),
-    "decay": ("decay", "steps", "decay_steps", "cooldown", "first_share", "final_share"),
-    "data": ("data", "fingerprint")}
+# {a fact that is no option: the word of --change that allows another}
+OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
-def facts_changed(change: Sequence[str]) -> list[str]:
-    """The names of the facts that the words of --change (lr, data ...) allow to change."""
-    return [fact for name in change for fact in CHANGEABLE.get(name, ())]
-
-
-def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
+def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = ()) -> None:
-    """Refuse to continue the run in `out` if its facts differ from `now` (except those that may
-    `change`), or if it lacks one of the facts in `needs`. Called before anything is written.
-    read_old(out) returns the facts of the existing run."""
+    """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
+    facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
+    anything is written. read_old(out) returns the facts of the existing run."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
@@ -148,7 +155,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
     differs = {name: (old[name], value)
                for name, value in json.loads(json.dumps(now)).items()      # as config.json has it
                if name in old and old[name] != value and name not in FOLLOWS
-               and name not in facts_changed(change)
+               and may.get(name) not in change
                and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
     if not differs:
         return
@@ -159,9 +166,9 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable,
     if differs:
         was.append("with " + "; ".join(f"{name} {_shown(a)}, and {_shown(b)} was given"
                                        for name, (a, b) in differs.items()))
-    may = " ".join(flag for flag, facts in CHANGEABLE.items() if differs.keys() & set(facts))
+    words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
     raise ConfigError(f"--out {out} holds a run {'; '.join(was)}: {how}, or give another --out"
-                      + (f"; --change {may} changes that on purpose" if may else ""))
+                      + (f"; --change {words} changes that on purpose" if words else ""))
 
 
 def _shown(value):
@@ -177,10 +184,10 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
-                 change: Sequence[str] = ()):
+                 may: dict[str, str], change: Sequence[str] = ()):
         """`record` becomes config.json. If the run is continued, the facts named in `must_match`
-        must equal those of read_old(out), except those that --change names. `state` is a tree of
-        shapes with shardings. The newest `keep` checkpoints are kept."""
+        must equal those of read_old(out), except those that may `change` (as in check_run_folder).
+        `state` is a tree of shapes with shardings. The newest `keep` checkpoints are kept."""
         self.out, self.folder = out, Path(out).resolve()
         self.record, self.changed = record, {}      # {fact that --change changes now: [old, new]}
         self.state, self.verify = state, verify
@@ -191,10 +198,12 @@ class RunFolder(contextlib.AbstractContextManager):
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = None        # step of the best checkpoint
         self.samples = None     # samples.jsonl, opened at the first sample
-        check_run_folder(out, {name: record[name] for name in must_match}, read_old, change=change)
+        check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
+                         change=change)
         word = secrets.token_hex(8)
         if self.is_process_0:
-            self._take(word, lambda: self._note_changes(read_old, facts_changed(change)))
+            self._take(word, lambda: self._note_changes(read_old, [
+                name for name, of in may.items() if of in change]))
         word = process_allgather(word)[0]
         sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
                                          self.folder, min(60, patience)))

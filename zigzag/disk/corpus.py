@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, sha256, write_json
+from zigzag.core.files import appears, sha256, taken_back, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
     begin_folder,
@@ -166,9 +165,9 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     """The corpus behind --data (or `flag`). A folder made by data.py, and token files (of
     `vocab_size` ids) are used as they are. Text is encoded with the tokenizer (None: as bytes) into
     the folder `name` of the run, when the run begins or when it `changes` its data; the result is
-    kept only if the body of the `with` passes, so that a run that is refused leaves nothing behind.
-    A run that continues uses the corpus it has, with this fingerprint. ready > 0: process 0 has
-    made the corpus, and it must appear within `ready` seconds."""
+    kept only if the run begins in the body of the `with`. A run that continues uses the corpus it
+    has, with this fingerprint. ready > 0: process 0 has made the corpus, and it must appear within
+    `ready` seconds."""
     given = path[0] if len(path) == 1 else ""
     if given and (Path(given) / "progress.json").exists() and not (
             Path(given) / "data.json").exists():
@@ -176,14 +175,12 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
                           f"data.py again")
     if given and is_token_files(given):
         files = TokenFiles(given, vocab_size, tokenizer, flag)
-        yield files
-        if not ready and files.tokenizer.kind not in ("bytes", "ids"):
-            _keep_tokenizer(files.tokenizer, run)
+        with kept_tokenizer(files.tokenizer, run, ready):
+            yield files
     elif given and (Path(given) / "data.json").exists():
         corpus = Corpus(given)
-        yield corpus
-        if not ready and corpus.tokenizer.kind != "bytes":
-            _keep_tokenizer(corpus.tokenizer, run)
+        with kept_tokenizer(corpus.tokenizer, run, ready):
+            yield corpus
     else:
         changed = run / f"{name}-{fingerprint[:12]}"
         made = changed if changes and ready or (changed / "data.json").exists() else run / name
@@ -202,11 +199,11 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
 
 @contextlib.contextmanager
 def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
-    """The corpus of text, encoded beside `made`, and put there if the body of the `with` passes."""
+    """The corpus of text, encoded beside `made`, and put there for a run that begins."""
     if "-" in paths:
         find(["-"], flag)       # (refused)
     name = made.name.partition("-")[0]
-    part, new = run / f"{name}.part", not run.exists()
+    part = run / f"{name}.part"
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{flag} {' '.join(paths)}: text, beside token files without a "
                           f"tokenizer; give token files")
@@ -214,25 +211,21 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     if (part / "data.json").exists() or not (part / "progress.json").exists():
         shutil.rmtree(part, ignore_errors=True)
     is_kept = False
-    try:
+    with taken_back(run) as put:
         try:
-            corpus = _prepared_anew(paths, part, tokenizer, flag)
-        except (KeyboardInterrupt, RunError):   # the same command goes on
-            is_kept = True
-            raise
-        yield corpus
-        if changes:         # (until config.json says otherwise, the old data stays in use)
-            made = run / f"{name}-{corpus.fingerprint[:12]}"
-        if corpus.fingerprint != fingerprint:
-            shutil.rmtree(made, ignore_errors=True)
-            os.replace(part, made)
-            corpus.folder = made
-    finally:
-        if not is_kept:
-            shutil.rmtree(part, ignore_errors=True)
-        if new:
-            with contextlib.suppress(OSError):
-                run.rmdir()                 # (only if it is empty)
+            try:
+                corpus = _prepared_anew(paths, part, tokenizer, flag)
+            except (KeyboardInterrupt, RunError):   # the same command goes on
+                is_kept = True
+                raise
+            if changes:         # (until config.json says otherwise, the old data stays in use)
+                made = run / f"{name}-{corpus.fingerprint[:12]}"
+            if corpus.fingerprint != fingerprint:
+                corpus.folder = put(part, made.name)
+            yield corpus
+        finally:
+            if not is_kept:
+                shutil.rmtree(part, ignore_errors=True)
 
 
 def _prepared_anew(paths, part, tokenizer, flag):
@@ -252,12 +245,28 @@ def _digest(folder):
         return ""
 
 
-def _keep_tokenizer(tokenizer, run):
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        copy_files(tokenizer, run)
-    except OSError as e:
-        raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
+@contextlib.contextmanager
+def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterator[None]:
+    """Copy a tokenizer into the folder of a run, which keeps it if the run begins in the body of
+    the `with`. (If ready > 0, process 0 does that.)"""
+    if ready or tokenizer.kind in ("bytes", "ids"):
+        yield
+        return
+    with taken_back(run) as put:
+        part = run / "tokenizer.part"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            copy_files(tokenizer, part)
+            for file in sorted(part.iterdir()):
+                kept = run / file.name
+                if not kept.exists() or kept.read_bytes() != file.read_bytes():
+                    put(file, file.name)
+        except OSError as e:
+            raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        yield
 
 
 class Sources:

@@ -3,9 +3,9 @@
     Pairs     lines of JSON, each with two texts     -> (source ids, target ids)
     Arrays    a .npz, or a folder of .npy files      -> {name: a row of that array}
 
-Each has `train` and `held_out`, two sequences of examples (a tenth is held out); `fingerprint`, a
-digest of the data; and str(), a description to print. Memory holds only the offsets of the
-examples: an example is read when it is needed. This file needs numpy, not jax.
+Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none, if `whole`);
+`fingerprint`, a digest of the data; and str(), a description to print. Memory holds only the
+offsets of the examples: an example is read when it is needed. This file needs numpy, not jax.
 """
 
 import array
@@ -43,10 +43,12 @@ class Part:
         return self.example(int(self.numbers[i]))
 
 
-def _split(example, is_held_out, what):
+def _split(example, is_held_out, what, whole):
     """(train, held_out), two `Part`s, by marks for each example. If the marks hold out almost none
-    or too many, the last tenth is held out instead."""
+    or too many, the last tenth is held out instead. If `whole`, nothing is held out."""
     marks = np.array(is_held_out, bool)
+    if whole:
+        return Part(example, np.arange(len(marks))), Part(example, np.arange(0))
     if len(marks) < 2:
         raise ConfigError(f"{what}: {len(marks)} examples; expected at least two, one to train on "
                           f"and one to hold out")
@@ -73,7 +75,8 @@ class Pairs:
     prompt_flags = '--prompt "..."'     # of sample.py
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
-                 fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0):
+                 fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0,
+                 whole: bool = False):
         self.tokenizer, self.fields = tokenizer, tuple(fields)
         self.vocab_size = vocab_size or tokenizer.vocab_size
         paths = [paths] if isinstance(paths, (str, Path)) else paths
@@ -100,7 +103,7 @@ class Pairs:
             raise ConfigError(f"{self.name}: no line in it; expected files of "
                               f"{_expected(self.fields)}, one a line")
         self.fingerprint = digest.hexdigest()
-        self.train, self.held_out = _split(self._pair, is_held_out, self.name)
+        self.train, self.held_out = _split(self._pair, is_held_out, self.name, whole)
 
     def _pair(self, i):
         """(source ids, target ids), with the tokenizer's own ends."""
@@ -185,7 +188,7 @@ class Arrays:
     count}, the bounds for ids and classes. The last tenth is held out. Nothing is unpickled."""
 
     def __init__(self, path: str | Path, names: Sequence[str] = (),
-                 below: dict[str, int] | None = None):
+                 below: dict[str, int] | None = None, whole: bool = False):
         path = self.path = _existing(path)
         self.below = below or {}
         files = [path] if path.is_file() else sorted(path.glob("*.npy"))
@@ -208,7 +211,7 @@ class Arrays:
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
         marks = np.zeros(next(iter(lengths.values())), bool)        # (_split takes the last tenth)
-        self.train, self.held_out = _split(self._rows, marks, path)
+        self.train, self.held_out = _split(self._rows, marks, path, whole)
 
     def _rows(self, i):
         rows = {name: np.asarray(a[i]) for name, a in self.arrays.items()}
@@ -226,14 +229,15 @@ class Arrays:
                 f"{len(self.held_out):,} held out, of {shapes}")
 
 
-def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int]) -> Arrays:
-    """The arrays of --data for a model whose batch has these shapes. Ids and classes must be below
-    their `limits`, {name: count}."""
+def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int],
+                flag: str = "--data", whole: bool = False) -> Arrays:
+    """The arrays of --data (or `flag`) for a model whose batch has these shapes. Ids and classes
+    must be below their `limits`, {name: count}."""
     if len(paths) != 1:
-        raise ConfigError(f"--data {' '.join(paths) or 'is not given'}: expected one .npz, or one "
+        raise ConfigError(f"{flag} {' '.join(paths) or 'is not given'}: expected one .npz, or one "
                           f"folder of .npy files, with {', '.join(shapes)}: a row in each for each "
                           f"example")
-    arrays = Arrays(paths[0], list(shapes))
+    arrays = Arrays(paths[0], list(shapes), whole=whole)
     if "tokens" in shapes:      # optional arrays of a batch
         more = {"mask": np.float32, **dict.fromkeys(("token_types", "segments", "positions"), int)}
         shapes = {**{name: np.broadcast_to(np.zeros((), dtype), shapes["tokens"].shape)
@@ -241,10 +245,10 @@ def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, 
     for name, shape in shapes.items():
         found, is_whole = arrays.arrays[name], shape.dtype.kind == "i"
         if found.shape[1:] != shape.shape[1:]:
-            raise ConfigError(f"--data {paths[0]}: {name} has rows of {list(found.shape[1:])}; "
+            raise ConfigError(f"{flag} {paths[0]}: {name} has rows of {list(found.shape[1:])}; "
                               f"this model has {list(shape.shape[1:])}")
         if is_whole and found.dtype.kind not in "iu":
-            raise ConfigError(f"--data {paths[0]}: {name} is {found.dtype}; expected whole numbers")
+            raise ConfigError(f"{flag} {paths[0]}: {name} is {found.dtype}; expected whole numbers")
         if is_whole and limits.get(name):
             arrays.below[name] = limits[name]
     return arrays

@@ -11,14 +11,16 @@ The file name - stands for standard input.
 import collections
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError, check_at_least, one_line
+from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
+from zigzag.core.options import check_values, flag
 from zigzag.disk.checkpoint import best_step
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
@@ -52,8 +54,9 @@ class Config:
     bench: bool = False         # measure how fast the model generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = 8              # number of prompts, texts or choices that are computed together
-    tokens: int = 256           # number of new ids
+    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
+                                        # together
+    tokens: int = flag(256, least=1)    # number of new ids
     stop: tuple = ()            # end an answer before any of these texts
     stop_at_context: bool = False       # end when the context is full; else continue from its last
                                         # half
@@ -64,7 +67,8 @@ class Config:
                                 # probability
     repetition_penalty: float = 1.0     # above 1: ids that have occurred become less likely
     beams: int = 0              # print this many continuations, by beam search (no temperature)
-    length_penalty: float = 1.0         # beam search divides scores by length to this power
+    length_penalty: float = flag(1.0, least=-math.inf)
+                                        # beam search divides scores by length to this power
     seed: int = 0               # random seed
     shards: int = 0             # devices to split the model over, whatever it was trained on
     mesh: str = ""              # or axis=size,...; data takes the remaining devices
@@ -92,7 +96,7 @@ class TooLong(ConfigError):
 
 def _check_flags(config):
     """Refuse flags with wrong values, and flags that exclude each other."""
-    check_at_least(config, tokens=1, beams=0, shards=0, batch=1)
+    check_values(config)
     try:
         Sampling(**{name: getattr(config, name) for name in SAMPLING_FLAGS})
     except ConfigError as e:

@@ -15,40 +15,34 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import (
     ConfigError,
-    check_at_least,
     did_you_mean,
     nearest_divisor,
     nearest_multiple,
 )
 from zigzag.core.flags import change
 from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
-from zigzag.disk.checkpoint import CHANGEABLE
+from zigzag.core.options import changes, check_values
 from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
-from zigzag.run import metrics, schedules
-
-ONE_OF = {"step": ("shard_map", "jit"), "verify": ("on", "off"), "optimizer": ("adamw", "muon"),
-          "metric": ("", *metrics.TEXT_METRICS), "pack": ("", "stream", "documents"),
-          "decay": schedules.DECAYS}
+from zigzag.run import schedules
 
 
 def check_config(c: Any) -> None:
     """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
-    check_at_least(c, steps=1, batch=1, accumulate=1, shards=0, zero=0, beams=0, lr=0,
-                   eval_every=0, eval_tokens=0, keep=1, max_skipped=1, processes=0, process_id=-1,
-                   patience=1, profile=0, save_every=0, weight_decay=0, clip=1e-30, seed=0,
-                   fsdp_min=0, sample_temperature=0)
-    for name, known in ONE_OF.items():
-        if (value := getattr(c, name)) not in known:
-            raise ConfigError(f"--{name} {value}: expected {' or '.join(filter(None, known))}"
-                              + did_you_mean(value, known))
+    check_values(c)
     schedules.check(c)
     if c.save and not c.plot:
         raise ConfigError(f"--save {c.save}: names the picture of --plot RUN, which was not given")
+    known = dict.fromkeys(changes(type(c)).values())
     for name in c.change:
-        if name not in CHANGEABLE:
-            raise ConfigError(f"--change {name}: expected some of {', '.join(CHANGEABLE)}"
-                              + did_you_mean(name, CHANGEABLE))
+        if name not in known:
+            raise ConfigError(f"--change {name}: expected some of {', '.join(known)}"
+                              + did_you_mean(name, known))
+    if c.eval_every == 0:
+        for name in ("best", "metric", "eval_first"):
+            if value := getattr(c, name):
+                raise ConfigError(f"--{name} {value}: nothing is evaluated with --eval_every 0; "
+                                  f"leave one of them out")
     if len(c.fields) == 1 and c.fields[0].count(",") == 1:
         object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
     if len(c.fields) != 2:
@@ -111,18 +105,6 @@ def check_network(config: Any, network: Any, mesh: Any) -> None:
     network.check(config.network, mesh)
     check_batch(config, mesh)
     check_rows(config, network)
-    has_source = network.source_shape(config.network) is not None
-    if config.beams and not has_source:
-        raise ConfigError(f"--beams {config.beams}: the beam search answers held-out pairs, for a "
-                          f"model with an encoder; this model has none (sample.py --beams "
-                          f"continues prompts)")
-    if config.sample_temperature != type(config).sample_temperature and has_source:
-        raise ConfigError(f"--sample_temperature {config.sample_temperature}: is for a decoder; a "
-                          f"model with an encoder answers greedily, or by --beams")
-    if tuple(config.fields) != ("source", "target") and not has_source:
-        raise ConfigError(f"--fields {' '.join(config.fields)}: this model has no encoder and "
-                          f"learns from running text; to learn from pairs, give a T5 or BART as "
-                          f"--model, or --model transformer --encoder_layers N")
     # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
     some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)

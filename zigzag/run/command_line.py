@@ -3,6 +3,8 @@
     read_flags     the flags that were given, by name; --help
     make_config    the configuration with given values of its fields and its network's
     asked_of_run   what flags ask of a run that they continue
+    check_command  refuse flags that have no effect on --bench or --topology
+    check_used     refuse flags that have no effect on the kind of data that is learned
 
 `run` is the class train.Config, and `networks` the module of that name.
 """
@@ -13,13 +15,22 @@ from typing import Any, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
+from zigzag.core.options import comments, options
 from zigzag.run import help, plots
 from zigzag.weights.network import Network
+
+# What these commands do not use: groups of options, and single ones. (--out and what else a whole
+# training command has may stand there: one asks how it would run.)
+NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile")),
+            "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped"))}
+# {kind of data (a file in tasks/): how a message calls it}
+KINDS = {"text": "text", "pairs": "pairs of texts (a model with an encoder)",
+         "arrays": "arrays (pictures, sound or classes)"}
 
 
 def names_of(cls: type) -> set[str]:
     """The names of the flags of a configuration's class."""
-    return {f.name for f in dataclasses.fields(cls)} - {"network"}
+    return set(options(cls))
 
 
 def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str, Any]:
@@ -33,6 +44,7 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"}, once=("best",))
     check_shards(given)
     if given.get("plot") and asks_help is None:
+        _refuse([name for name in given if name not in ("plot", "save")], given, "with --plot")
         plots.draw(given["plot"], given.get("save", ""))
         sys.exit(0)
     if asks_help is not None:
@@ -42,7 +54,58 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str
         others = networks.NETWORKS.values() if is_all else [network]
         show_help(help_text((*(network.config for network in others), run), help.groups_of(
             classes[0], run, others, is_all), help.LAST, values | {"published": ""}))
+    _check_commands(given, run)
     return given
+
+
+def _check_commands(given, run):
+    """Refuse flags that have no effect on --bench or --topology, or with --eval_every 0."""
+    if given.get("bench") and given.get("topology"):
+        raise ConfigError(f"--bench measures here, and --topology {given['topology']} compiles for "
+                          f"hardware that is not here: give one of them")
+    for command in NOT_USED:
+        if given.get(command):
+            check_command(given, run, command, f"with --{command}")
+    if given.get("eval_every") == 0:
+        _refuse([name for name in given if name != "eval_every"
+                 and _group(name, run) == "evaluation"], given, "with --eval_every 0")
+
+
+def check_command(given: dict[str, Any], run: type, command: str, where: str) -> None:
+    """Refuse flags that a command, bench or topology, does not use; `where` names it."""
+    groups, names = NOT_USED[command]
+    _refuse([name for name in given if name in names
+             or name != "out" and _group(name, run) in groups], given, where)
+
+
+def _group(name, run):
+    return comments(run)[name].group if name in names_of(run) else ""
+
+
+def check_used(given: dict[str, Any], run: type, kind: str) -> None:
+    """Refuse flags that have no effect on this kind of data."""
+    known = options(run)
+    names = [name for name in given if name in known and known[name].of
+             and kind not in known[name].of]
+    of = dict.fromkeys(KINDS[which] for name in names for which in known[name].of)
+    _refuse(names, given, f"on {KINDS[kind]}, which this model learns from: {_is(names)} for "
+                          f"{' or '.join(of)}")
+
+
+def _is(names):
+    return "it is" if len(names) == 1 else "they are"
+
+
+def _refuse(names, given, why):
+    if names:
+        flags = " and ".join(f"--{name} {_shown(given[name])}" for name in names)
+        verb = "has" if len(names) == 1 else "have"
+        raise ConfigError(f"{flags} {verb} no effect {why}; leave "
+                          f"{'it' if len(names) == 1 else 'them'} out")
+
+
+def _shown(value):
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def make_config(run: type, networks: Any, network: Network, values: dict[str, Any],

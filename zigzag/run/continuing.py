@@ -1,14 +1,18 @@
 """Continuing a run: its folder has the values that the command line does not give.
 
+    continued      the configuration for flags where --out may hold a run
     left_out       the values that a command takes from the run that it continues
     check_change   refuse a --change that changes nothing
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
+    rates          some rates of a run, which are recorded
+    check_rates    refuse a learning rate that was edited since
     first_lines    the first lines to print: which run continues from which step, and its schedule
     changes_text   the changes made by --change, as text
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -16,38 +20,67 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
-from zigzag.disk.checkpoint import CHANGEABLE, newest_step
-from zigzag.run import schedules
-
-# Flags that belong together: if one is given, the run's value of the other is dropped.
-TOGETHER = (("mesh", "shards"), ("schedule", "chunks"))
-# The fields on which the learning rate of a step depends.
-SCHEDULE = ("steps", "warmup", "lr", "decay", "decay_steps", "cooldown", "first_share",
-            "final_share")
+from zigzag.core.options import changes, options
+from zigzag.disk.checkpoint import OF_DATA, check_run_folder, newest_step, run_record
+from zigzag.run import command_line, schedules
+from zigzag.run.trainer import Trainer
 
 
-def left_out(given: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the run (`old`) that the flags (`given`) do not change."""
-    dropped = {name for names in TOGETHER if given.keys() & set(names) for name in names}
+def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
+    """The configuration for these flags, where --out may hold a run. If it does, flags that were
+    left out have the run's values, and a flag that decides the run's numbers is refused if its
+    value is not the run's. needs(config) are the facts that the run must have."""
+    out = given.get("out", trainer.config.out)
+    is_run = bool(out) and (Path(out) / "config.json").exists()
+    check_change(given, out, is_run, trainer)
+    if not is_run:
+        return trainer.config_of_flags(given)
+    check_steps(given, out)
+    old = trainer.old_config(out)
+    network = trainer.network(old)
+    asked = command_line.asked_of_run(given, old, trainer.networks)
+    values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
+
+    def check(facts):
+        check_run_folder(out, facts, trainer.read_old, trainer.may_change(), needs(old),
+                         given.get("change", ()))
+
+    try:
+        config = command_line.make_config(trainer.config, trainer.networks, network, values, given)
+    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
+        check({name: asked[name] for name in trainer.facts_of(old) if name in asked})
+        raise
+    check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
+    return config
+
+
+def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
+    """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
+    classes of configurations that declare them."""
+    pairs = [{option.name, option.beside} for config in configs
+             for option in options(config).values() if option.beside]
+    dropped = {name for pair in pairs if given.keys() & pair for name in pair}
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
 
 
-def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
+def check_change(given: dict[str, Any], out: str, is_run: bool, trainer: Trainer) -> None:
     """Refuse a --change that changes nothing."""
     change = given.get("change", ())
     if change and not is_run:
         raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
                           f"it out to begin one")
-    for name in change:
+    of = changes(trainer.config)
+    for word in change:
         # (--data may be the same path with other text.)
-        if name in CHANGEABLE and name != "data" and given.keys().isdisjoint(
-                (*CHANGEABLE[name], "epochs")):
-            other = " or --steps" if name == "decay" else ""
-            raise ConfigError(f"--change {name}: give --{name}{other} too, with its new value")
+        if word in of.values() and word != "data" and given.keys().isdisjoint(
+                ("epochs", *(name for name in of if of[name] == word))):
+            other = " or --steps" if word == "decay" else ""
+            raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
 
 
 def check_steps(given: dict[str, Any], out: str) -> None:
@@ -75,11 +108,38 @@ def hold(config: Any, read: Callable) -> Any:
 
 
 def _end_of_decay(config, old, at):
-    if config.decay_steps or "decay" in config.change or config.decay == "constant":
+    if config.decay_steps is not None or "decay" in config.change or config.decay == "constant":
         return config.decay_steps
-    if not old.decay_steps and config.steps > old.steps and at >= schedules.fixed_from(old):
+    if old.decay_steps is None and config.steps > old.steps and at >= schedules.fixed_from(old):
         return old.steps
     return old.decay_steps
+
+
+def rates(config: Any, schedule: Callable) -> dict[str, float]:
+    """{number of an update: its rate by schedule(step)}, for a few updates of a run, which
+    config.json records."""
+    at = {0, config.warmup // 2, schedules.at_peak(config), config.steps // 2, config.steps - 1}
+    return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
+
+
+def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
+    """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
+    asks for one: what the run recorded is compared with schedule_of(its configuration). Runs that
+    recorded no rates are not compared."""
+    if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
+            Path(config.out) / "config.json").exists():
+        return
+    recorded = run_record(config.out, "--out").get("rates")
+    if not isinstance(recorded, dict) or not newest_step(config.out):
+        return
+    schedule = schedule_of(read(config.out))
+    for step, rate in recorded.items():
+        now = float(schedule(jnp.int32(int(step))))
+        if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-12):
+            raise ConfigError(
+                f"--out {config.out}: its learning rate at step {int(step) + 1} was {rate:.3e} and "
+                f"is {now:.3e} now: the schedule was edited, or fit was given another; --lr "
+                f"{config.lr:g} --change lr goes on with this one")
 
 
 def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterator[str]:
@@ -93,33 +153,40 @@ def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterato
                           f"{at:,} already; give more epochs, or leave --epochs out")
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
         "" if at else ", from its beginning")
+    of_rate = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
     changed = [f"{name} {_shown(getattr(old, name))} -> {_shown(getattr(config, name))}"
-               for name in SCHEDULE if getattr(old, name) != getattr(config, name)]
+               for name in ["steps", "warmup", "lr", *of_rate]
+               if getattr(old, name) != getattr(config, name)]
     if changed and 0 < at < config.steps:
         before, after = (float(learning_rate(c, jnp.int32(step)))
                          for c, step in ((old, at - 1), (config, at)))
-        yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
-               f"and will be {after:.1e} at step {at + 1:,}; " + _what_else(config, old, at))
+        yield (f"schedule {', '.join(dict.fromkeys(changed))}: the learning rate was {before:.1e} "
+               f"at step {at:,} and will be {after:.1e} at step {at + 1:,}; "
+               + _what_else(config, old, at, after))
 
 
 def _shown(value):
-    return value if isinstance(value, str) else f"{value:,}"
+    return "none" if value is None else value if isinstance(value, str) else f"{value:,}"
 
 
-def _what_else(config, old, at):
+def _what_else(config, old, at, after):
     """What the rate does from step `at` on, and the flag that gives it another."""
-    peak = "" if "lr" in config.change else ", --lr X --change lr gives it another peak"
-    end = config.decay_steps or config.steps
+    end = config.steps if config.decay_steps is None else config.decay_steps
+    # (Another peak does not begin the decay anew.)
+    share = f", of which step {at + 1:,} has {after / config.lr:.1%}" if config.lr else ""
+    peak = "" if "lr" in config.change else (
+        f", --lr X --change lr gives it another peak{share if config.decay != 'constant' else ''}")
     if config.decay == "constant":
         return f"it stays there{peak.replace(',', ':', 1)}"
+    where = f" ({after / config.lr:.1%} of the peak)" if config.lr and not peak else ""
     if end <= at:
-        return (f"it stays there, because the decay has ended: --change decay spreads it over all "
-                f"{config.steps:,} steps{peak}")
-    if config.steps > old.steps and not config.decay_steps and "decay" not in config.change:
+        return (f"it stays there{where}, because the decay has ended: --change decay spreads it "
+                f"over all {config.steps:,} steps{peak}")
+    if config.steps > old.steps and config.decay_steps is None and "decay" not in config.change:
         peak = f", --decay_steps {old.steps} keeps the end that it had{peak}"
     if end < config.steps:
         peak = f", --change decay moves its end to step {config.steps:,}{peak}"
-    return f"the decay ends at step {end:,}" + peak.replace(",", ":", 1)
+    return f"the decay goes on{where} and ends at step {end:,}" + peak.replace(",", ":", 1)
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
@@ -129,4 +196,4 @@ def changes_text(changed: dict[str, list[Any]]) -> str:
         return " ".join(value) or "(none)" if isinstance(value, list) else str(value)
 
     return "; ".join(f"--{name} {text(old)} -> {text(new)}"
-                     for name, (old, new) in changed.items() if name != "fingerprint") or "--data"
+                     for name, (old, new) in changed.items() if name not in OF_DATA) or "--data"

@@ -77,8 +77,8 @@ def _check_best(best, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# The most held-out tokens that --eval_tokens 0 stands for, and what runs evaluated before that
-# flag.
+# The most held-out tokens of an evaluation without --eval_tokens, and what runs evaluated before
+# that flag.
 MOST_TOKENS = 2**17
 # Generating the text that is shown takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS
@@ -88,7 +88,7 @@ def tokens_to_evaluate(config: Any) -> int:
     """The number of held-out tokens in an evaluation for which all evaluations of a run take at
     most a fifth of its time, but at least a batch. (A forward pass takes a third of a step.)"""
     c, batch = config, config.batch * config.seq_len
-    count = -(-c.steps // c.eval_every) + c.eval_first
+    count = -(-c.steps // (c.eval_every or c.steps)) + c.eval_first
     return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))
 
 

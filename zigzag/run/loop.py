@@ -74,6 +74,21 @@ class Task:
     bits_per_nat: float | None = None   # turns the held-out loss into bits per byte
 
 
+class Learned(NamedTuple):
+    """The data of a run, opened: what a context manager of tasks/ yields."""
+    config: Any                     # with the data's vocabulary, and the steps that --epochs take
+    make_task: Callable[[], Task]   # makes what fit is given of it
+    record: dict[str, Any]          # what config.json notes, and a run that continues must have
+    description: str                # what is printed
+    prompt_flags: str = ""          # the flags of sample.py with a prompt like these data
+    weights: Callable | None = None     # fit's argument: what the run begins with
+    say: Reporter | None = None     # fit's, which has printed the first lines
+
+    @property
+    def task(self) -> Task:
+        return self.make_task()
+
+
 @dataclasses.dataclass
 class Loop:
     """What the training loop carries from step to step."""
@@ -224,13 +239,14 @@ def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
     def count(every):
         return config.steps // every - (at - 1) // every + (config.steps % every > 0)
 
-    if len(loop.task.held_out):
+    if len(loop.task.held_out) and config.eval_every:
         guess = usual / 3 * len(loop.task.held_out) / config.batch
         first, *others = loop.reporter.evaluations or [guess]
         each = statistics.median(others) if others else min(first, guess)
         seconds += count(config.eval_every) * each
     if loop.folder and loop.reporter.saves:
-        seconds += count(config.save_every) * statistics.median(loop.reporter.saves)
+        every = config.save_every or config.steps
+        seconds += count(every) * statistics.median(loop.reporter.saves)
     return seconds
 
 
@@ -245,6 +261,14 @@ def save(loop: Loop) -> None:
                      next(iter(loop.best), None))
     loop.reporter.saved(time.perf_counter() - begin)
     watchdog.arm("a step")
+
+
+def result(loop: Loop) -> Fit:
+    """What fit returns when the loop has ended."""
+    program = loop.program
+    return Fit(program.permute(program.weights(loop.state), back=True), loop.at,
+               loop.evaluation.get("eval_loss"), loop.outputs, loop.evaluation,
+               next(iter(loop.best), None))
 
 
 def end_early(loop: Loop, stop: list[int]) -> None:
@@ -274,13 +298,12 @@ def profile(loop: Loop) -> None:
                            f"perfetto_trace.json.gz in ui.perfetto.dev")
 
 
-def report_header(program: Program, say: Reporter, counts: tuple[int, int], hidden: Sequence[str],
-                  network: str = "", is_short: bool = True) -> None:
-    """Print how a run begins. counts: of all parameters, and of the ones a token visits. hidden:
-    options not to show. network: which one it is, and why. is_short: print a short table of
-    weights."""
+def report_header(program: Program, say: Reporter, hidden: set[str], network: str = "",
+                  is_short: bool = True) -> None:
+    """Print how a run begins. hidden: options not to show. network: which one it is, and why.
+    is_short: print a short table of weights."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
-    (total, visited), held = counts, sum(w.size for w in jax.tree.leaves(plan.params))
+    (total, visited), held = plan.counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
@@ -336,7 +359,8 @@ def describe_training(plan: Any) -> str:
     if tokens is not None and len(tokens.shape) == 2:
         batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
     rate = "the learning rate of fit's schedule" if plan.schedule else (
-        f"lr up to {c.lr:.3g} after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup")
+        f"lr up to {c.lr:.3g} " + (f"after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup"
+                                   if c.warmup else "without warmup"))
     return f"training {c.steps:,} steps of {batch}, {c.optimizer}, {rate}"
 
 

@@ -38,7 +38,7 @@ from zigzag.core.mesh import (
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
-from zigzag.run.checks import check_batch, check_overrides
+from zigzag.run.checks import check_batch, check_overrides, check_rows
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 from zigzag.weights import lora
@@ -75,6 +75,11 @@ class Plan:
     @property
     def sizes(self) -> Any:
         return self.mesh.shape
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of devices that have different rows."""
+        return row_groups(self.mesh)
 
     @property
     def trusted(self) -> bool:
@@ -189,7 +194,7 @@ class Plan:
     @property
     def parts(self) -> int:
         """The number of parts in which the loss of a batch is computed, apart from the compiler."""
-        return self.accumulate * (1 if self.mode == JIT else row_groups(self.mesh))
+        return self.accumulate * (1 if self.mode == JIT else self.row_groups)
 
 
 def in_one(trained: Any, frozen: Any) -> Any:
@@ -206,6 +211,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     None: the configuration's."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
+    if network:
+        check_rows(config, network)
     if schedule:
         check_given(schedule)
     if config.lora_rank:

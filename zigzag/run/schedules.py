@@ -7,6 +7,7 @@
                 0  warmup                    decay_steps, then the last rate stays
 
     warmup       the schedule of the first updates, up to the peak
+    at_peak      the update that has the peak first
     decay        the schedule from the peak on
     with_steps   the configuration with the steps that follow from --epochs
 
@@ -22,34 +23,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zigzag.core.errors import ConfigError, check_at_least
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Flags of a schedule that few runs need. (The others stand in train.Config.)"""
-    epochs: float = 0.0         # in place of steps: passes over all examples
-    cooldown: float = 0.0       # with --decay wsd: last updates, or share of steps, in which the
-                                # rate falls; 0: a fifth
-    decay_steps: int = 0        # updates until the end of the decay, where the rate stays; 0: steps
-    first_share: float = 0.0    # first rate, as a share of the peak; 0: 1 / warmup
-    final_share: float = 0.02   # last rate, as a share of the peak
-    beta1: float = 0.9          # AdamW's decay rate of the mean of gradients
-    beta2: float = 0.95         # AdamW's decay rate of the mean of squared gradients
-
+from zigzag.core.errors import ConfigError, derive
 
 DECAYS = ("cosine", "linear", "constant", "wsd", "exponential")
 
 
 def check(c: Any) -> None:
     """Refuse values of a configuration that make no schedule."""
-    check_at_least(c, warmup=0, cooldown=0, first_share=0, final_share=0, decay_steps=0, epochs=0)
     for name in ("warmup", "cooldown"):
-        if (value := getattr(c, name)) > 1 and value != int(value):
+        if (value := getattr(c, name) or 0) > 1 and value != int(value):
             raise ConfigError(f"--{name} {value}: expected a whole number of updates, or a share "
                               f"of all updates below 1")
     for name in ("first_share", "final_share"):
-        if (value := getattr(c, name)) > 1:
+        if (value := getattr(c, name) or 0) > 1:
             raise ConfigError(f"--{name} {value}: expected a share of --lr, from 0 to 1")
     if c.decay == "exponential" and not c.final_share:
         raise ConfigError("--final_share 0: an exponential decay never reaches 0; give a share "
@@ -57,7 +43,10 @@ def check(c: Any) -> None:
     if c.decay == "constant" and c.final_share != type(c).final_share:
         raise ConfigError(f"--final_share {c.final_share}: with --decay constant the rate stays at "
                           f"its peak; leave --final_share out, or give another --decay")
-    if c.decay != "wsd" and c.cooldown:
+    if c.decay == "constant" and c.decay_steps is not None:
+        raise ConfigError(f"--decay_steps {c.decay_steps}: with --decay constant the rate stays at "
+                          f"its peak; leave --decay_steps out, or give another --decay")
+    if c.decay != "wsd" and c.cooldown is not None:
         raise ConfigError(f"--cooldown {c.cooldown:g}: --decay {c.decay} has no cooldown; leave it "
                           f"out, or give --decay wsd")
     for name in ("beta1", "beta2"):
@@ -69,22 +58,31 @@ def fill_in(c: Any) -> None:
     """Set what was not given: the cooldown, and (once the steps are known) the updates of the
     warmup. They lie at the start, so they stay the same number when the run gets more steps; a
     cooldown that is a share moves with the steps."""
-    if c.decay == "wsd" and not c.cooldown:
-        object.__setattr__(c, "cooldown", 0.2)
+    if c.decay == "wsd":
+        derive(c, cooldown=0.2)
     if not c.epochs:
-        given = updates(c.warmup, c.steps) if c.warmup else max(1, c.steps // 20)
-        object.__setattr__(c, "warmup", given)
+        usual = max(1, c.steps // 20)
+        warmup = usual if c.warmup is None else updates(c.warmup, c.steps)
+        object.__setattr__(c, "warmup", warmup)
+        if c.first_share is not None and c.warmup < 2:
+            raise ConfigError(f"--first_share {c.first_share}: there is no first rate below the "
+                              f"peak, because the warmup is {c.warmup} update long (--warmup)")
 
 
 def updates(value: float, steps: int) -> int:
     """A number of updates that is given as such, or (below 1) as a share of `steps`."""
-    return int(value) if value >= 1 else max(1, int(value * steps + 1e-9))
+    return int(value) if value >= 1 or value == 0 else max(1, int(value * steps + 1e-9))
+
+
+def at_peak(c: Any) -> int:
+    """The first update at the peak, which is the last one of the warmup."""
+    return max(c.warmup, 1) - 1
 
 
 def warmup(c: Any) -> Callable:
-    """From the first rate up to the peak, which the last update of the warmup has."""
-    first = c.lr * c.first_share if c.first_share else c.lr / c.warmup
-    return optax.linear_schedule(first, c.lr, c.warmup - 1)
+    """From the first rate up to the peak."""
+    first = c.lr / (at_peak(c) + 1) if c.first_share is None else c.lr * c.first_share
+    return optax.linear_schedule(first, c.lr, at_peak(c))
 
 
 def decay(c: Any) -> Callable:
@@ -104,12 +102,12 @@ def decay(c: Any) -> Callable:
 
 
 def _end(c):
-    return c.decay_steps or c.steps
+    return c.steps if c.decay_steps is None else c.decay_steps
 
 
 def _length(c):
     """Updates from the first one at the peak to the last one of the decay."""
-    return max(_end(c) - 1, c.warmup) - (c.warmup - 1)
+    return max(_end(c) - 1, at_peak(c) + 1) - at_peak(c)
 
 
 def fixed_from(c: Any) -> int:

@@ -26,11 +26,14 @@ import pytest
 
 import data
 import networks
+import tasks
 import train
 from zigzag.core import flags, report
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.mesh import make_mesh, mesh_sizes
 from zigzag.disk.batches import place_batch
+from zigzag.run import checks, command_line, continuing
+from zigzag.run.plan import resolve_dtype
 
 ROOT = Path(__file__).parents[2]
 
@@ -338,13 +341,33 @@ WORDS = ["a".join(parts) for parts in itertools.product(
 
 def continued(*words):
     """The configuration that a command line of train.py asks for."""
-    return train.continued(train.read_flags([str(w) for w in words]))
+    given = command_line.read_flags([str(w) for w in words], train.Config, networks)
+    return continuing.continued(given, train.TRAINER, tasks.needs)
+
+
+def check_network(config, mesh):
+    """Refuse a network that this mesh cannot train, as train.py does."""
+    checks.check_network(config, networks.network_of(config), mesh)
+
+
+def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
+    """--data of a configuration, opened for the run in this folder: a Learned."""
+    kind = tasks.KINDS[tasks.kind_of(config)]
+    return kind.opened(config, tokenizer, run, ready, fingerprint)
+
+
+def train_here(config, mesh):
+    """Train on --data, as train.py does, on this mesh."""
+    with tasks.opened(resolve_dtype(config, mesh), train.TRAINER) as learned:
+        init, loss, _ = train.language(learned.config)
+        return train.fit(learned.config, init, loss=loss, mesh=mesh, record=learned.record,
+                         weights=learned.weights, say=learned.say, **vars(learned.task))
 
 
 def go(*words):
     """train.py in this process, on one device."""
-    config, mesh = continued(*words), mesh_of("")
-    train.train_language(train.resolve_dtype(config, mesh), mesh)
+    config = continued(*words)
+    train_here(config, mesh_of(""))
     return config
 
 

@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec
 
 from zigzag.core.errors import (
     ConfigError,
-    check_at_least,
     check_length,
-    did_you_mean,
     nearest_divisor,
 )
 from zigzag.core.mesh import make_mesh, shardings
+from zigzag.core.options import check_values, flag, options
 from zigzag.rule.rule import plan_sharding
 from zigzag.weights import lora
 from zigzag.weights.positions import check_rotary, scaling_type
@@ -41,28 +40,27 @@ Params = dict[str, Any]
 class Computed:
     """How a network is computed: options that change no result, except for rounding and for which
     weights are trained. The base class of every network's configuration."""
-    dtype: str = ""               # float32 or bfloat16 to compute in; empty: float32 on CPU only
-    remat: str = "none"           # what to recompute in the backward pass: none, selective or full
+    # training
+    dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
+                                  # float32 or bfloat16 to compute in; empty: float32 on CPU only
+    # mesh
+    remat: str = flag("none", one_of=("none", "selective", "full"))
+                                  # what to recompute in the backward pass: none, selective or full
+    microbatches: int = flag(1, least=1)
+                                  # parts into which a device's rows are cut for the pipeline
+    schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
+                                  # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
+    # model
+    lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
+    # mesh (rare)
     kernel: bool = True           # use the device's own kernel for attention, where it has one
-    microbatches: int = 1         # parts into which a device's rows are cut for the pipeline
-    schedule: str = "gpipe"       # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
-    chunks: int = 1               # pieces of consecutive layers on each stage of the pipeline
-    sum_dtype: str = ""           # float32: fsdp sums gradients in it, not in dtype; sends more
-    lora_rank: int = 0            # LoRA: train only adapters of this rank; 0: all weights
-    published: str = ""           # config.json of the published model that this came from
-
-
-ONE_OF = {"dtype": ("", "float32", "bfloat16"), "remat": ("none", "selective", "full"),
-          "schedule": ("gpipe", "interleaved", "1f1b"), "sum_dtype": ("", "float32")}
-
-
-def check_computed(c: Any) -> None:
-    """Refuse values of Computed that no network accepts."""
-    check_at_least(c, microbatches=1, chunks=1, lora_rank=0)
-    for name, known in ONE_OF.items():
-        if (value := getattr(c, name)) not in known:
-            raise ConfigError(f"--{name} {value}: expected {', '.join(filter(None, known))}"
-                              + did_you_mean(value, known))
+    chunks: int = flag(1, least=1, beside="schedule")
+                                  # pieces of consecutive layers on each stage of the pipeline
+    sum_dtype: str = flag("", one_of=("", "float32"))
+                                  # float32: fsdp sums gradients in it, not in dtype; sends more
+    # model (rare)
+    published: str = flag("", same=True)
+                                  # config.json of the published model that this came from
 
 
 def check_published(c: Any) -> None:
@@ -76,8 +74,15 @@ def check_published(c: Any) -> None:
                           f"model, with its model_type")
 
 
-# The fields of a network's configuration that may change when a run continues.
-COMPUTED = ("remat", "kernel", "microbatches", "schedule", "chunks", "sum_dtype")
+def facts_of_network(config: type) -> list[str]:
+    """The options of a network's configuration that must be the same when a run continues: all but
+    those of Computed that change no result."""
+    return [name for name, option in options(config).items()
+            if option.same or name not in options(Computed)]
+
+
+# The options that may change when a run continues.
+COMPUTED = tuple(name for name, option in options(Computed).items() if not option.same)
 
 
 def check_heads(c: Any) -> None:
@@ -90,11 +95,8 @@ def check_heads(c: Any) -> None:
 
 def check_decoder(c: Any) -> None:
     """Refuse options that the plain decoder does not support."""
-    check_computed(c)
+    check_values(c)
     check_published(c)
-    check_at_least(c, layers=1, d_model=1, heads=1, kv_heads=0, head_dim=0, d_ff=0, vocab_size=0,
-                   seq_len=1, norm_eps=0, embed_scale=0, dropout=0, experts=0, experts_per_token=1,
-                   balance=0, router_z=0)
     check_heads(c)
     head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
     for is_wrong, why in (

@@ -15,7 +15,7 @@ import pytest
 import train
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
-from zigzag.run import loop
+from zigzag.run import commands, loop
 from zigzag.tests.common import SMALL, command, learn, make, mesh_of, program_of, tokens_of
 
 
@@ -111,21 +111,22 @@ def test_a_start_says_the_sizes_in_words(capsys):
     record without the values that the screen no longer shows."""
     say = report.Reporter(1)
     config = make(kv_heads=2, experts=4)
-    loop.report_header(program_of(config, "tensor=2"), say, (1, 1), ())
+    loop.report_header(program_of(config, "tensor=2"), say, set())
     printed = capsys.readouterr().out
     assert ("sizes    layers 2, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
             "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
             "adamw, lr up to 0.0156 after 3 steps of warmup\noptions  ") in printed
-    assert "image_size" not in printed and "image_size" not in train.record_of(config)
-    assert set(train.record_of(config)) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
+    record = train.TRAINER.record_of(config)
+    assert "image_size" not in printed and "image_size" not in record
+    assert set(record) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
     batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
     custom = train.build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
                          lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
-    loop.report_header(custom, say, (3, 3), ())
+    loop.report_header(custom, say, set())
     printed = capsys.readouterr().out
     assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
     config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
-    loop.report_header(program_of(config, ""), say, (1, 1), ())
+    loop.report_header(program_of(config, ""), say, set())
     printed = capsys.readouterr().out
     assert re.search("sizes    layers 2 and 1 of the encoder, .*, source 12, context 16 tokens\n",
                      printed)
@@ -136,9 +137,9 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     """A table in which norms and biases hide the important weights; a short table in shard.py too;
     a matrix among the small weights; bytes that are not counted."""
     program, say = program_of(make(optimizer="muon"), "tensor=2"), report.Reporter(1)
-    loop.report_header(program, say, (1, 1), ())
+    loop.report_header(program, say, set())
     short = capsys.readouterr().out
-    loop.report_header(program, say, (1, 1), (), is_short=False)
+    loop.report_header(program, say, set(), is_short=False)
     whole = capsys.readouterr().out
     assert "layers.attn_norm" in whole and "small weights" not in whole
     held = 4 * 5 * 32
@@ -149,7 +150,8 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
                     for x in jax.tree.leaves(program.state["opt"]))
     assert f"{human_bytes(state)} of the optimizer's state" in short
-    train.show_sharding(["--optimizer", "muon", "--shards", "2", *map(str, SMALL[2:])])
+    commands.show_sharding(train.TRAINER, ["--optimizer", "muon", "--shards", "2",
+                                           *map(str, SMALL[2:])])
     shown = capsys.readouterr().out
     assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown
 

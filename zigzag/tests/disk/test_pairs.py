@@ -22,6 +22,7 @@ from zigzag.tests.common import (
     config_of,
     digit_pairs,
     net,
+    opened,
     peer,
     published_files,
     refused,
@@ -454,9 +455,8 @@ def test_a_run_of_arrays_goes_on(tmp_path, capsys):
     for steps in (1, 2):
         train.main([str(word) for word in (*words, "--steps", steps)])
     assert "at step 1" in capsys.readouterr().out
-    with train.opened_data(train.parse([str(word) for word in words]), None, tmp_path) as (
-            _, make_task, *_):
-        assert make_task().flops > 0
+    with opened(train.parse([str(word) for word in words]), tmp_path) as learned:
+        assert learned.task.flops > 0
 
 
 # -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import data
 import networks
 import sample
+import tasks
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -21,6 +22,7 @@ from zigzag.run.loop import first_state
 from zigzag.tests.common import (
     command,
     config_of,
+    continued,
     ends,
     hosts,
     learn,
@@ -33,6 +35,7 @@ from zigzag.tests.common import (
     refused,
     slow,
     tokens_of,
+    train_here,
     without_times,
 )
 from zigzag.weights import lora
@@ -61,7 +64,7 @@ def published(tmp_path_factory, text):
 def fine_tune(*words, mesh="tensor=2"):
     """train.py in this process, on a mesh of the first devices."""
     config = train.parse([str(w) for w in words])
-    train.train_language(train.resolve_dtype(config, mesh_of(mesh)), mesh_of(mesh))
+    train_here(config, mesh_of(mesh))
     return config
 
 
@@ -169,15 +172,15 @@ def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
     for more in ((), ("--lora_rank", "2")):
         config = train.parse(["--model", str(published), "--seq_len", "16", "--out", str(tmp_path),
                               "--batch", "4", *more])
-        record = {**train.record_of(config), "tokenizer": "tokenizer.json"}
+        record = {**train.TRAINER.record_of(config), "tokenizer": "tokenizer.json"}
         (tmp_path / "config.json").write_text(json.dumps(record))
         for words in ([], ["--model", f"{published}/"], ["--lora_rank", str(config.lora_rank)]):
-            again = train.continued(train.read_flags(["--out", str(tmp_path), *words]))
+            again = continued("--out", tmp_path, *words)
             assert again == config
         with pytest.raises(ConfigError, match="lora_rank"):
-            train.continued(train.read_flags(["--out", str(tmp_path), "--lora_rank", "3"]))
+            continued("--out", tmp_path, "--lora_rank", 3)
         with pytest.raises(ConfigError, match="holds a run with .*init_from"):
-            train.continued(train.read_flags(["--out", str(tmp_path), "--model", "tiny"]))
+            continued("--out", tmp_path, "--model", "tiny")
 
 
 @pytest.mark.slow
@@ -222,7 +225,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     flags = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1)
     config = train.parse([str(w) for w in (*flags, "--out", tmp_path / "new")])
     assert config.seq_len == 16 and config.lr == pytest.approx(0.05 / 24)
-    weights, tokenizer, _ = train.first_weights(config)
+    weights, tokenizer, _ = tasks.first_weights(config)
     assert tokenizer.kind == "tokenizer.json"
     program = program_of(config, "fsdp=2")
     state = first_state(program, weights)
@@ -282,7 +285,7 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     for rank in (0, 3):
         config = train.parse([*flags, "--lora_rank", str(rank)])
         assert config.lora_rank == rank == train.parse(flags).lora_rank + rank
-        weights, *_ = train.first_weights(config)
+        weights, *_ = tasks.first_weights(config)
         first = first_state(program_of(config, "fsdp=2"), weights)["params"]
         same(first if rank == 0 else lora.merged(first), params)
 

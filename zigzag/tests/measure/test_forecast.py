@@ -12,14 +12,23 @@ import jax.numpy as jnp
 import pytest
 
 import shard
-import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import AXES, make_mesh, mesh_sizes
 from zigzag.measure import chips, forecast
 from zigzag.measure.traffic import expected_traffic
 from zigzag.run.plan import compiled
-from zigzag.tests.common import SMALL, command, full, make, net, program_of, refused, slow
+from zigzag.tests.common import (
+    SMALL,
+    check_network,
+    command,
+    full,
+    make,
+    net,
+    program_of,
+    refused,
+    slow,
+)
 
 
 def needs(compiler):
@@ -42,7 +51,7 @@ def auto_mesh(config, lines, compile_program=program_and_step):
     """The mesh chosen for the transformer on the devices here, and its compiled step."""
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     return forecast.auto_mesh(
-        config, jax.devices(), params, check=train.check_transformer,
+        config, jax.devices(), params, check=check_network,
         compile_program=compile_program, say=lines.append,
         flops=net.flops(config, config.batch * config.seq_len))
 

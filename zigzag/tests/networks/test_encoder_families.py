@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import networks
+import tasks
 import train
 from networks import transformer
 from zigzag.core.errors import ConfigError
@@ -22,6 +23,7 @@ from zigzag.hub.published import Folder
 from zigzag.hub.published_config import as_config
 from zigzag.tests.common import (
     assert_same_on,
+    check_network,
     mean_loss,
     mesh_of,
     net,
@@ -300,10 +302,10 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     taken from another token than the row's first, or from a part of the patches."""
     if "pipe" in mesh and loaded(name)[1].layer_groups:
         with pytest.raises(ConfigError, match=r"--layer_groups 1 several layers share weights"):
-            train.check_transformer(loaded(name)[1], mesh_of(mesh))
+            check_network(loaded(name)[1], mesh_of(mesh))
     elif "pipe=4" in mesh and name == "beit of 6 heads":
         with pytest.raises(ConfigError, match="--layers 2 does not divide into 4"):
-            train.check_transformer(loaded(name)[1], mesh_of(mesh))
+            check_network(loaded(name)[1], mesh_of(mesh))
     else:
         assert_step(name, mesh)
 
@@ -541,5 +543,5 @@ def test_a_picture_of_another_size_is_refused():
 
 def test_an_encoder_of_tokens_reads_no_running_text():
     """An encoder that trains on running text to a loss of 0, because a token sees the next one."""
-    assert train.reads_text(train.Config())
-    assert not train.reads_text(run_of(causal=False))
+    assert tasks.kind_of(train.Config()) == "text"
+    assert tasks.kind_of(run_of(causal=False)) == "arrays"

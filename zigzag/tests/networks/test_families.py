@@ -18,11 +18,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
 from zigzag.hub import gpt, llama, published
-from zigzag.tests.common import mean_loss, mesh_of, net, peer, run_of, sums_and_gradients
+from zigzag.tests.common import (
+    check_network,
+    mean_loss,
+    mesh_of,
+    net,
+    peer,
+    run_of,
+    sums_and_gradients,
+)
 from zigzag.tests.readme import block
 from zigzag.tests.rule.test_rule import no_worse_than_by_hand
 
@@ -370,7 +377,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     params, config, _, loss = loaded(name)
     if getattr(config, "dense_layers", 0) and "pipe" in mesh:
         with pytest.raises(ConfigError, match="--dense_layers 1 differ from the others"):
-            train.check_transformer(config, mesh_of(mesh))
+            check_network(config, mesh_of(mesh))
         return
     batch = reference(name).batch
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)

@@ -11,7 +11,6 @@ import pytest
 
 import networks
 import sample
-import train
 from networks import transformer
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -19,7 +18,16 @@ from zigzag.core.mesh import by_path, shardings
 from zigzag.generate.prompts import load_source
 from zigzag.hub import llama
 from zigzag.hub.published_config import as_config
-from zigzag.tests.common import config_of, mean_loss, mesh_of, net, peer, run_of, sums_and_gradients
+from zigzag.tests.common import (
+    check_network,
+    config_of,
+    mean_loss,
+    mesh_of,
+    net,
+    peer,
+    run_of,
+    sums_and_gradients,
+)
 from zigzag.tests.networks.test_families import (
     BY_HAND,
     COLUMNS,
@@ -178,7 +186,7 @@ def assert_same_step(name, mesh, rtol=2e-6, **changes):
     params, config, _, loss = loaded(name)
     config = change(config, **changes)
     batch = reference(name).batch
-    train.check_transformer(config, mesh_of(mesh))
+    check_network(config, mesh_of(mesh))
     gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
     assert total / count == pytest.approx(loss, rel=rtol)
     assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
@@ -213,9 +221,9 @@ def test_a_schedule_that_goes_back_at_once_is_refused():
     decoder."""
     config = run_of(encoder_layers=2, vocab_size=V, schedule="1f1b", batch=4)
     with pytest.raises(ConfigError, match="1f1b: an encoder-decoder runs through the stages twice"):
-        train.check_transformer(config, mesh_of("pipe=2"))
+        check_network(config, mesh_of("pipe=2"))
     with pytest.raises(ConfigError, match="--encoder_layers 3 does not divide into 2"):
-        train.check_transformer(change(config, schedule="gpipe", encoder_layers=3),
+        check_network(change(config, schedule="gpipe", encoder_layers=3),
                                 mesh_of("pipe=2"))
 
 

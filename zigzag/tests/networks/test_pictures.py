@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-import train
 from networks import sam, swin
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -23,6 +22,7 @@ from zigzag.core.mesh import by_path
 from zigzag.hub import published
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.tests.common import (
+    check_network,
     full,
     mean_loss,
     mesh_of,
@@ -298,9 +298,9 @@ def test_meshes_that_would_compute_nonsense(kind, mesh, why):
     """Stages of layers with other windows than the first's; windows of half of the time."""
     config = config_of(kind)
     with pytest.raises(ConfigError, match=why):
-        train.check_transformer(config, mesh_of(mesh))
+        check_network(config, mesh_of(mesh))
     with pytest.raises(ConfigError, match="--dropout 0.1"):
-        train.check_transformer(change(config, dropout=0.1), mesh_of("data=2"))
+        check_network(change(config, dropout=0.1), mesh_of("data=2"))
 
 
 CLASSES = {"swin": "SwinForImageClassification", "sam": "SamModel",

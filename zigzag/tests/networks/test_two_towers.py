@@ -15,14 +15,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-import train
 from networks import blip2, clip
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.hub import published
 from zigzag.hub.published_config import Record
-from zigzag.tests.common import full, mean_loss, mesh_of, peer, run_of, sums_and_gradients
+from zigzag.tests.common import (
+    check_network,
+    full,
+    mean_loss,
+    mesh_of,
+    peer,
+    run_of,
+    sums_and_gradients,
+)
 from zigzag.tests.networks.test_families import assert_close
 from zigzag.tests.rule.test_rule import no_worse_than_by_hand
 
@@ -304,7 +311,7 @@ def test_what_would_be_another_loss_is_refused(name, changes, says):
     config = change(config, **{k: v for k, v in changes.items() if k not in axes})
     mesh = mesh_of(",".join(f"{axis}={n}" for axis, n in axes.items()))
     with pytest.raises(ConfigError, match=says):
-        train.check_transformer(config, mesh)
+        check_network(config, mesh)
 
 
 REFUSED = [

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 import data
+import networks
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.tests.common import SMALL, continued, ends, go, hosts, refused, started
+from zigzag.disk.corpus import opened_sources
+from zigzag.run import commands
+from zigzag.tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
 
@@ -22,8 +25,8 @@ def record_of(run):
 def text_of(config, run):
     """The text on which a run trains."""
     record = record_of(run)
-    with train.opened_data(config, None, run, 0, record["fingerprint"]) as (_, _, found, sources):
-        assert found == {name: record[name] for name in found}
+    with opened_sources(config.data, False, (), run, fingerprint=record["fingerprint"]) as sources:
+        assert sources.fingerprint == record["fingerprint"]
         corpus, = sources.corpora
         ids = np.concatenate([corpus.train, corpus.held_out]).tolist()
         return corpus.tokenizer.decode(ids).strip()
@@ -55,7 +58,7 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     assert list(rows) == [1, 2, 3, 4, 5, 6]
     held = f"{rows[4]['lr']:.1e}"
     assert lines[1].startswith(
-        f"schedule steps 4 -> 6, decay_steps 0 -> 4: the learning rate was {held} at step 4 and "
+        f"schedule steps 4 -> 6, decay_steps none -> 4: the learning rate was {held} at step 4 and "
         f"will be {held} at step 5; it stays there, because the decay has ended: --change decay "
         f"spreads it over all 6 steps") and "--change lr" in lines[1]
     differs = {name for name in was if was[name] != now[name]}
@@ -64,18 +67,17 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
         run / "metrics.jsonl"))]
     rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
-    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; the decay ends at step 9" \
+    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; and ends at step 9" \
         in lines[1] and float(rates[6]) > float(rates[5])
-    assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> 0,") for line in lines)
+    assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,") for line in lines)
     log = (run / "log-0.txt").read_text()
     assert log.count("\ncontinuing ") == 2 and "\n".join(lines) in log, "what it printed"
 
 
 def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
     """Epochs that a continued run ignores; a record of fewer steps than the run has made."""
-    config = train.old_config(str(run))
-    with train.opened_data(config, None, run, 1) as (_, make_task, *_):
-        count = len(make_task().examples)
+    with opened(train.TRAINER.old_config(str(run)), run, ready=1) as learned:
+        count = len(learned.task.examples)
     go("--out", run, "--epochs", 6 * 4 / count)
     assert record_of(run)["steps"] == 6 and "epochs" not in record_of(run)
     assert "at step 4 of 6" in capsys.readouterr().out
@@ -96,7 +98,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
     error = refused(capsys, "--out", run, "--model", "gpt2")
     assert "of the network decoder" in error and "layers 2, and 12 was given" in error
     assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)    # (30 / 3?)
-    old = train.old_config(str(run))
+    old = train.TRAINER.old_config(str(run))
     same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)
     assert same == change(old, out=str(run))
     for name, value in (("mesh", "data=2,tensor=2"), ("shards", 2)):
@@ -115,8 +117,8 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
     run.rename("out")
     assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
     seen = []
-    monkeypatch.setattr(train.commands, "dry_run", lambda config, _: seen.append(config))
-    monkeypatch.setattr(train, "bench", lambda config, _: seen.append(config))
+    monkeypatch.setattr(commands, "dry_run", lambda config, _: seen.append(config))
+    monkeypatch.setattr(commands, "bench", lambda config, *_: seen.append(config))
     train.main(["--topology", "v5e:2x2"])
     train.main(["--bench", "--mesh", "data=8"])
     assert [config.layers for config in seen] == [4, 4]
@@ -193,7 +195,7 @@ def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, mon
     for more, network in (({}, "decoder"), (dict(window=8, parallel=True), "transformer")):
         (tmp_path / "config.json").write_text(json.dumps({**record, **more}))
         config = continued("--out", tmp_path)
-        assert train.networks.network_of(config).name == network
+        assert networks.network_of(config).name == network
         assert (config.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
         assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
     assert config.window == 8 and config.parallel_block

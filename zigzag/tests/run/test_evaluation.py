@@ -21,13 +21,14 @@ import data
 import model
 import networks
 import sample
+import tasks
 import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.generate.rows import cut_at_end
-from zigzag.run import evaluation, metrics
+from zigzag.run import continuing, evaluation, metrics
 from zigzag.run.evaluation import predict_all
 from zigzag.tests.common import (
     ROOT,
@@ -130,7 +131,7 @@ def digits_task(tmp_path_factory):
     config = make(encoder_layers=1, layers=1, vocab_size=257, source_len=10, seq_len=10, batch=16,
                   steps=60, lr=0.01, metric="exact")
     pairs = Pairs(path, data.Bytes())
-    task = train.pairs_task(config, pairs)
+    task = tasks.pairs.task_of(config, pairs.tokenizer, pairs.train, pairs.held_out)
     task = dataclasses.replace(task, held_out=[pairs.held_out[i] for i in range(203)])
     rows, result = learn(config, **vars(task))
     return config, task, result, rows
@@ -335,9 +336,10 @@ def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
     earlier version, whose record does not say how many."""
     def continued(record, **given):
         (tmp_path / "config.json").write_text(json.dumps(record | {"tokenizer": "bytes"}))
-        return train.continued({"out": str(tmp_path), "steps": 500} | given).eval_tokens
+        given = {"out": str(tmp_path), "steps": 500} | given
+        return continuing.continued(given, train.TRAINER, tasks.needs).eval_tokens
 
-    record = train.record_of(run_of(steps=400, eval_tokens=3000))
+    record = train.TRAINER.record_of(run_of(steps=400, eval_tokens=3000))
     assert continued(record) == 3000
     assert continued(record, eval_tokens=5000) == 5000
     del record["eval_tokens"]
@@ -359,7 +361,7 @@ def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
     with opened as corpus:
-        held_out = train.language_task(config, corpus).held_out
+        held_out = tasks.text.task_of(config, corpus).held_out
         windows, (whole,) = held_out.examples, corpus.corpora
         assert len(held_out) == 4 < len(windows)
         where = [i * len(windows) // 4 * 16 for i in range(4)]
@@ -612,7 +614,7 @@ def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
                                sample_prompts=str(tmp_path / "prompts.txt"),
                                out=str(tmp_path / "run"))
     with opened as corpus:
-        task = train.language_task(config, corpus)
+        task = tasks.text.task_of(config, corpus)
         _, result = learn(config, mesh, **vars(task))
         shutil.rmtree(tmp_path / "run/checkpoints/4")
         before = (tmp_path / "run/samples.jsonl").read_text()
@@ -636,7 +638,7 @@ def test_samples_have_their_own_temperature(tmp_path, text, capsys):
     config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0,
                                sample_prompts=str(tmp_path / "prompts.txt"))
     with opened as corpus:
-        task = train.language_task(config, corpus)
+        task = tasks.text.task_of(config, corpus)
     params = model.init(config.network, jax.random.key(0))
     found = [task.samples.predict(params, task.samples.collate(task.samples.prompts))[0, :6],
              task.predict(params, {"tokens": np.array([ids])})[0, 4:10]]
@@ -662,11 +664,11 @@ def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
         config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
         with opened as corpus, pytest.raises(
                 ConfigError, match=f"--sample_prompts .*{name}.*{says}.*expected"):
-            train.language_task(config, corpus)
+            tasks.text.task_of(config, corpus)
     (tmp_path / "long.txt").write_text("a" * 40)
     config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / "long.txt"))
     with opened as corpus:
-        train.language_task(config, corpus)
+        tasks.text.task_of(config, corpus)
     assert "a prompt has 41 tokens; the last 8 are read" in capsys.readouterr().err
 
 
@@ -679,7 +681,7 @@ def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
         config, opened = corpus_of(tmp_path / name, text, steps=3, eval_every=1, layers=1,
                                    sample_prompts=prompts, out=str(tmp_path / name / "run"))
         with opened as corpus:
-            task = train.language_task(config, corpus)
+            task = tasks.text.task_of(config, corpus)
             learn(config, **vars(task))
         found.append(without_times(tmp_path / name / "run/metrics.jsonl"))
     assert found[0] == found[1]

@@ -14,7 +14,7 @@ from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import newest_step
 from zigzag.run import continuing, schedules
-from zigzag.tests.common import learn, make, refused, tokens_of
+from zigzag.tests.common import learn, make, opened, refused, tokens_of
 
 
 def rates(config, count=0):
@@ -28,7 +28,8 @@ def rates_of(rows):
 
 
 @pytest.mark.parametrize("lr, steps, warmup", [
-    (0.0039, 900, 0), (0.1, 20, 3), (1e-4, 5, 1), (3e-4, 100, 150), (0.02, 1, 0), (0.02, 2, 1)])
+    (0.0039, 900, None), (0.1, 20, 3), (1e-4, 5, 1), (3e-4, 100, 150), (0.02, 1, None),
+    (0.02, 2, 1)])
 def test_without_flags_the_rates_are_those_of_earlier_versions(lr, steps, warmup):
     """Rates that differ in the last bit from those with which a run began: it would continue as
     another run."""
@@ -83,7 +84,8 @@ def test_shares_are_of_the_steps():
     """A share read as a number of updates; a cooldown that keeps the updates of fewer steps."""
     c = make(warmup=0.05, steps=900, decay="wsd")
     assert (c.warmup, c.cooldown) == (45, 0.2) and type(c.warmup) is int
-    assert make(warmup=0, steps=50).warmup == 2 and make(warmup=0.001, steps=50).warmup == 1
+    assert make(steps=50).warmup == 2 and make(warmup=0, steps=50).warmup == 0
+    assert make(warmup=0.001, steps=50).warmup == 1
     longer = flags.change(c, steps=1800)
     assert longer.warmup == 45, "the warmup lies in the past"
     for config, peaks in ((c, 720), (longer, 1440), (flags.change(c, cooldown=90), 810)):
@@ -141,10 +143,10 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     rows, _ = learn(asked)
     assert rates_of(rows) == pytest.approx(rates(asked)[6:], rel=1e-6)
     change, = json.loads((out / "config.json").read_text())["changes"]
-    assert change == {"step": 6, "steps": [6, 10], "decay_steps": [4, 0]}
+    assert change == {"step": 6, "steps": [6, 10], "decay_steps": [4, None]}
     # (A run in the middle of its decay, as before: the decay stretches.)
     monkeypatch.setattr(continuing, "newest_step", lambda out: 3)
-    assert continuing.hold(flags.change(config, steps=6), lambda _: config).decay_steps == 0
+    assert continuing.hold(flags.change(config, steps=6), lambda _: config).decay_steps is None
     assert newest_step(out) == 10
 
 
@@ -153,14 +155,14 @@ def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
     old = dict(decay="wsd", cooldown=0.1, final_share=0.0, decay_steps=9, steps=9)
 
     def left_out(**given):
-        return continuing.left_out(given, old)
+        return continuing.left_out(given, old, train.Config)
 
     assert left_out(steps=12) == {name: x for name, x in old.items() if name != "steps"}
     assert left_out(change=("decay",), steps=12) == dict(decay="wsd", cooldown=0.1, final_share=0.0)
     assert left_out(change=("decay",), decay="linear") == dict(steps=9)
     with pytest.raises(ConfigError, match="--change decay: give --decay or --steps too"):
-        continuing.check_change(dict(change=("decay",)), "out", True)
-    continuing.check_change(dict(change=("decay",), steps=12), "out", True)
+        continuing.check_change(dict(change=("decay",)), "out", True, train.TRAINER)
+    continuing.check_change(dict(change=("decay",), steps=12), "out", True, train.TRAINER)
 
 
 # -------------------------------------------------------------------------------------------
@@ -193,6 +195,6 @@ def test_epochs_say_how_many_steps(capsys, tmp_path, text):
     assert "--epochs 2 and --steps 9: give one" in refused(
         capsys, "--epochs", 2, "--steps", 9, "--out", tmp_path / "run")
     config = train.parse(["--epochs", "0.5", "--seq_len", "32", "--data", str(text)])
-    with train.opened_data(config, None, tmp_path / "run") as (found, make_task, *_):
-        count = len(make_task().examples)
+    with opened(config, tmp_path / "run") as learned:
+        count, found = len(learned.task.examples), learned.config
     assert found.steps == -(-count // 16) and found.eval_tokens > 32 and found.epochs == 0

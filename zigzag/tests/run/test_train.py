@@ -26,6 +26,7 @@ from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.tests.common import (
     SMALL,
+    check_network,
     command,
     full,
     in_float64,
@@ -380,4 +381,4 @@ def test_a_mesh_that_pipe_or_seq_cannot_split_is_refused_with_the_numbers():
             ("pipe=2", dict(microbatches=3), "--microbatches 3 does not divide the 8 rows"),
             ("pipe=2", dict(step="jit"), "with --step jit the compiler splits no work over it")):
         with pytest.raises(ConfigError, match=says):
-            train.check_transformer(make(**changes), mesh_of(mesh))
+            check_network(make(**changes), mesh_of(mesh))

@@ -12,7 +12,7 @@ import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags
 from zigzag.core.mesh import AXES, make_mesh
-from zigzag.tests.common import learn, make, slow
+from zigzag.tests.common import check_network, learn, make, slow
 from zigzag.tests.readme import LOSS_PAGES, LOSSES
 from zigzag.tests.updates import assert_same_copies, assert_same_gradient, run_updates
 
@@ -74,7 +74,7 @@ def draws(count, seed=0):
             rest |= dict(chunks=2) if rest["schedule"] == "interleaved" else {}
         text = ",".join(f"{a}={n}" for a, n in mesh.items() if n > 1)
         try:
-            train.check_transformer(everything(**what, **rest), make_mesh(**mesh))
+            check_network(everything(**what, **rest), make_mesh(**mesh))
         except ConfigError:
             continue
         drawn.append((text, what, rest))

@@ -12,13 +12,14 @@ import pytest
 
 import networks
 import sample
+import shard
 import train
 from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec, shardings
 from zigzag.measure import hlo
-from zigzag.run import loop
+from zigzag.run import commands, loop
 from zigzag.run.plan import compiled
 from zigzag.tests.common import (
     batch_of,
@@ -255,7 +256,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     program = program_of(adapted(dtype="bfloat16"), "fsdp=2")
     for path, w in by_path(program.weights(program.state)).items():
         assert w.dtype == ("float32" if path[-2:] in ("_a", "_b") else "bfloat16"), path
-    table = train.shard.explain(program.plan.decisions, program.plan.params, program.mesh)
+    table = shard.explain(program.plan.decisions, program.plan.params, program.mesh)
     adapters = 4 * count_of(lora.split(program.plan.params)[0])
     assert f"{adapters / 1000:.1f} kB of gradients and {adapters / 500:.1f} kB of AdamW" in table
 
@@ -440,12 +441,12 @@ def test_a_start_tells_how_many_are_trained(capsys):
     """A start with only the number of all parameters, which says little about the cost."""
     config = adapted()
     say = report.Reporter(1)
-    loop.report_header(program_of(config, "tensor=2"), say, (1000, 1000), ())
+    loop.report_header(program_of(config, "tensor=2"), say, set())
     printed = capsys.readouterr().out
     count = count_of(lora.split(net.weight_shapes(config))[0])
     assert f", of which {count:,} are trained" in printed
     assert "layers.w_down_a" in printed
-    train.show_sharding(["--lora_rank", "4", "--shards", "2"])
+    commands.show_sharding(train.TRAINER, ["--lora_rank", "4", "--shards", "2"])
     assert "layers.wq_b" in capsys.readouterr().out
 
 

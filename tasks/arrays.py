@@ -1,0 +1,31 @@
+"""Arrays, a row in each for each example: pictures, sound, classes. The batch is the rows
+themselves; zigzag/disk/examples.py reads them."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any, Iterator
+
+import data
+import networks
+from zigzag.disk import examples
+from zigzag.run import schedules
+from zigzag.run.loop import Learned, Task
+
+
+@contextlib.contextmanager
+def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+           fingerprint: str = "") -> Iterator[Learned]:
+    """The .npz or folder of .npy files of --data, and of --held_out."""
+    network = networks.network_of(config)
+    shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
+    own = examples.open_arrays(config.data, shapes, limits, whole=bool(config.held_out))
+    held_out, description, digest = own.held_out, str(own), own.fingerprint
+    if config.held_out:
+        other = examples.open_arrays(config.held_out, shapes, limits, "--held_out", whole=True)
+        held_out, description = other.train, f"{own}\n         evaluated on {other}"
+        digest = hashlib.sha256(f"{digest} {other.fingerprint}".encode()).hexdigest()
+    config = schedules.with_steps(config, len(own.train))
+    task = Task(collate=examples.collate_arrays, examples=own.train, held_out=held_out,
+                flops=networks.flops_of_update(config))
+    yield Learned(config, lambda: task, {"fingerprint": digest}, description)

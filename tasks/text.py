@@ -1,0 +1,98 @@
+"""Running text, conversations, prompts and completions, from which a decoder learns the next token.
+data.py and zigzag/disk make rows of it."""
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+import data
+import networks
+import sample
+from zigzag.core.errors import ConfigError
+from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.mixture import Spread, mixed
+from zigzag.disk.packing import targets_of
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.rows import context_of
+from zigzag.run import checks, schedules
+from zigzag.run.evaluation import NEW_IDS, continuations
+from zigzag.run.loop import Learned, Task
+
+
+@contextlib.contextmanager
+def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+           fingerprint: str = "") -> Iterator[Learned]:
+    """The corpora of --data and of --held_out. (`ready` and `fingerprint` are as in
+    zigzag/disk/corpus.py.)"""
+    with opened_sources(
+            config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
+            fingerprint, "data" in config.change, config.vocab_size) as sources:
+        if tokenizer and not data.tokenizer_record(tokenizer).items() <= sources.record.items():
+            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
+                              f"tokenizer of {config.init_from or config.out}; give the text "
+                              f"itself")
+        config = checks.check_corpus(config, sources)
+        rows = training_rows(config, sources)
+        config = schedules.with_steps(config, len(rows))
+        record = {"fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
+                  "tokenizer_sha256": sources.record.get("tokenizer_sha256", "")}
+        yield Learned(config, lambda: task_of(config, sources, rows), record,
+                      sources.described(config.seq_len),
+                      sources.prompt_flags if config.data else '--prompt "def main("')
+
+
+def pack_of(config: Any, sources: Sources) -> str:
+    """How rows are made: --pack, or what fits the data."""
+    if config.pack == "stream" and sources.is_learned_in_part:
+        raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
+                          "--pack documents")
+    return config.pack or ("documents" if sources.is_learned_in_part else "stream")
+
+
+def training_rows(config: Any, sources: Sources) -> Sequence:
+    """The rows that a decoder learns from."""
+    pack = pack_of(config, sources)
+    return mixed([data.rows_of(corpus, "train", config.seq_len, pack, config.seed)
+                  for corpus in sources.corpora], config.weights)
+
+
+def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:
+    """Learning the next token in these rows (None: training_rows); at each evaluation, a held-out
+    text is continued."""
+    T, tokenizer, pack = config.seq_len, sources.tokenizer, pack_of(config, sources)
+    room = context_of(networks.network_of(config), config.network)
+    begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
+    # The same rows each time, spread over all of the held-out text.
+    count = max(1, config.eval_tokens // T // len(sources.evaluated))
+    held_out = {name: Spread(mixed([data.rows_of(c, split, T, pack, config.seed)
+                                    for c, split in parts]), count)
+                for name, parts in sources.evaluated.items()}
+    targets = np.concatenate([np.zeros(0, int), *(
+        targets_of(row) for part in held_out.values() for row in part)])
+    size = round(float(tokenizer.lengths()[targets].sum()) * sources.bytes_per_spelled)
+
+    def write(params, batch):
+        more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
+        return sample.generate_ids(params, batch, config.network, more,
+                                   Sampling(config.sample_temperature), config.seed)
+
+    def predict(params, batch):
+        tokens = batch["tokens"][:, :begin]
+        return jnp.concatenate([tokens, write(params, {"tokens": tokens})], 1)
+
+    def show(outputs):
+        return {"prompt": tokenizer.decode(outputs[0][:begin]),
+                "written": tokenizer.decode(outputs[0][begin:])}
+
+    return Task(collate=lambda examples: data.collate(examples, T), predict=predict,
+                examples=training_rows(config, sources) if rows is None else rows,
+                held_out=mixed(list(held_out.values())),
+                sources={name: len(part) for name, part in held_out.items()},
+                show=show, predicted=1, flops=networks.flops_of_update(config),
+                samples=continuations(config.sample_prompts, tokenizer, room, write,
+                                      sources.has_chats),
+                bits_per_nat=len(targets) / size / math.log(2) if size else None)

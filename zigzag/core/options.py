@@ -1,0 +1,144 @@
+"""Options: the fields of a configuration, and all that is said about each of them in one place.
+
+    # data                                  a heading: the group of the fields below it in --help;
+                                            `# data (rare)`: only --help all shows them
+    batch: int = 8  # examples in an update
+    steps: int = flag(900, least=1)     # `flag` says more than the default (see there), and the
+                                        # help goes on in comments that are indented further
+
+`name: type = default  # help` is a whole declaration. The annotation is the type; an option of the
+type `float | None` is None where it was not given.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import io
+import math
+import textwrap
+import tokenize
+import types
+import typing
+from typing import Any, NamedTuple, Sequence
+
+from zigzag.core.errors import ConfigError, did_you_mean
+
+
+def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (), same: bool = False,
+         change: str = "", of: Sequence[str] = (), recorded: bool = True, beside: str = "") -> Any:
+    """A field of a configuration, and what there is to say about it besides its default:
+
+        least       its smallest value, if it is a number
+        one_of      its only values
+        same        it decides a run's numbers, so it must be the same when the run continues. (All
+                    of a network's own fields do)
+        change      the word of --change with which it may be another all the same
+        of          the kinds of data (files in tasks/) that use it; (): all
+        recorded    whether config.json has it; False: it holds for one command or one process
+        beside      another option: when a run continues and one of the two is given, the run's
+                    value of the other is dropped"""
+    return dataclasses.field(default=default, metadata=dict(
+        least=least, one_of=tuple(one_of), same=same, change=change, of=tuple(of),
+        recorded=recorded, beside=beside))
+
+
+class Option(NamedTuple):
+    """What is declared of one option; the last seven are the arguments of `flag`."""
+    name: str
+    kind: type              # int, float, str, bool or tuple
+    is_optional: bool       # whether it may be None: not given
+    default: Any
+    least: float = 0
+    one_of: Sequence[Any] = ()
+    same: bool = False
+    change: str = ""
+    of: Sequence[str] = ()
+    recorded: bool = True
+    beside: str = ""
+
+
+@functools.cache
+def options(cls: type) -> dict[str, Option]:
+    """{name: Option} of a dataclass: its own first, then those of its base classes. (A field that
+    is a configuration itself is none.)"""
+    kinds, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
+    fields = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)
+    return {f.name: Option(f.name, *_kind(kinds[f.name]), f.default, **f.metadata)
+            for f in fields if not dataclasses.is_dataclass(f.default)}
+
+
+def _kind(annotation):
+    """(the type, whether it may be None) that an annotation stands for."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        return _kind(kinds[0])[0], len(kinds) < len(typing.get_args(annotation))
+    return typing.get_origin(annotation) or annotation, False
+
+
+class Comment(NamedTuple):
+    """What the source says beside and above an option."""
+    help: str = ""
+    group: str = ""
+    is_rare: bool = False
+
+
+@functools.cache
+def comments(cls: type) -> dict[str, Comment]:
+    """{name: Comment} of the options of a dataclass."""
+    found = {}
+    for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
+        found |= _comments_of(owner)
+    return {name: found.get(name, Comment()) for name in options(cls)}
+
+
+def _comments_of(cls):
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):        # (a class that was typed in)
+        return {}
+    text = {token.start[0]: (token.line[:token.start[1]], token.string.lstrip("#").strip())
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT}
+    found, heading = {}, ""
+    for node in ast.parse(source).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        if text.get(node.lineno - 1, (None,))[0] == " " * node.col_offset:
+            heading = text[node.lineno - 1][1]
+        lines = [text[n][1] for n in range(node.lineno, node.end_lineno + 1) if n in text]
+        line = node.end_lineno + 1
+        while line in text and text[line][0].isspace() and len(text[line][0]) > node.col_offset:
+            lines.append(text[line][1])
+            line += 1
+        found[node.target.id] = Comment(" ".join(lines), heading.removesuffix(" (rare)"),
+                                        heading.endswith(" (rare)"))
+    return found
+
+
+def check_values(config: Any) -> None:
+    """Refuse values that the declarations of a configuration's options do not allow."""
+    for option in options(type(config)).values():
+        name, value = option.name, getattr(config, option.name)
+        if value is None and option.is_optional:
+            continue
+        if option.one_of and value not in option.one_of:
+            known = list(map(str, filter(None, option.one_of)))
+            raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
+                              + did_you_mean(str(value), known))
+        is_number = option.kind in (int, float)
+        if is_number and not (option.least <= value < 2**63 and math.isfinite(value)):
+            raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}")
+
+
+def fits(option: Option, value: Any) -> bool:
+    """Whether a value that was read from JSON has the type of an option."""
+    if value is None:
+        return option.is_optional
+    kinds = {float: (int, float), tuple: list}.get(option.kind, option.kind)
+    return isinstance(value, kinds) and (option.kind is bool or not isinstance(value, bool))
+
+
+def changes(cls: type) -> dict[str, str]:
+    """{option: the word of --change that allows another value}."""
+    return {name: option.change for name, option in options(cls).items() if option.change}

@@ -1,0 +1,114 @@
+"""How a run begins: everything between its program and its first update.
+
+    begin           opens the run's folder, makes or restores the state, compiles the step
+    check_program   compares a custom loss on the mesh with the same loss on one device
+    open_folder     the run's folder
+"""
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import jax
+import numpy as np
+
+from zigzag.core import hosts
+from zigzag.core.report import Reporter
+from zigzag.disk.batches import batch_arrays
+from zigzag.disk.checkpoint import RunFolder
+from zigzag.disk.corpus import tokenizer_record
+from zigzag.disk.mixture import numbers_at
+from zigzag.disk.tokenizers import Tokenizer, copy_files
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic, is_complete
+from zigzag.run import continuing
+from zigzag.run.custom_loss import check_loss, check_traceable
+from zigzag.run.evaluation import check_task
+from zigzag.run.loop import Loop, Task, frozen_state, prepare, report_header
+from zigzag.run.plan import Program, shapes_hash
+from zigzag.run.trainer import Trainer
+
+
+@contextlib.contextmanager
+def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
+          weights: Callable | None = None, record: dict[str, Any] | None = None,
+          tokenizer: Tokenizer | None = None, log: Callable | None = None
+          ) -> Iterator[tuple[Loop, Callable | None]]:
+    """Yield (the loop, with the state of the run so far; the compiled step, or None if all steps
+    are done). `weights`, `record`, `tokenizer` and `log` are fit's. At the end, wait for the last
+    save."""
+    config, plan = program.config, program.plan
+    facts = {"shapes": shapes_hash(plan.params), **(record or first_example(task)),
+             **(tokenizer_record(tokenizer) if tokenizer else {})}
+    hosts.assert_same_everywhere(trainer.record_of(config) | facts)
+    schedule = plan.schedule or functools.partial(trainer.learning_rate, config)
+    continuing.check_rates(config, lambda old: plan.schedule or functools.partial(
+        trainer.learning_rate, old), trainer.old_config)
+    first, of_first = frozen_state(program, weights)
+    folder = open_folder(program, trainer, facts | of_first, continuing.rates(config, schedule),
+                         say, tokenizer)
+    with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
+        loop = Loop(program, task, folder, say, lambda at: numbers_at(
+            task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
+        del first
+        report_header(program, say, trainer.hidden(),
+                      trainer.networks.describe(config) if plan.trusted else "")
+        step = prepare(loop, weights)
+        if step:
+            say.collectives(collectives(step), expected_traffic(plan), is_complete(plan))
+        yield loop, step
+
+
+def first_example(task: Task) -> dict[str, str]:
+    """A fact about examples of which nothing is recorded: a digest of the first one's row. {} if
+    collate makes another row of it each time."""
+    def digest():
+        rows = batch_arrays(task.collate, [task.examples[0]])
+        return hashlib.sha256(b"".join(
+            name.encode() + np.ascontiguousarray(rows[name]).tobytes() for name in sorted(rows))
+        ).hexdigest()
+
+    found = digest()
+    return {"first_example": found} if digest() == found else {}
+
+
+def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates: dict[str, float],
+                say: Reporter, tokenizer: Tokenizer | None) -> RunFolder | None:
+    """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
+    recorded beside the configuration; when a run continues, they must be the same as before."""
+    config = program.config
+    if not config.out:
+        return None
+    folder = RunFolder(config.out, trainer.record_of(config) | facts | {"rates": rates},
+                       [*trainer.facts_of(config), *facts], trainer.read_old,
+                       program.saved(program.state), config.keep, config.verify == "on",
+                       config.patience, trainer.may_change(), config.change)
+    if folder.changed:
+        say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
+    if tokenizer and jax.process_index() == 0:
+        copy_files(tokenizer, Path(config.out))
+    return folder
+
+
+def check_program(build: Callable, task: Task, make_gradients: Callable, make_evaluate: Callable,
+                  make_batch: Callable, say: Reporter) -> Program:
+    """The program of a task: build(), after comparing a custom loss on the mesh with one device.
+    Where they differ, build(typed=False) makes a program in which every device computes the loss
+    as one device would, and the loss is refused if that differs too. make_gradients(plan) and
+    make_evaluate(plan) are train.py's, and make_batch(config, mesh, task, shapes, update)."""
+    program = build()
+    check_task(program.config, program, task)
+    if program.plan.trusted and not program.config.check:
+        return program
+    hosts.watchdog.arm("compiling")
+    batch = functools.partial(make_batch, program.config, program.mesh, task, program.batch)
+    with jax.set_mesh(program.mesh):
+        while not check_loss(program.plan, make_gradients, make_evaluate, batch,
+                             len(task.held_out) > 0, say.line):
+            program = build(typed=False)
+        check_traceable(program)
+    if program.config.check:
+        say.line("check    on this mesh the loss and its gradients are those of one device")
+    return program

@@ -1,0 +1,129 @@
+"""Options of a run, besides those that train.py itself reads (train.Config)."""
+
+import dataclasses
+from typing import Any
+
+from zigzag.core.errors import derive
+from zigzag.core.options import flag
+from zigzag.run import checks, metrics, schedules
+from zigzag.run.evaluation import tokens_to_evaluate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoreOptions:
+    """Options of a run, by the groups in which --help shows them. The rare ones are shown by --help
+    all alone."""
+    # training
+    epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples
+
+    # model
+    model: str = "tiny"             # a preset, such as gpt2 or llama3-8b (other flags change its
+                                    # sizes), or a Hugging Face folder, with its weights
+    init_from: str = flag("", same=True)    # a run: begin with its model and its weights
+
+    # mesh
+    zero: int = 0                   # 1: split the optimizer's state over data
+
+    # saving
+    change: tuple[str, ...] = flag((), recorded=False)
+                                    # what to change on purpose when a run continues: lr, decay,
+                                    # weight_decay, clip, data
+    keep: int = flag(3, least=1)    # number of newest checkpoints to keep
+    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
+
+    # evaluation
+    best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
+                                    # number, which evaluations log, was best
+    sample_prompts: str = flag("", of=("text", "pairs"))
+                                    # a file of prompts that every evaluation continues
+
+    # measuring
+    bench: bool = flag(False, recorded=False)
+                                    # measure how fast it trains here; keeps nothing on disk
+    topology: str = flag("", recorded=False)
+                                    # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
+    plot: tuple[str, ...] = flag((), recorded=False)
+                                    # draw loss, rate and speed of these runs as text, and exit
+
+    # data (rare)
+    weights: tuple[str, ...] = flag((), same=True, of=("text",))
+                                    # several --data: mixing weights, one for each (0.7 0.3)
+    pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
+                                    # rows of running text (stream), or of whole documents, which do
+                                    # not see each other (documents); '': stream, except for chats
+    fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
+                                    # names of the two texts in a file of pairs
+
+    # training (rare)
+    cooldown: float | None = flag(None, same=True, change="decay")
+                                    # with --decay wsd: last updates, or share of steps, in which
+                                    # the rate falls; not given: a fifth
+    decay_steps: int | None = flag(None, least=1, change="decay")
+                                    # updates until the end of the decay, where the rate stays; not
+                                    # given: steps
+    first_share: float | None = flag(None, same=True, change="decay")
+                                    # first rate, as a share of the peak; not given: 1 / warmup
+    final_share: float = flag(0.02, same=True, change="decay")
+                                    # last rate, as a share of the peak
+    beta1: float = flag(0.9, same=True)     # AdamW's decay rate of the mean of gradients
+    beta2: float = flag(0.95, same=True)    # AdamW's decay rate of the mean of squared gradients
+    max_skipped: int = flag(10, least=1)
+                                    # end the run after this many non-finite gradients in a row
+
+    # mesh (rare)
+    override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
+    fsdp_min: int = 4096            # smallest weight, in elements, that fsdp or zero splits
+    step: str = flag("shard_map", one_of=("shard_map", "jit"))
+                                    # shard_map, or jit to leave all collectives to the compiler
+    check: bool = flag(False, recorded=False)
+                                    # before the first step, compare the loss and its gradients on
+                                    # the mesh with one device's, on a small batch
+
+    # saving (rare)
+    verify: str = flag("on", one_of=("on", "off"))
+                                    # on or off: check the checksums of a checkpoint when reading it
+
+    # evaluation (rare)
+    held_out: tuple[str, ...] = flag((), same=True)
+                                    # data to evaluate on, as --data; empty: a tenth of --data
+    eval_first: bool = False        # evaluate and save before the first update, too
+    eval_tokens: int | None = flag(None, least=1, of=("text",))
+                                    # held-out tokens of running text per evaluation; not given: as
+                                    # many as keep evaluations to a fifth of the run's time
+    metric: str = flag("", one_of=("", *metrics.TEXT_METRICS), of=("pairs",))
+                                    # score answers to held-out pairs by exact, f1, rouge or
+                                    # rouge_stemmed (which needs the package nltk)
+    beams: int = flag(0, of=("pairs",))     # beams of the search for these answers; 0: greedy
+    sample_temperature: float = flag(0.8, of=("text",))
+                                    # temperature of the texts that an evaluation shows; 0: greedy
+
+    # measuring (rare)
+    profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
+    save: str = flag("", recorded=False)
+                                    # with --plot: a picture to write instead (.png, .pdf, .svg)
+
+    # many hosts, each of which gets the same command (rare)
+    coordinator: str = flag("", recorded=False)     # HOST:PORT where process 0 listens
+    processes: int = flag(0, recorded=False)        # number of processes
+    process_id: int = flag(-1, least=-1, recorded=False)
+                                    # the number of this process, from 0
+    distributed: bool = flag(False, recorded=False)
+                                    # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
+    patience: int = flag(120, least=1, recorded=False)
+                                    # seconds to wait for other processes, in addition to ten times
+                                    # the longest wait so far
+
+    def __post_init__(self) -> None:
+        checks.check_config(self)
+        derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
+        schedules.fill_in(self)
+        if not self.epochs:         # (with epochs, the steps are known when the data is)
+            fifth = max(1, self.steps // 5)
+            derive(self, save_every=fifth, eval_every=fifth)
+            derive(self, eval_tokens=tokens_to_evaluate(self))
+
+    def __getattr__(self, name: str) -> Any:
+        """Read the network's fields: config.layers is config.network.layers."""
+        if name.startswith("__") or name == "network":
+            raise AttributeError(name)
+        return getattr(self.network, name)

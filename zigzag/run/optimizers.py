@@ -1,0 +1,17 @@
+"""Optimizers that need to know more of a weight than its shape."""
+
+from typing import Any
+
+import jax
+import optax
+
+
+def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
+    """Muon, scaled to AdamW's rates, for the matrices of the layers (the rule knows which of their
+    dimensions are contracted with activations), and Adam with Nesterov for the rest."""
+    has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
+    dims = jax.tree.map(
+        lambda d: optax.contrib.MuonDimensionNumbers(*d.matmul_dims)
+        if all(d.matmul_dims) and (d.stacked or not has_layers) else None, decisions)
+    return optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims,
+                              adam_b1=config.beta1, adam_b2=config.beta2)
