@@ -34,10 +34,10 @@ def change(config: Any, **fields: Any) -> Any:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """{name: value} of all fields of a configuration: those of its `network`, then its own."""
-    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    network = own.pop("network", None)
-    return {**(dataclasses.asdict(network) if network else {}), **own}
+    """{name: value} of all options of a configuration: those of its `network`, then its own."""
+    network = getattr(config, "network", None)
+    return {name: getattr(one, name) for one in (network, config) if one is not None
+            for name in options(type(one))}
 
 
 def is_derived(config: Any, name: str) -> bool:

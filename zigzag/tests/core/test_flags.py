@@ -16,6 +16,7 @@ import sample
 import train
 from networks import NETWORKS
 from zigzag.core import errors, familiar, flags
+from zigzag.core.options import comments
 from zigzag.generate import prompts
 from zigzag.run import help
 from zigzag.tests.common import ROOT, SMALL, command, refused
@@ -61,7 +62,8 @@ class More(Few):
     (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
     (["--best", "smallest:a", "--best", "largest:b"], "given twice"),
-    (["--beams", 4], "has none"), (["--fields", "a", "b"], "no encoder"),
+    (["--beams", 4], "it is for pairs of texts (a model with an encoder)"),
+    (["--fields", "a", "b", "--pack", "stream"], "--fields a b has no effect on text"),
     (["--model", "transformer", "--head", "classes", "--labels", 3], "--causal false"),
     (["--qk_norm", "true"], "--model transformer has it"),
     (["--model", "transformer", "--shared_experts", 1], "--experts"),
@@ -126,20 +128,18 @@ def help_of(capsys, *words, main=train.main):
 
 def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
     """A flag without help, or whose comment is no longer beside it in the source; --data in line
-    86, after flags that few people need; a flag in a table of groups that no longer exists."""
+    86, after flags that few people need; a flag without a group."""
     text, whole = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
     shown = re.findall(r"^  --(\w+) +\S", text, re.M)
-    assert shown == [name for names in help.EVERYDAY.values() for name in names]
+    own = {name: comment for c in (model.Config, train.Config)
+           for name, comment in comments(c).items()}
+    assert set(shown) == {name for name, comment in own.items() if not comment.is_rare}
+    assert all(comment.help and comment.group for comment in own.values())
     assert len(shown) <= 45 and {"data", "lr", "seq_len"} <= set(re.findall(
         r"--(\w+) ", "\n".join(text.splitlines()[:25])))
     assert "context length" in text and text.splitlines()[-1] == help.LAST
-    own = {f.name for c in (model.Config, train.Config) for f in dataclasses.fields(c)}
-    own -= {"network"}
-    grouped = [name for table in (help.EVERYDAY, help.RARE) for names in table.values()
-               for name in names]
-    assert sorted(grouped) == sorted(own)       # (each in one place)
     all_shown = re.findall(r"^  --(\w+) +\S", whole, re.M)
-    assert set(all_shown) == own | {f.name for network in NETWORKS.values()
+    assert set(all_shown) == set(own) | {f.name for network in NETWORKS.values()
                                     for f in dataclasses.fields(network.config)}
     assert len(all_shown) == len(set(all_shown))
     gpt2 = help_of(capsys, "--help", "--model", "gpt2")
@@ -161,9 +161,12 @@ def test_a_flag_of_a_fork_is_in_the_help():
     @dataclasses.dataclass(frozen=True)
     class Run(train.Config):
         also: int = 0
+        # data
+        third: int = 0
 
     groups = help.groups_of(Own, Run)
     assert "mine" in groups["model"] and "also" in groups["training"]
+    assert "third" in groups["data"]
 
 
 def test_a_reader_may_close_the_pipe(tmp_path):

@@ -62,14 +62,15 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
         f"will be {held} at step 5; it stays there, because the decay has ended: --change decay "
         f"spreads it over all 6 steps") and "--change lr" in lines[1]
     differs = {name for name in was if was[name] != now[name]}
-    assert differs == {"steps", "out", "decay_steps"} and was.keys() == now.keys()
+    assert differs == {"steps", "out", "decay_steps", "rates"} and was.keys() == now.keys()
     go("--out", run, "--steps", 9, "--change", "decay")
     lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
         run / "metrics.jsonl"))]
     rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
     assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; and ends at step 9" \
         in lines[1] and float(rates[6]) > float(rates[5])
-    assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,") for line in lines)
+    assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,")
+               for line in lines)
     log = (run / "log-0.txt").read_text()
     assert log.count("\ncontinuing ") == 2 and "\n".join(lines) in log, "what it printed"
 
@@ -132,7 +133,7 @@ def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, caps
     (more / "new.txt").write_text("what the first run never saw\n" * 9)
     go("--out", run, "--steps", 5, "--lr", 0.002, "--data", more, "--change", "lr", "data")
     said, now = capsys.readouterr().out, record_of(run)
-    assert f"changed  --lr 0.004 -> 0.002; --data {was['data'][0]} -> {more}, noted in" in said
+    assert f"changed  --data {was['data'][0]} -> {more}; --lr 0.004 -> 0.002, noted in" in said
     change, = now["changes"]
     assert change["step"] == 4 and change["lr"] == [0.004, 0.002]
     assert change["data"] == [was["data"], [str(more)]] and "change" not in now

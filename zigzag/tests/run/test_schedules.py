@@ -66,6 +66,10 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
     np.testing.assert_allclose(rates(config), [wanted(step) for step in range(20)], rtol=1e-6)
     last = 0.01 if decay == "constant" else 0.001
     np.testing.assert_allclose(rates(config, 30)[19:], last, rtol=1e-6)
+    if decay == "constant":
+        with pytest.raises(ConfigError, match="--decay_steps 20: with --decay constant"):
+            flags.change(config, decay_steps=20)
+        return
     held = rates(flags.change(config, steps=30, decay_steps=20))
     assert np.array_equal(held, rates(config, 30)), "the end of the decay is not the end of the run"
 
@@ -74,7 +78,7 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
 def test_a_schedule_counts_updates_and_not_micro_batches(decay):
     """With four micro-batches, a rate that ends at 0.844 of the peak; a rate in the metrics that
     was not applied (Adam's first steps are the rate itself)."""
-    config = config_of_decay(decay, accumulate=4, steps=5, warmup=1)
+    config = config_of_decay(decay, accumulate=4, steps=5, warmup=1, first_share=None)
     rows, _ = learn(config)
     assert rates_of(rows) == pytest.approx(rates(config), rel=1e-6)
     assert rates_of(rows)[-1] == pytest.approx(0.001)
@@ -84,7 +88,7 @@ def test_shares_are_of_the_steps():
     """A share read as a number of updates; a cooldown that keeps the updates of fewer steps."""
     c = make(warmup=0.05, steps=900, decay="wsd")
     assert (c.warmup, c.cooldown) == (45, 0.2) and type(c.warmup) is int
-    assert make(steps=50).warmup == 2 and make(warmup=0, steps=50).warmup == 0
+    assert make(warmup=None, steps=50).warmup == 2 and make(warmup=0, steps=50).warmup == 0
     assert make(warmup=0.001, steps=50).warmup == 1
     longer = flags.change(c, steps=1800)
     assert longer.warmup == 45, "the warmup lies in the past"
