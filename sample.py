@@ -26,9 +26,9 @@ keeps the cache of a conversation.
 """
 
 if __name__ == "__main__":
-    from zigzag.core.large_pages import restart_with_large_pages
+    from zigzag.core import start
 
-    restart_with_large_pages()
+    start.begin()
 
 import functools
 import warnings

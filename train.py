@@ -18,9 +18,9 @@ zigzag/run/custom_loss.py compares a custom loss on the mesh with the same loss 
 """
 
 if __name__ == "__main__":
-    from zigzag.run.plots import draw_or_restart
+    from zigzag.run.plots import draw_or_begin
 
-    draw_or_restart()
+    draw_or_begin()
 
 import dataclasses
 import functools

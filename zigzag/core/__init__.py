@@ -4,7 +4,8 @@ puzzles you.
     errors      the exceptions that end a command, and helpers that word messages
     flags       command lines from dataclasses, and exit statuses
     familiar    flags of other codebases, and our flags for them
-    large_pages large pages of memory for a command, on Linux
+    start       what a command does before it imports jax
+    options     what is declared of an option: default, help, values, whether it may change
     files       whole-file writes, JSON, hashes
     hosts       several processes: meeting, exchanging values, the watchdog
     report      what a run prints while it trains

@@ -19,6 +19,7 @@ from typing import Any, Callable, Sequence
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
 from zigzag.core.familiar import meaning
 from zigzag.core.options import comments, options
+from zigzag.core.start import has_begun
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -216,6 +217,7 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     after a bug with a traceback. Characters that the output's encoding lacks are escaped."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
+    has_begun()
     try:
         _run_to_the_end(main)
     except (Exception, KeyboardInterrupt) as e:

@@ -17,9 +17,9 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from zigzag.core import start
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.flags import parse_flags, run_main
-from zigzag.core.large_pages import restart_with_large_pages
 
 # {title: the name of its number in a line of metrics.jsonl}
 PANELS = {"loss": "loss", "held-out loss": "eval_loss", "learning rate": "lr",
@@ -36,14 +36,13 @@ class Options:
     save: str = ""
 
 
-def draw_or_restart() -> None:
-    """What a command does before it imports jax: if it has --plot, draw, and end; else restart with
-    large pages."""
+def draw_or_begin() -> None:
+    """What train.py does before it imports jax: with --plot, draw, and end; else begin."""
     words = [word.partition("=")[0] for word in sys.argv[1:]]
     if "--plot" in words and {"-h", "--help"}.isdisjoint(words):
         run_main(lambda: draw(**parse_flags(Options, None)[0]))
         sys.exit(0)
-    restart_with_large_pages()
+    start.begin()
 
 
 def draw(plot: Sequence[str], save: str = "") -> None:

@@ -34,7 +34,8 @@ TOP = {
     "networks/": EVERY - {"run", "measure"} | {"shard"} | FILES_OF_NETWORKS,
     "networks": EVERY - {"run", "measure"} | {"shard", "model"} | FILES_OF_NETWORKS,
     "sample": EVERY | {"shard", "data", "model"} | FILES_OF_NETWORKS,
-    "train": EVERY | {"shard", "data", "model", "sample"} | FILES_OF_NETWORKS,
+    "tasks/": EVERY | {"shard", "data", "model", "sample"} | FILES_OF_NETWORKS,
+    "train": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
 }
 RECIPES = {*TOP, "recipes/"}
 TOP |= {"recipes/": RECIPES,
@@ -52,7 +53,8 @@ def module_of(path):
 
 
 FILES = {module_of(path): path
-         for pattern in ("*.py", "networks/*.py", "recipes/*.py", "learn/*.py", "zigzag/**/*.py")
+         for pattern in ("*.py", "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
+                         "zigzag/**/*.py")
          for path in sorted(ROOT.glob(pattern))}
 TESTS = {name for name in FILES if name == "test_all" or name.startswith("zigzag.tests")
          or name.rpartition(".")[2].startswith("test_")}
@@ -65,7 +67,7 @@ def place_of(module):
     first, _, rest = module.partition(".")
     if first == "zigzag":
         return rest.split(".")[0] or "zigzag"
-    if first in ("recipes", "learn") or first == "networks" and rest:
+    if first in ("recipes", "learn", "tasks") or first == "networks" and rest:
         return f"{first}/"
     return first if first in TOP or module in FILES else ""
 

@@ -12,7 +12,7 @@ import pytest
 import model
 import train
 from networks import transformer
-from zigzag.core import large_pages, mesh
+from zigzag.core import mesh, start
 from zigzag.core.flags import flag_rows
 from zigzag.tests.common import ROOT, SMALL, command, mesh_of, refused
 from zigzag.tests.readme import FLAGS, FLAGS_PAGE, block
@@ -29,7 +29,7 @@ def test_importing_takes_no_device():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(large_pages._glibc_version() < (2, 35), reason="another libc")
+@pytest.mark.skipif(start._glibc_version() < (2, 35), reason="another libc")
 @pytest.mark.parametrize("file", [pytest.param("train.py", marks=pytest.mark.full), "sample.py"])
 def test_a_command_starts_with_large_pages(file):
     """The restart lost in an edit (the CPU step takes a quarter longer), after jax is imported (the

@@ -1,0 +1,69 @@
+"""What a command does before it imports jax, which takes seconds.
+
+    begin       end in one line at Ctrl-C, and restart with large pages
+    has_begun   from here on Ctrl-C is the command's own business
+
+Large pages of memory, on Linux: glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES
+asks for them when a process starts. So a command that finds the variable unset restarts itself with
+it. It does not under a debugger or tracer, which would lose it; ZIGZAG_LARGE_PAGES=0 switches it
+off.
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+TUNABLE = "glibc.malloc.hugetlb=1"
+
+
+def begin() -> None:
+    """Prepare a command: at Ctrl-C it ends with status 130 and one line, not with a page of
+    imports; and it has large pages."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    _restart_with_large_pages()
+
+
+def has_begun() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number, _):
+    os.write(2, b"interrupted: nothing had begun\n")
+    os._exit(130)
+
+
+def _restart_with_large_pages():
+    environment = os.environ
+    if (sys.platform == "linux" and environment.get("ZIGZAG_LARGE_PAGES") != "0"
+            and "GLIBC_TUNABLES" not in environment and _glibc_version() >= (2, 35)
+            and not is_watched()):
+        environment["GLIBC_TUNABLES"] = TUNABLE
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def is_watched() -> bool:
+    """Whether a debugger, a profiler or a tracer (strace, gdb) follows this process."""
+    if sys.gettrace() or sys.getprofile() or not {"pdb", "debugpy", "pydevd", "cProfile",
+                                                  "coverage"}.isdisjoint(sys.modules):
+        return True
+    try:
+        tracer = re.search(r"^TracerPid:\s*(\d+)", Path("/proc/self/status").read_text(), re.M)
+    except OSError:
+        return False
+    return tracer is not None and tracer[1] != "0"
+
+
+def _glibc_version():
+    """(major, minor); (0,) with another libc."""
+    try:
+        name, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+        return tuple(map(int, version.split("."))) if name == "glibc" else (0,)
+    except (AttributeError, OSError, ValueError):
+        return (0,)
