@@ -548,7 +548,10 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
                   for name in names}
         weight_map |= dict.fromkeys(names, file)
         if is_writer:
+            (path / file).touch()       # (save_file alone would leave it to its owner only)
+            mode = (path / file).stat().st_mode
             package.save_file(arrays, path / file, metadata={"format": "pt"})
+            (path / file).chmod(mode)
     if is_writer:
         if len(files) > 1:
             write_json(path / "model.safetensors.index.json",

@@ -5,6 +5,7 @@ test_families.py compares results with transformers; nothing here needs it."""
 import dataclasses
 import itertools
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -431,6 +432,18 @@ def test_a_pickle_beside_is_not_opened(tmp_path, good):
     assert_refused(folder, "has the shape")
     edit_config(folder, vocab_size=131)
     networks.load_hf(folder)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_others_may_read_what_is_exported(tmp_path, umask):
+    """A model.safetensors that only its owner may read, beside a config.json for everybody."""
+    before = os.umask(umask)
+    try:
+        save(tmp_path / "m", LLAMA)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "m").iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), 0o666 & ~umask)
 
 
 def test_an_option_without_a_name_there_is_not_exported(tmp_path):
