@@ -557,7 +557,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 # Attention within a row, and dropout
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False) -> Array:
+           query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False,
+           beyond: str = "a function of its own") -> Array:
     """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
     split over seq. Returns [B, T, H, N].
 
@@ -567,7 +568,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
         kernel                         it is plain causal softmax attention, so the device's own
-                                       kernel may compute it"""
+                                       kernel may compute it
+        beyond                         what else it is, for messages: a mask, say; '': nothing"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
         raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens")
@@ -584,8 +586,9 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
     # Two labels in the jaxpr, of which nothing is left in the compiled program. "attend" tells
-    # make_plan that a loss may be split over seq; a run's header prints what name_of returns.
-    return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel))
+    # make_plan that a loss may be split over seq. From what name_of returns, a run's header says
+    # how attention is computed, and an export whether a LLaMA has it (zigzag/hub/reference.py).
+    return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel, beyond))
 
 
 def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
@@ -607,14 +610,16 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 
     The fused attention kernels of TPUs and GPUs compute plain causal attention. With `mask`,
     `scores`, `documents` or causal=False, attention is computed from its formula instead."""
-    is_usual = causal and mask is None and scores is None and documents is None
+    given = {"a mask": mask, "other scores": scores, "documents": documents}
+    beyond = [what for what, x in given.items() if x is not None]
+    beyond = " and ".join(beyond if causal else [*beyond, "later keys"])
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
     documents = jnp.zeros_like(slots) if documents is None else documents
     tokens = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
                                for a in (slots, positions, documents)])
     return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
-                  tokens, tokens, causal, kernel and is_usual)
+                  tokens, tokens, causal, kernel and not beyond, beyond)
 
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None

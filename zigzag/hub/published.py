@@ -320,6 +320,10 @@ def _layouts_of(pattern, own, prefix, config, stacked):
     sizes = {"g": config.heads // config.kv_heads, "K": config.kv_heads, **sizes}
     if "V" in sizes:
         sizes["V"] = config.vocab_size
+    if set(re.findall("[A-Za-z]", left)) - sizes.keys():
+        raise ConfigError(f"the weight {prefix}{names[0]} has the axes "
+                          f"{' '.join(weights[names[0]].axes)}, and a folder of this model_type "
+                          f"has those of {pattern!r}")
     if "1" in left.split():
         stacked = stacked - {"1"}
     found = layouts(pattern, {n: tuple(a for a in w.axes if a not in stacked)

@@ -1,7 +1,8 @@
 """The formulas of LLaMA and Mixtral as in transformers, in numpy, for a few tokens.
 
 If model.py is edited without a change of its options or weights (another activation, say), an
-export would be a LLaMA that computes something else. So an export compares the two first.
+export would be a LLaMA that computes something else. So an export compares the two first: which
+attention the code asks for, at the whole context, and the logits of a few tokens.
 """
 
 import dataclasses
@@ -13,32 +14,76 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import flatten
 from zigzag.hub.published import whole
+from zigzag.parallel.attention import asked_in
+from zigzag.rule.jaxprs import names_in
 from zigzag.weights.positions import rotary_rates
 
-TOKENS, LAYERS = 64, 4      # an edit that matters only beyond these is not found
+TOKENS, LAYERS = 64, 4      # an edit that is not in attention, and matters only beyond these, is
+                            # not found
 
 
 def check_llama(forward: Callable, params: Any, c: Any) -> None:
     """Refuse a model that is not a LLaMA, or with experts a Mixtral."""
-    c = dataclasses.replace(c, layers=min(c.layers, LAYERS), dtype="float32", dropout=0.0)
+    c = dataclasses.replace(c, dtype="float32", dropout=0.0)
+    try:
+        differs = (_other_shapes(params["layers"], c) or _other_attention(forward, params, c)
+                   or _other_logits(forward, params, c))
+    except KeyError:            # (a weight is missing; write_folder names it)
+        return
+    if differs:
+        raise ConfigError(
+            f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
+            f"else: {differs}; undo the edit of its code, or add a family for it (docs: "
+            f"zigzag/hub/llama.py)")
+
+
+def _other_shapes(layers, c):
+    """Which weight of the layers has not the shape that follows from the options; '' if all have.
+    """
+    D, H, K, N, F, E = c.d_model, c.heads, c.kv_heads, c.head_dim, c.d_ff, c.experts
+    shapes = dict(attn_norm=(D,), wq=(D, H, N), wk=(D, K, N), wv=(D, K, N), wo=(H, N, D),
+                  mlp_norm=(D,), w_gate=(D, F), w_up=(D, F), w_down=(F, D), router=(D, E),
+                  e_gate=(E, D, F), e_up=(E, D, F), e_down=(E, F, D))
+    for name, w in layers.items():
+        if name in shapes and w.shape != (want := (c.layers, *shapes[name])):
+            return f"layers.{name} has the shape {list(w.shape)}, there {list(want)}"
+    return ""
+
+
+def _other_attention(forward, params, c):
+    """How the attention that the code asks for differs from plain causal attention to all tokens of
+    the context; '' if it does not. (Traced, not computed: a window may be longer than TOKENS.)"""
+    shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, np.float32), params)
+    ids = jax.ShapeDtypeStruct((1, c.seq_len), np.int32)
+    asked = asked_in(names_in(lambda params, ids: forward(params, ids, c), shapes, ids))
+    if not asked:
+        return "its attention does not call attend, which would say what it sees"
+    for a in asked:
+        if a.beyond:
+            return f"its attention has {a.beyond}"
+        if (a.queries, a.keys) != (c.seq_len, c.seq_len):
+            return (f"its attention is of {a.queries:,} tokens to {a.keys:,}, in a context of "
+                    f"{c.seq_len:,}")
+    return ""
+
+
+def _other_logits(forward, params, c):
+    """By how much the logits differ, of a few tokens and through the first layers; '' if they do
+    not."""
+    c = dataclasses.replace(c, layers=min(c.layers, LAYERS))
     first = {**params, "layers": {name: w[:c.layers] for name, w in params["layers"].items()}}
     paths, weights, structure = flatten(first)
     first = structure.unflatten([whole(w) for w in weights])
     ids = np.random.default_rng(0).integers(0, c.vocab_size, min(TOKENS, c.seq_len))
-    try:
-        want, certain = llama_logits(first, c, ids)
+    want, certain = llama_logits(first, c, ids)
+    with jax.default_matmul_precision("highest"):       # (else a GPU or a TPU rounds to 1e-3)
         got = np.asarray(jax.jit(lambda params: forward(params, ids[None], c))(first))[0]
-    except KeyError:            # (a weight is missing; write_folder names it)
-        return
     if not np.isfinite(want).all():
-        return                  # (the weights are not finite either)
+        return ""               # (the weights are not finite either)
     errors = np.abs(got - want).max(-1) / max(np.abs(want).max(), np.finfo(np.float32).tiny)
     error = errors[:certain].max() if certain else np.median(errors)
-    if not error < 1e-3:        # (rounding gives 1e-6; computing half of a model in bfloat16 1e-2)
-        raise ConfigError(
-            f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
-            f"else: its logits differ by {error:.1%} of the largest; undo the edit of its code, or "
-            f"add a family for it (docs: zigzag/hub/llama.py)")
+    # (Rounding gives 1e-6; computing half of a model in bfloat16 1e-2.)
+    return "" if error < 1e-3 else f"its logits differ by {error:.1%} of the largest"
 
 
 @np.errstate(over="ignore")

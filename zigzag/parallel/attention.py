@@ -147,13 +147,14 @@ class Asked(NamedTuple):
     keys: int           # S
     width: int          # of a head, N
     same_shape: bool    # q, k and v have equal T and N
+    beyond: str         # what it is besides plain causal softmax attention; "": nothing
 
 
-def name_of(q: Array, k: Array, v: Array, causal: bool, by_kernel: bool) -> str:
+def name_of(q: Array, k: Array, v: Array, causal: bool, by_kernel: bool, beyond: str) -> str:
     """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     return "attend: " + json.dumps(Asked(causal, by_kernel, q.dtype.name, rows, heads, queries,
-                                         keys, width, _same_shape(q, k, v)))
+                                         keys, width, _same_shape(q, k, v), beyond))
 
 
 def asked_in(names: Iterable[str]) -> list[Asked]:

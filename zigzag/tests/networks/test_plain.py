@@ -17,6 +17,7 @@ import model
 import networks
 import sample
 from networks import transformer
+from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.hub.llama import as_llama
@@ -258,24 +259,75 @@ def test_a_weight_that_an_edit_took_away_is_one_line_at_export(edit, monkeypatch
         networks.save_hf(tmp_path / "a", params, config.network)
 
 
-GELU = "an activation"
+def test_a_weight_that_an_edit_gave_other_axes_is_one_line_at_export(edit, monkeypatch, tmp_path):
+    """A KeyError when a table names the axes of a weight otherwise."""
+    monkeypatch.setitem(EDITS, "axes", [('"w_gate": make("L/pipe D/fsdp F/tensor", into)',
+                                         '"w_gate": make("L/pipe D/fsdp D/tensor", into)')])
+    module, config = edit("axes")
+    params = module.init(config.network, jax.random.key(0))
+    with pytest.raises(ConfigError, match="layers.w_gate has the axes L D D, and .* 'F D -> w_ga"):
+        networks.save_hf(tmp_path / "a", params, config.network)
 
 
-@pytest.mark.parametrize("name", [GELU, "a norm", *sorted(LEAVES_THE_KERNEL)])
-def test_an_edit_that_keeps_the_weights_is_not_exported_as_a_llama(edit, monkeypatch, tmp_path,
-                                                                   name):
-    """Edited code with the options and weights of a LLaMA, exported as a LLaMA: transformers would
-    compute another model than the trained one."""
+# {edit that keeps the options: what an export says of it}. (100 tokens are more than reference.py
+# compares.)
+MASK, SCORES = "its attention has a mask", "its attention has other scores"
+NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MASK,
+            "a mask of long texts": MASK, "a soft cap": SCORES, "ALiBi": SCORES,
+            "documents of 100": "its attention has documents",
+            "pieces of 100": "its attention is of 100 tokens to 100, in a context of 200",
+            "attention by hand": "its attention does not call attend",
+            "an activation": "its logits differ by", "a norm": "its logits differ by",
+            "a wider MLP": r"layers.w_down has the shape \[2, 128, 32\], there \[2, 64, 32\]"}
+
+
+@pytest.fixture
+def edits_of_the_code(monkeypatch):
     text = (ROOT / "model.py").read_text()
     line = next(each for each in text.splitlines() if "jax.nn.silu(" in each)
-    monkeypatch.setitem(EDITS, GELU, [(line, line.replace("silu", "gelu"))])
-    monkeypatch.setitem(EDITS, "a norm", [("+ c.norm_eps", "+ 0.1")])
+    window = "lambda query, key: query.slot - key.slot < 100"
+    for name, changes in {
+            "an activation": [(line, line.replace("silu", "gelu"))],
+            "a norm": [("+ c.norm_eps", "+ 0.1")],
+            "a window of 100": [with_attend(window)],
+            "a mask of long texts": [with_attend(f"({window}) if x.shape[1] > 100 else None")],
+            "documents of 100": [("documents=documents(batch)",
+                                  "documents=batch['positions'] // 100")],
+            "pieces of 100": [(ATTEND, "shard.row((in_pieces(attend, q, k, v), "), (
+                "def swiglu(", """def in_pieces(attend, q, k, v):
+    size = min(q.shape[1], 100)
+    parts = [shard.self_attend(*(a[:, i:i + size] for a in (q, k, v)), heads=q.shape[2])
+             for i in range(0, q.shape[1], size)]
+    return jnp.concatenate(parts, 1)
+
+
+def swiglu(""")],
+            "attention by hand": [(ATTEND, "shard.row((jax.nn.dot_product_attention("
+                                           "q, k, v, is_causal=True), ")],
+            "a wider MLP": [("F=c.d_ff", "F=2 * c.d_ff")]}.items():
+        monkeypatch.setitem(EDITS, name, changes)
+
+
+@pytest.mark.parametrize("name", NO_LLAMA)
+def test_an_edit_that_keeps_the_options_is_not_exported_as_a_llama(edit, edits_of_the_code,
+                                                                   tmp_path, name):
+    """Edited code with the options of a LLaMA, exported as a LLaMA: transformers would compute
+    another model than the trained one. A window that is longer than the text that is compared."""
     module, config = edit(name)
-    params = module.init(config.network, jax.random.key(0))
-    with pytest.raises(ConfigError, match="computes something else: its logits differ by"):
-        networks.save_hf(tmp_path / "a", params, config.network)
-    usual = make(kv_heads=2).network
-    networks.save_hf(tmp_path / "b", model.init(usual, jax.random.key(0)), usual)
+    config = dataclasses.replace(config.network, seq_len=200)
+    params = module.init(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match=f"computes something else: {NO_LLAMA[name]}") as e:
+        networks.save_hf(tmp_path / "a", params, config)
+    assert not (tmp_path / "a").exists() and flags.exit_line(e.value)[0] == 2
+
+
+@pytest.mark.parametrize("changes", [LLAMA, MIXTRAL, dict(seq_len=1), dict(kernel=False)], ids=str)
+def test_a_model_that_is_not_edited_is_exported(tmp_path, changes):
+    """A refusal of the attention of the unedited model.py: of grouped queries, beside experts, for
+    a single token or without the kernel."""
+    config = make(**changes).network
+    networks.save_hf(tmp_path / "a", model.init(config, jax.random.key(0)), config)
+    assert (tmp_path / "a/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("changes", [
