@@ -63,6 +63,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     with Output(out, tokenizer, settings) as output:
         encode_files(found.files, tokenizer, options, output, cores)
         if not sum(output.state["documents"]):
+            output.clean()      # (nothing was learned: other flags are welcome)
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
                 message for _, message in output.state["problems"].values()))

@@ -64,13 +64,6 @@ def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
     texts, begins, held_out, problems = [], [], [], []
     for document in read(task, options):
         text, problem = document.text, document.problem
-        if isinstance(text, bytes) and tokenizer.kind != "bytes":
-            try:
-                text = text.decode()
-            except UnicodeDecodeError as e:
-                problem = Trouble("not UTF-8", f"{task.file.path}: not UTF-8 at byte "
-                                  f"{task.start + e.start:,} (data.py --encoding names another "
-                                  f"one)", drops=True)
         if isinstance(text, dict):
             try:
                 text = encode_record(text, tokenizer, options)
@@ -90,7 +83,7 @@ def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
         tokens = np.insert(tokens.astype(dtype_of(tokenizer)),
                            (np.cumsum(counts) - counts)[begins], tokenizer.separator)
         counts, learned = counts + begins, None
-        sizes = [len(text if isinstance(text, bytes) else text.encode()) for text in texts]
+        sizes = [len(text.encode()) for text in texts]
     else:
         counts = np.array([len(ids) for ids, _ in texts], int)
         tokens = np.concatenate([np.zeros(0, int), *(ids for ids, _ in texts)])
@@ -246,7 +239,6 @@ def _sampled_lines(files, options):
             text = document.text
             if isinstance(text, dict):
                 text = "\n".join(_texts_in(text))
-            text = text.decode(errors="replace") if isinstance(text, bytes) else text
             if not is_tenth(document.where):
                 seen += 1
                 yield from text.split("\n")

@@ -23,6 +23,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -86,7 +87,7 @@ class Task(NamedTuple):
 class Document(NamedTuple):
     """A document, or the next part of the one that has begun."""
     begins: bool
-    text: Any           # str; bytes of a file that was not decoded; or a line's dict
+    text: Any           # str, or a line's dict
     where: str          # its name, by which it is held out or not
     problem: Trouble | None = None      # why it cannot be read
 
@@ -502,9 +503,23 @@ def read(task: Task, options: Options) -> Iterator[Document]:
         yield from _lines(task, options)
     else:
         raw = task.content if task.content is not None else _bytes_of(task)
-        if task.start == 0:
-            raw = raw.removeprefix(codecs.BOM_UTF8)
-        yield Document(task.start == 0, raw, file.name)
+        try:
+            text, problem = raw.decode(), None
+        except UnicodeDecodeError as e:
+            text, problem = "", _not_utf8(task, raw, e.start)
+        begins = task.start == 0
+        yield Document(begins, text.removeprefix("\ufeff") if begins else text, file.name, problem)
+
+
+def _not_utf8(task, raw, at):
+    """Why a piece of a text file, with a first wrong byte `at`, leaves out the whole file. One byte
+    is enough: the same files are learned with every tokenizer."""
+    beyond_ascii = re.findall("[^\0-\x7f]", raw.decode(errors="replace"))
+    is_damaged = beyond_ascii.count("\ufffd") < len(beyond_ascii) / 2
+    hint = ("most of it is: iconv -c -f utf-8 -t utf-8 drops the rest" if is_damaged else
+            "if it is Latin-1: data.py --encoding latin-1")
+    return Trouble("not UTF-8", f"{task.file.path}: not UTF-8 at byte {task.start + at:,} ({hint})",
+                   drops=True)
 
 
 def _bytes_of(task):

@@ -130,16 +130,16 @@ def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text, cap
         data.Windows(np.array([0, 1, 2, -1, 4]), 4)[0]
 
 
-def test_any_bytes_are_text(tmp_path):
-    """As bytes: empty files, bytes that are not UTF-8, or one very long line, which are left out or
+def test_any_text_is_learned_as_bytes(tmp_path):
+    """As bytes: empty files, characters of four bytes, or one very long line, which are left out or
     crash; ids that wrap around in uint16."""
     folder = tmp_path / "t"
     folder.mkdir()
     words = " ".join(a + b for a in WORDS for b in WORDS)
-    for name, raw in dict(a=b"", b=b"\xff\xfe\xc3(", c=b"x" * 300_000, d=words.encode()).items():
-        (folder / name).write_bytes(raw)
+    for name, text in dict(a="", b="é🙂\ufffd", c="x" * 300_000, d=words).items():
+        (folder / name).write_text(text)
     corpus = data.prepare([str(folder)], tmp_path / "bytes")
-    assert len(corpus.train) + len(corpus.held_out) == 4 + 4 + 300_000 + len(words)
+    assert len(corpus.train) + len(corpus.held_out) == 4 + 9 + 300_000 + len(words)
     pieces = data.prepare([str(folder)], tmp_path / "pieces", 300)
     assert len(pieces.train) > 100
     for count, kind in ((2**16, "uint16"), (2**16 + 1, "uint32")):

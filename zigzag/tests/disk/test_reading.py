@@ -483,6 +483,34 @@ def test_an_encoding_has_a_name(tmp_path):
         data.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "q"), "--encoding", "latin1x"])
 
 
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_text_in_another_encoding_is_named_whatever_the_tokens(tmp_path, capsys, pieces):
+    """Latin-1 that is learned as raw bytes, or of which a tokenizer makes pieces; an error about
+    pieces where the encoding is wrong; advice that what a refusal leaves behind makes useless."""
+    words = "--vocab_size", 300 if pieces else 0
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/good.txt").write_text(WORDS)
+    (tmp_path / "in/latin.txt").write_bytes(("café à la " * 9).encode("latin-1"))
+    (tmp_path / "in/odd.txt").write_bytes("日本語\n".encode() * 9 + b"\xff")
+    latin = tmp_path / "in/latin.txt"
+    data.main([str(tmp_path / "in"), "--out", str(tmp_path / "o"), *map(str, words)])
+    said, hint = capsys.readouterr().out, "if it is Latin-1: data.py --encoding latin-1"
+    assert f"skipped  2 not UTF-8; the first is {latin}: not UTF-8 at byte 3 ({hint})\n" in said
+    corpus = data.Corpus(tmp_path / "o")
+    assert corpus.record["documents"] == 1
+    assert corpus.tokenizer.decode([*corpus.train, *corpus.held_out]) == WORDS
+    whole = f"no text that can be read; {latin}" if pieces else (
+        f"{latin}: no text in it that can be read; {latin}")
+    assert refused(capsys, latin, "--out", tmp_path / "p", *words, main=data.main) == (
+        f"error: {whole}: not UTF-8 at byte 3 ({hint})\n")
+    data.main([str(latin), "--out", str(tmp_path / "p"), "--vocab_size", "0", "--encoding",
+               "latin-1"])
+    assert "odd.txt: not UTF-8 at byte 90 (most of it is: iconv -c -f utf-8 -t utf-8" in refused(
+        capsys, tmp_path / "in/odd.txt", "--out", tmp_path / "q", *words, main=data.main)
+    assert f"--data {latin}: no text in it that can be read; {latin}: not UTF-8" in refused(
+        capsys, "--data", latin, "--out", tmp_path / "run")
+
+
 @pytest.mark.parametrize("packing", ["", "gz"])
 def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, packing, small_tasks):
     """A line of a gigabyte that is held in memory, or learned in part; half characters where such a
