@@ -35,7 +35,7 @@ from zigzag.disk.encoding import (
 from zigzag.disk.output import SPLITS, Output, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, library_sources
-from zigzag.disk.token_files import TokenFiles, is_token_files
+from zigzag.disk.token_files import TokenFiles, files_of, token_files
 from zigzag.disk.tokenizers import KINDS, Bytes, Ids, Tokenizer, copy_files
 
 
@@ -174,8 +174,8 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
             Path(given) / "data.json").exists():
         raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
                           f"data.py again")
-    if given and is_token_files(given):
-        files = TokenFiles(given, vocab_size, tokenizer, flag)
+    if token_files(path):
+        files = TokenFiles(path, vocab_size, tokenizer, flag)
         with kept_tokenizer(files.tokenizer, run, ready):
             yield files
     elif given and (Path(given) / "data.json").exists():
@@ -203,6 +203,10 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     """The corpus of text, encoded beside `made`, and put there for a run that begins."""
     if "-" in paths:
         find(["-"], flag)       # (refused)
+    if mixed := [one for one in paths if files_of(one)]:
+        find([one for one in paths if one not in mixed], flag)      # (what is missing is refused)
+        raise ConfigError(f"{flag} {' '.join(paths)}: has both text and token files "
+                          f"({', '.join(mixed)}); give one kind of the two")
     name = made.name.partition("-")[0]
     part = run / f"{name}.part"
     if tokenizer and tokenizer.kind == "ids":

@@ -3,12 +3,14 @@
     .bin    uint16 or uint32 without a header (nanoGPT), or after llm.c's header of 1,024 bytes
     .npy    shards of uint16 or uint32, of one dimension
 
-A file, or a folder of them in the order of their names; those with val, valid, test or held_out in
-their names are held out, else the last tenth. Such files do not say which ids exist, nor where
-documents begin.
+A file, several, or those that match a pattern or lie in a folder, in the order of their names;
+those with val, valid, test or held_out in their names are held out, else the last tenth. Such files
+do not say which ids exist, nor where documents begin.
 """
 
+import glob
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any, Sequence
@@ -52,29 +54,45 @@ class Joined:
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
 
-def is_token_files(path: str | Path) -> bool:
-    """Whether a path is such a file, or a folder of them: with train in a name, or with no other
-    files."""
-    path, files = Path(path), _files(Path(path))
-    if path.is_file() or not files or (path / "data.json").exists():
-        return bool(files) and path.is_file()
-    others = [p for p in path.glob("*") if p.is_file() and p not in files]
-    return not others or any("train" in file.stem for file in files)
+def token_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The token files that all of these paths stand for, in order, each once; [] if a path stands
+    for anything else."""
+    found = list(map(files_of, paths))
+    files = [file for files in found for file in files] if all(found) else []
+    return list({file.resolve(): file for file in files}.values())
 
 
-def _files(path):
-    if path.is_file():
-        return [path] if path.suffix in (".bin", ".npy") else []
-    there = sorted(path.glob("*")) if path.is_dir() else []
-    return [p for p in there if p.suffix in (".bin", ".npy")]
+def files_of(path: str | Path) -> list[Path]:
+    """The token files that a path stands for: itself, those in a folder, or those that match a
+    pattern. [] if other files are there, too, and train is in the name of none."""
+    text = str(path)
+    if os.path.isdir(text):
+        return _chosen(sorted(file for file in Path(path).glob("*") if file.is_file()))
+    matches = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))
+    folders = [match for match in matches if os.path.isdir(match)]
+    parts = [files_of(folder) for folder in folders]
+    if len(folders) < len(matches):
+        parts.append(_chosen([Path(match) for match in matches if match not in folders]))
+    return [file for part in parts for file in part] if all(parts) else []
+
+
+def _chosen(there):
+    """The token files among files that lie, or were named, together."""
+    files = [file for file in there if file.suffix in (".bin", ".npy")]
+    is_prepared = any(file.name == "data.json" for file in there)
+    has_train = any("train" in file.stem for file in files)
+    return files if files == there or has_train and not is_prepared else []
 
 
 class TokenFiles:
-    """Tokens of other programs, with the attributes of a prepared folder (data.Corpus)."""
+    """Tokens of other programs, with the attributes of a prepared folder (data.Corpus). `path` is
+    one path or several, of which token_files gives the files."""
 
-    def __init__(self, path: str | Path, vocab_size: int, tokenizer: Tokenizer | None = None,
-                 flag: str = "--data"):
-        self.folder, files = Path(path), _files(Path(path))
+    def __init__(self, path: str | Path | Sequence[str | Path], vocab_size: int,
+                 tokenizer: Tokenizer | None = None, flag: str = "--data"):
+        paths = [path] if isinstance(path, (str, Path)) else path
+        self.folder = path = " ".join(map(str, paths))      # (for messages)
+        files = token_files(paths)
         arrays = {file: _open(file) for file in files}
         held_out = [a for file, a in arrays.items()
                     if HELD_OUT.search(file.stem) and flag == "--data"]
@@ -88,7 +106,7 @@ class TokenFiles:
             keep = total - total // 10
             self.train, self.held_out = (Joined(_between(train, a, b))
                                          for a, b in ((0, keep), (keep, total)))
-        self.train.filename = self.held_out.filename = str(path)
+        self.train.filename = self.held_out.filename = path
         if not vocab_size:
             raise ConfigError(f"{flag} {path}: its files do not say how many ids there are; give "
                               f"--vocab_size (50257 for GPT-2's tokens)")

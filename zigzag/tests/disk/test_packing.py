@@ -13,6 +13,7 @@ import sample
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import mixture, packing
+from zigzag.disk.corpus import opened_sources
 from zigzag.disk.token_files import TokenFiles
 from zigzag.tests.common import (
     SMALL,
@@ -208,6 +209,46 @@ def test_token_files_of_other_programs(tmp_path, kind):
         TokenFiles(path, 299)
     with pytest.raises(ConfigError, match=f"^{path}: id 29[0-9] at position [0-9]+"):
         [*data.Windows(files.train, 100, vocab_size=290)]
+
+
+def test_token_files_are_read_by_pattern_or_one_by_one_as_their_folder(tmp_path, capsys):
+    """A pattern in quotes, or several files, in which no text is found; other tokens than those of
+    the folder; a validation file that is trained on, or a text beside them that is left out."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name, part in (("train_0", TOKENS[:2000]), ("train_1", TOKENS[2000:4500]),
+                       ("val", TOKENS[4500:])):
+        part.astype(np.uint16).tofile(shards / f"{name}.bin")
+    (shards / "readme.md").write_text("tokens")
+    files = [str(file) for file in sorted(shards.glob("*.bin"))]
+
+    def tokens_of(*paths, held_out=()):
+        with opened_sources(paths, False, held_out, tmp_path / "run", vocab_size=300) as sources:
+            corpus = sources.held_out or sources.corpora[0]
+            return corpus.train[:].tolist(), corpus.held_out[:].tolist(), corpus.fingerprint
+
+    whole = tokens_of(str(shards))
+    assert whole[:2] == (TOKENS[:4500].tolist(), TOKENS[4500:].tolist())
+    for paths in ([f"{shards}/*.bin"], [f"{shards}/*"], [f"{tmp_path}/sha*"], files,
+                  [*files, f"{shards}/*.bin"]):
+        assert tokens_of(*paths) == whole, paths
+    assert tokens_of(files[0], held_out=[f"{shards}/val*"])[0] == TOKENS[4500:].tolist()
+    (tmp_path / "a.txt").write_text("a text")
+    for paths, named in (([tmp_path / "a.txt", *files[:2]], ", ".join(files[:2])),
+                         ([f"{shards}/*.bin", tmp_path / "a.txt"], f"{shards}/*.bin"),
+                         ([shards, tmp_path / "a.txt"], shards)):
+        assert refused(capsys, "--steps", 1, "--data", *paths, "--vocab_size", 300, "--out",
+                       tmp_path / "o") == (
+            f"error: --data {' '.join(map(str, paths))}: has both text and token files ({named}); "
+            f"give one kind of the two\n")
+    assert "no such file" in refused(capsys, "--data", files[0], tmp_path / "none", "--vocab_size",
+                                     300, "--out", tmp_path / "o")
+    assert f"--data {files[0]} {files[1]}: its files do not say how many ids" in refused(
+        capsys, "--data", *files[:2], "--out", tmp_path / "o")
+    # (A pattern of texts reads them, as it does in a folder; what it skips is counted.)
+    TOKENS.astype(np.uint16).tofile(tmp_path / "a.bin")
+    with opened_sources([f"{tmp_path}/a.*"], False, (), tmp_path / "run") as sources:
+        assert sources.record["tokenizer"] == "bytes" and sources.record["skipped"] == {".bin": 1}
 
 
 def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
