@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 import data
@@ -15,11 +14,11 @@ import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Sources, opened_sources
 from zigzag.disk.mixture import Spread, mixed
-from zigzag.disk.packing import targets_of
+from zigzag.disk.packing import question_in, targets_of
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
-from zigzag.run.evaluation import NEW_IDS, continuations
+from zigzag.run.evaluation import NEW_IDS, continuations, preview
 from zigzag.run.loop import Learned, Task
 
 
@@ -80,14 +79,11 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
         return sample.generate_ids(params, batch, config.network, more,
                                    Sampling(config.sample_temperature), config.seed)
 
-    def predict(params, batch):
-        tokens = batch["tokens"][:, :begin]
-        return jnp.concatenate([tokens, write(params, {"tokens": tokens})], 1)
-
-    def show(outputs):
-        return {"prompt": tokenizer.decode(outputs[0][:begin]),
-                "written": tokenizer.decode(outputs[0][begin:])}
-
+    # What an evaluation shows: the first question of a held-out conversation, or a few tokens.
+    asked = (row for name, parts in sources.evaluated.items() if parts[0][0].is_learned_in_part
+             for row in held_out[name])
+    predict, show = preview(tokenizer, write, begin,
+                            question_in(asked, max(room // 2, room - NEW_IDS)))
     return Task(collate=lambda examples: data.collate(examples, T), predict=predict,
                 examples=training_rows(config, sources) if rows is None else rows,
                 held_out=mixed(list(held_out.values())),

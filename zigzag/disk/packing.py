@@ -13,7 +13,7 @@ document that is longer than a row is cut into rows. This file needs numpy, not 
 
 import bisect
 import functools
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -142,6 +142,15 @@ def targets_of(example: Any) -> np.ndarray:
     if isinstance(example, np.ndarray):
         return example[1:]
     return np.concatenate([part.targets[part.weights > 0] for part in example])
+
+
+def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
+    """The ids of a question in packed rows: a document up to where its first answer begins. They
+    are those of the first document with an answer (none: empty), the last `most` of them."""
+    for part in (part for row in rows for part in row):
+        if part.weights.any():
+            return part.tokens[:int(part.weights.argmax()) + 1][-most:]
+    return np.zeros(0, np.int32)
 
 
 def best_fit(parts: Sequence[tuple[int, int, int]], length: int

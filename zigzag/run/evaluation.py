@@ -3,6 +3,7 @@
     check_task      refuses, before training begins, flags that do not fit the task
     evaluate        the loss on all held-out examples, predictions, a metric, and sampled texts
     predict_all     predictions for a whole data set, in its order, on any mesh
+    preview         what a decoder writes after the beginning of a held-out text, or a question
     answers         --sample_prompts for an encoder-decoder: its answers
     continuations   --sample_prompts for a decoder: how it continues the prompts
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -272,6 +274,29 @@ def _write_samples(program: Program, samples: Samples, params: Any) -> list[tupl
             for i, prompt in enumerate(samples.prompts)]
 
 
+def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
+            ) -> tuple[Callable, Callable]:
+    """A decoder's predict and show. It continues the first `begin` tokens of a held-out row or, if
+    there is a `question` (packing.question_in), answers that in every row, so that all shapes are
+    those of the run's first evaluation. write(params, batch) returns new ids for `tokens`."""
+    is_asked = len(question) > 0
+    begin = len(question) or begin
+
+    def predict(params, batch):
+        tokens = batch["tokens"][:, :begin]
+        tokens = jnp.broadcast_to(question, (len(tokens), begin)) if is_asked else tokens
+        return jnp.concatenate([tokens, write(params, {"tokens": tokens})], 1)
+
+    def show(outputs):
+        before, new = outputs[0][:begin].tolist(), outputs[0][begin:].tolist()
+        if is_asked:
+            return {"question": tokenizer.spelled(before),
+                    "answer": tokenizer.decode(cut_at_end(tokenizer.ends, new))}
+        return {"prompt": tokenizer.decode(before), "written": tokenizer.decode(new)}
+
+    return predict, show
+
+
 # -------------------------------------------------------------------------------------------
 # Sampled texts (--sample_prompts)
 
@@ -322,4 +347,5 @@ def continuations(path: str, tokenizer: Any, context: int, write: Callable, is_c
         before, new = ids[prompt], cut_at_end(tokenizer.ends, new.tolist())
         return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)):]
 
-    return Samples(prompts, collate, write, text)
+    return Samples(prompts, collate, write, text,
+                   ("question", "answer") if is_chat else ("prompt", "written"))

@@ -1,20 +1,32 @@
 """Conversations and completions: the ids are transformers', and only the answers are learned."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import data
 import networks
 import sample
+import tasks
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Sources
 from zigzag.disk.tokenizers import tokenizer_at
 from zigzag.generate.chat import Conversation
-from zigzag.tests.common import go, peer, published_files, refused
+from zigzag.tests.common import (
+    TINY,
+    go,
+    learn,
+    peer,
+    published_files,
+    refused,
+    run_of,
+    slow,
+)
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -313,3 +325,36 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     *_, answered = map(json.loads, open(tmp_path / "run" / "samples.jsonl"))
     assert begins and answered["prompt"] == "1 and" and answered["text"].startswith(begins)
     assert (tmp_path / "run" / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("mesh", ["", slow("data=2,tensor=2")])
+def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
+    """A sample that begins in the middle of a conversation, goes on past the end of its answer into
+    a turn that the model invents, or is another one on a mesh; questions of what was learned."""
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer_at(str(folder)))
+    tokenizer = corpus.tokenizer
+    asked = {tokenizer.spelled(ids[:learned.index(1)]) for ids, learned in learned_of(corpus)
+             [corpus.record["train"]["documents"]:]}
+    assert all(text.startswith("<user>") and text.endswith("<assistant>") for text in asked)
+    config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
+                       "sample_temperature": 0.0, "data": (str(tmp_path / "out"),)})
+    task = tasks.text.task_of(config, Sources([corpus], [""]))
+    _, result = learn(config, mesh, **vars(task))
+    shown = task.show(result.outputs)
+    assert list(shown) == ["question", "answer"] and shown["question"] in asked
+    begin = len(tokenizer.with_places(shown["question"])[0])
+    question, new = result.outputs[0][:begin].tolist(), result.outputs[0][begin:].tolist()
+    want, = sample.generate(jax.device_get(result.params), [question], config.network, len(new),
+                            temperature=0)
+    assert tokenizer.spelled(question) == shown["question"] and new == want
+    said = tokenizer.encode("It is.").tolist()
+    outputs = np.array([[*question, *said, *tokenizer.ends, *question]])
+    assert task.show(outputs)["answer"] == "It is."
+    # (One that is too long is cut on the left: half of the context is for the answer.)
+    short = dataclasses.replace(config, network=dataclasses.replace(config.network, seq_len=32))
+    task = tasks.text.task_of(short, Sources([corpus], [""]))
+    outputs = task.predict(result.params, {"tokens": np.zeros((1, 32), np.int32)})
+    assert outputs.shape == (1, 16 + 17) and begin > 16
+    end = tokenizer.spelled(outputs[0, :16].tolist())
+    assert any(text.endswith(end) and text != end for text in asked)

@@ -300,6 +300,20 @@ def test_token_files_are_trained_and_sampled_as_numbers(tmp_path, capsys):
     assert len(said.split()) == 6 and said.startswith("5 7")
 
 
+def test_a_question_ends_where_its_answer_begins():
+    """A question that begins in the middle of a conversation, or that has its answer in it; one of
+    a conversation without an answer in its row."""
+    def part(learned):
+        ids = np.arange(100, 100 + len(learned) + 1)
+        return packing.Part(ids[:-1], ids[1:], np.array(learned, np.float32))
+
+    rows = [[part([0, 0, 0])], [part([0, 0]), part([0, 0, 0, 1, 1, 0, 1])], [part([1, 1])]]
+    assert packing.question_in(rows, 9).tolist() == [100, 101, 102, 103]
+    assert packing.question_in(rows, 3).tolist() == [101, 102, 103], "the end is nearest"
+    assert packing.question_in(rows[2:], 9).tolist() == [100]
+    assert packing.question_in(rows[:1], 9).tolist() == []
+
+
 def test_a_small_batch_loop(tmp_path):
     """`fit` with sources of examples whose order is their own."""
     config = make(steps=4, batch=4)
