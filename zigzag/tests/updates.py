@@ -19,6 +19,7 @@ class Updates(NamedTuple):
     loads: list             # the tokens of each expert, in each update
     gradient: Any           # of the first update, before clipping
     params: Any             # after the last one
+    others: dict            # the loss's other sums in the first update, each divided by the count
 
 
 def kept_gradient():
@@ -46,6 +47,7 @@ def run_updates(config, mesh, count, times=1):
     with jax.set_mesh(program.mesh):
         for _ in range(times):
             state, losses, loads = program.permute(program.start(jax.random.key(0))), [], []
+            others = {}
             for i in range(count):
                 batch = batch_of(config, i, weights)
                 state, metrics = program.step(state, place_batch(
@@ -56,7 +58,8 @@ def run_updates(config, mesh, count, times=1):
                               * float(metrics["tokens"])).tolist())
                 if i == 0:
                     gradient = jax.device_get(program.permute(state, back=True)["opt"][0])
-            runs.append(Updates(losses, loads, gradient, program.weights(state)))
+                    others = {name: np.asarray(metrics[name]) for name in program.plan.sums[2]}
+            runs.append(Updates(losses, loads, gradient, program.weights(state), others))
     return runs
 
 
@@ -67,6 +70,14 @@ def assert_same_gradient(got, want):
     for path, a in by_path(got).items():
         b = np.asarray(want[path])
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-7 * total, path
+
+
+def assert_same_others(got, want):
+    """Assert that the other sums of a loss, which are logged, are equal up to rounding."""
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-6 * np.abs(x).max(initial=0),
+                                   err_msg=f"the logged sum {name!r}")
 
 
 def assert_same_copies(params):
