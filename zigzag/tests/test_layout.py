@@ -5,11 +5,15 @@ below it."""
 import ast
 import functools
 import graphlib
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from zigzag.tests.common import ROOT
+from zigzag.tests.readme import block
 
 # {wing of zigzag/: the wings that it may import}. (Each may also import its own files.)
 BELOW_HUB = {"core", "parallel", "rule", "disk", "weights"}
@@ -52,8 +56,10 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+# Our own files. A script that a fork saves beside train.py is not one of them.
 FILES = {module_of(path): path
-         for pattern in ("*.py", "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
+         for pattern in (*(f"{name}.py" for name in TOP if not name.endswith("/")), "test_all.py",
+                         "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
                          "zigzag/**/*.py")
          for path in sorted(ROOT.glob(pattern))}
 TESTS = {name for name in FILES if name == "test_all" or name.startswith("zigzag.tests")
@@ -120,6 +126,25 @@ def test_imports_follow_the_law():
              for name in CODE for module, line, _ in imports(name)
              if (place := place_of(module)) and place not in allowed(name)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_script_beside_train_is_nobodys_business(tmp_path):
+    """README's own script, saved where README says, that fails the tests of a fork; a law that
+    leaves out files of zigzag/ too."""
+    for path in FILES.values():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    for name in ("README.md", "pytest.ini"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "circle.py").write_text(block("README.md", "train.fit"))
+    with open(tmp_path / "zigzag/core/errors.py", "a") as file:
+        file.write("\n\ndef wrong():\n    import train\n    return train\n")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_all.py", "-k", "imports"],
+                          cwd=tmp_path, text=True, capture_output=True,
+                          env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert "1 failed" in done.stdout, done.stdout + done.stderr
+    assert "zigzag.core.errors imports train" in done.stdout and "circle" not in done.stdout
 
 
 def test_nothing_imports_in_a_circle():
