@@ -48,8 +48,7 @@ from zigzag.parallel.storage import stored_to_used
 from zigzag.run import command_line, commands, continuing, modes, optimizers, schedules
 from zigzag.run.begin import begin, check_program
 from zigzag.run.evaluation import evaluate
-from zigzag.run.loop import Fit, Loop, Samples, Task, end_early, flush_metrics, profile, result
-from zigzag.run.loop import save as save
+from zigzag.run.loop import Fit, Loop, Task, end_early, flush_metrics, profile, result, save
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.trainer import Trainer
@@ -58,6 +57,8 @@ from zigzag.run.trainer import Trainer
 @dataclasses.dataclass(frozen=True)
 class Config(MoreOptions):
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
+    # (zigzag/run/more_options.py has further ones, and derives what is not given.)
+
     network: Any = model.Config()   # what is trained: the configuration of a network
 
     # data
@@ -253,7 +254,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (), *,
         show: Callable | None = None, metric: Callable | None = None,
-        predicted: int | None = None, samples: Samples | None = None,
+        predicted: int | None = None, samples: Any = None,
         sources: dict[str, int] | None = None, weights: Callable | None = None,
         overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
         log: Callable | None = None, tokenizer: data.Tokenizer | None = None,
