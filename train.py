@@ -290,7 +290,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},
                 flops=flops, bits_per_nat=bits_per_nat)
     mesh = mesh or commands.machine(config)
-    with hosts.exit_together(), hosts.stop_on_signals(stop):
+    with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
         config = continuing.hold(schedules.with_steps(config, len(examples)), TRAINER.old_config)
         say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, collate, examples)
         program = check_program(

@@ -119,6 +119,7 @@ class Watchdog:
 
     def __init__(self):
         self.patience, self.longest = 0, {}
+        self.doing = ""         # what this process waits for, also if it is the only one
         self.what, self.since, self.limit = "", 0.0, math.inf
 
     def start(self, patience: int) -> None:
@@ -140,6 +141,7 @@ class Watchdog:
 
     def arm(self, what: str, limit: float | None = None) -> None:
         """Start waiting for `what` ('': for nothing). The previous wait is over."""
+        self.doing = what
         if not self.patience:
             return
         now = time.monotonic()
@@ -167,34 +169,111 @@ class Watchdog:
 watchdog = Watchdog()
 
 
+# Signals within so many seconds count as one: a launcher (timeout, uv) passes on to this process
+# what the terminal has sent to both.
+TOGETHER = 0.5
+# In the pipe of signals' numbers: no more will come.
+END = 0
+# What the watchdog says before the first update: an end at once loses nothing.
+BEFORE_UPDATES = ("planning", "reading the checkpoint", "making the first weights", "compiling")
+
+
 @contextlib.contextmanager
-def stop_on_signals(stop: list[int]) -> Iterator[None]:
-    """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step; a second
-    one acts as usual. With several processes jax handles SIGTERM, and share_stop tells the others.
+def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
+    """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step and save
+    in `out`. A line says at once what the run waits for. A second signal changes nothing, and a
+    third ends the process; before the first update, a second does. With several processes jax
+    handles SIGTERM, and share_stop tells the others.
     """
+    watchdog.arm("planning")
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     several = jax.process_count() > 1
-    before = {}
-
-    def restore():              # (more than once, if signals come together)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    seen, gives_up, before = [], threading.Event(), {}
 
     def on_signal(number, _):
-        restore()
-        if several:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            stop.append(number)
+        if gives_up.is_set():
+            raise KeyboardInterrupt
+        if not seen:
+            seen.append(number)
+            if several:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                stop.append(number)
 
+    # Python calls on_signal only when jax has returned from a step or a compilation. Each signal's
+    # number is written to the pipe as it comes.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    listener = threading.Thread(target=_listen, args=(reader, numbers, old, out, gives_up),
+                                daemon=True)
+    listener.start()
     try:
-        for number in (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             before[number] = signal.signal(number, on_signal)
         yield
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old)
+        os.write(writer, bytes([END]))       # (a forked process may keep the pipe open)
+        listener.join()
+        os.close(writer)
+        os.close(reader)
+
+
+def _listen(reader, numbers, old, out, gives_up):
+    """Say what each signal in the pipe does, until END comes; end the process after the last one
+    (in a notebook, whose process must go on, interrupt it instead). What is not in `numbers`
+    belongs to whoever owns the pipe `old` (-1: nobody)."""
+    count, last = 0, -math.inf
+    while True:
+        found = os.read(reader, 512)
+        ours = [number for number in found if number in numbers]
+        if old >= 0 and (others := bytes({*found} - {END, *ours})):
+            with contextlib.suppress(OSError):
+                os.write(old, others)
+        if END in found:
+            return
+        if not ours or time.monotonic() - last < TOGETHER:
+            continue
+        count, last = count + 1, time.monotonic()
+        is_before = watchdog.doing in BEFORE_UPDATES
+        if count > (1 if is_before else 2):
+            gives_up.set()
+            status, line = exit_line(KeyboardInterrupt())
+            _say(line)
+            if not (hasattr(sys, "ps1") or sys.flags.interactive):
+                os._exit(status)
+            signal.raise_signal(signal.SIGINT)      # (on_signal raises KeyboardInterrupt)
+            return
+        _say(_stopping(ours[0], count, is_before, out))
+
+
+def _stopping(number, count, is_before, out):
+    """The line about signal number `count` of a run that goes on until it has saved in `out`."""
+    what = watchdog.doing if is_before else f"finishing {watchdog.doing}"
+    if what == "finishing a save":
+        what = "saving"
+    elif out:
+        what += ", then saving"
+    what += out and f" in {out}"
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if is_before:
+        return f"stopping: {what}; a second {name} ends at once, and nothing is lost"
+    if count == 1:
+        return (f"stopping: {what}; a second {name} changes nothing, a third ends at once and "
+                f"loses what is not saved")
+    return f"stopping: still {what}; one more {name} ends at once and loses what is not saved"
+
+
+def _say(line):
+    """Print a line to stderr, over the live line of a terminal."""
+    with contextlib.suppress(OSError, ValueError):
+        print(("\r\x1b[K" if sys.stderr.isatty() else "") + line, file=sys.stderr, flush=True)
 
 
 def share_stop(stop: list[int]) -> None:

@@ -148,7 +148,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
     if state is None:
-        watchdog.arm("the first weights")
+        watchdog.arm("making the first weights")
         state = loop.state or first_state(program, weights)
     else:
         state = program.restored(state, loop.state)
@@ -174,6 +174,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
              f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
+    watchdog.arm("the first step")
     return step
 
 

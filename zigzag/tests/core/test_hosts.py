@@ -12,6 +12,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 
 import numpy as np
@@ -23,6 +25,7 @@ import networks
 from zigzag.core import hosts as hosts_lib
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import flatten
+from zigzag.disk.checkpoint import run_steps
 from zigzag.tests.common import SMALL, command, ends, hosts, started, survives_kills, until_step
 
 TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
@@ -85,17 +88,200 @@ def test_the_watchdogs_limit_follows_from_what_was_measured(monkeypatch):
     assert dog.limit == 5
 
 
-def test_a_second_signal_acts_as_usual():
-    """A run that cannot be interrupted while its step hangs."""
+@pytest.fixture
+def signals(monkeypatch, capfd):
+    """raise_and_read(number, words): raise a signal here, and return what was printed about it."""
+    def raise_and_read(number, words):
+        signal.raise_signal(number)     # (os.kill may reach another thread, and later)
+        said, begin = "", time.monotonic()
+        while words not in said and time.monotonic() - begin < 60:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        return said
+
+    monkeypatch.setattr(hosts_lib, "TOGETHER", 0)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)    # (ignored in background)
-    before, stop = signal.getsignal(signal.SIGTERM), []
-    with hosts_lib.stop_on_signals(stop):
-        signal.raise_signal(signal.SIGTERM)     # (os.kill may reach another thread, and later)
-        assert stop == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == before
-    with hosts_lib.stop_on_signals(stop):
-        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    yield raise_and_read
     signal.signal(signal.SIGINT, usual)
+
+
+def test_signals_are_as_before_when_a_run_has_ended(signals):
+    """A second run, or whoever calls fit, that cannot be interrupted; an event loop around fit that
+    never hears of its own signals."""
+    before, user = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGUSR1, lambda *_: None)
+    reader, writer = os.pipe()
+    for end in reader, writer:
+        os.set_blocking(end, False)
+    old = signal.set_wakeup_fd(writer)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stop = []
+            with hosts_lib.stop_on_signals(stop):
+                signal.raise_signal(signal.SIGUSR1)
+                assert "stopping: planning; a second" in signals(number, "nothing is lost\n")
+                assert stop == [number]
+            assert os.read(reader, 99) == bytes([signal.SIGUSR1])
+            assert signal.getsignal(signal.SIGTERM) == before
+            assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.set_wakeup_fd(old) == writer
+    finally:
+        signal.set_wakeup_fd(old)
+        signal.signal(signal.SIGUSR1, user)
+        os.close(reader)
+        os.close(writer)
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_listen)")]
+
+
+def test_the_third_signal_interrupts_a_notebook_and_does_not_end_it(signals, monkeypatch):
+    """All that a notebook holds, lost with its process; a fit that cannot be interrupted there. The
+    second signal changes nothing."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    stop = []
+    with pytest.raises(KeyboardInterrupt), hosts_lib.stop_on_signals(stop, "some/folder"):
+        hosts_lib.watchdog.arm("a step")
+        said = signals(signal.SIGINT, "\n")
+        assert said == ("stopping: finishing a step, then saving in some/folder; a second Ctrl-C "
+                        "changes nothing, a third ends at once and loses what is not saved\n")
+        hosts_lib.watchdog.arm("a save")
+        assert signals(signal.SIGTERM, "\n") == (
+            "stopping: still saving in some/folder; one more SIGTERM ends at once and loses what "
+            "is not saved\n")
+        assert stop == [signal.SIGINT]
+        assert signals(signal.SIGINT, "\n").startswith("interrupted: the same command continues")
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once(signals, monkeypatch):
+    """A run that a launcher ends without saving: the terminal sends Ctrl-C to both, and the
+    launcher passes it on."""
+    monkeypatch.setattr(hosts_lib, "TOGETHER", 1e9)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)      # (or a mistake ends this process)
+    stop = []
+    with hosts_lib.stop_on_signals(stop):
+        said = signals(signal.SIGINT, "\n")
+        for _ in range(4):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)
+    assert said.count("stopping: ") == 1 and len(stop) == 1
+
+
+def test_a_worker_that_was_forked_does_not_hold_up_the_end():
+    """A fit that never returns, because a loader's processes have the pipe open, too."""
+    with hosts_lib.stop_on_signals([]):
+        pipe = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(pipe)
+        held = os.dup(pipe)
+    os.close(held)
+
+
+def test_a_run_in_a_thread_leaves_signals_alone():
+    """A ValueError from a fit that a server calls in a thread of its own."""
+    found = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def run():
+        with hosts_lib.stop_on_signals([]):
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+# train.py, in which a step or a compilation is long: inside C, where no Python code of the main
+# thread runs, until a file is there.
+LONG = """
+import ctypes, os, sys, threading, time
+sys.path.insert(0, os.getcwd())
+import train
+from zigzag.core import flags
+from zigzag.run import loop
+C, mutex, where, free = ctypes.CDLL(None), ctypes.create_string_buffer(64), {!r}, {!r}
+def unlock():
+    while not os.path.exists(free):
+        time.sleep(0.02)
+    C.pthread_mutex_unlock(mutex)
+def wait():
+    print("long", flush=True)
+    C.pthread_mutex_lock(mutex)
+    threading.Thread(target=unlock, daemon=True).start()
+    C.pthread_mutex_lock(mutex)         # (a signal does not end this)
+run, compiled, made = train.run_loop, loop.compiled, []
+def long_step(step):
+    def one(state, batch):
+        made.append(1)
+        if len(made) == 6:
+            wait()
+        return step(state, batch)
+    return one
+if where == "step":
+    train.run_loop = lambda loop, step, stop: run(loop, long_step(step), stop)
+else:
+    loop.compiled = lambda program: wait() or compiled(program)
+flags.run_main(train.main)
+"""
+
+
+@contextlib.contextmanager
+def in_something_long(folder, text, where):
+    """A run that is inside of it. Also press(): send Ctrl-C, and the line about it; and go_on()."""
+    file, free = folder / "long.py", folder / "free"
+    file.write_text(LONG.format(where, str(free)))
+    run = started(*SMALL, "--mesh", "data=1", "--steps", 8, "--save_every", 3, "--eval_every", 100,
+                  "--data", text, "--out", folder / "run", file=file)
+    stuck = threading.Timer(240, run.kill)      # (so that nothing below waits for ever)
+    stuck.start()
+
+    def press():
+        time.sleep(1.5 * hosts_lib.TOGETHER)
+        run.send_signal(signal.SIGINT)
+        return run.stderr.readline()
+
+    try:
+        while (line := run.stdout.readline()) != "long\n":
+            assert line, run.stderr.read()
+        yield run, press, free.touch
+    finally:
+        stuck.cancel()
+        run.kill()
+        run.communicate()
+
+
+def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_path, text):
+    """Ctrl-C that seems to do nothing for the minute that a step takes, so that a person presses it
+    again, and loses all since the last save."""
+    with in_something_long(tmp_path, text, "step") as (run, press, go_on):
+        assert press().startswith(f"stopping: finishing a step, then saving in {tmp_path}/run; a "
+                                  f"second Ctrl-C changes nothing")
+        assert press().startswith("stopping: still finishing a step, then saving in ")
+        go_on()
+        said, error = run.communicate()
+    assert run.returncode == 0 and not error, error
+    assert "stopped at step 6 by SIGINT, saved in" in said
+    assert (tmp_path / "run/checkpoints/6").is_dir()
+
+
+@pytest.mark.slow
+def test_a_third_signal_ends_a_long_step_at_once(tmp_path, text):
+    """A run that only kill -9 ends, because its step hangs; a traceback; another exit status."""
+    with in_something_long(tmp_path, text, "step") as (run, press, _):
+        assert "a third ends at once and loses what is not saved" in press()
+        assert "one more Ctrl-C ends at once" in press()
+        assert press() == ("interrupted: the same command continues from the last checkpoint, if "
+                           "there is one\n")
+        assert run.wait(timeout=120) == 130 and not run.stderr.read()
+    assert run_steps(tmp_path / "run") == [3]
+
+
+@pytest.mark.slow
+def test_a_second_signal_before_the_first_update_ends_the_run(tmp_path, text):
+    """A person who waits for the compiler, to save weights that have learned nothing."""
+    with in_something_long(tmp_path, text, "compile") as (run, press, _):
+        assert press().startswith(f"stopping: compiling, then saving in {tmp_path}/run; a second "
+                                  f"Ctrl-C ends at once, and nothing is lost")
+        assert press().startswith("interrupted: ")
+        assert run.wait(timeout=120) == 130 and not run.stderr.read()
 
 
 def test_alone_a_failing_command_ends_as_any_does():
@@ -222,6 +408,18 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
         params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
     for path, leaf in zip(*flatten(params)[:2]):
         np.testing.assert_array_equal(leaf, states[0]["params." + path])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(tmp_path, text):
+    """A process that ignores Ctrl-C, or that leaves the others waiting."""
+    runs = hosts(2, *TWO, "--steps", 2000, "--data", text, "--out", tmp_path / "run")
+    until_step(5, tmp_path / "run", *runs)
+    runs[1].send_signal(signal.SIGINT)
+    (first, said, _), (second, _, error) = ends(runs)
+    assert first == second == 0, error
+    assert re.search(f"^stopping: finishing a step, then saving in {tmp_path}/run; ", error, re.M)
+    assert "stopped at step" in said and int(run_steps(tmp_path / "run")[0]) < 2000
 
 
 @pytest.mark.full
