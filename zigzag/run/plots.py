@@ -1,6 +1,7 @@
 """python train.py --plot RUN ... [--save FILE]: how runs went, from their metrics.jsonl alone.
 
     series          the curves of a run: {title of a panel: [curve, ...]}
+    choose_unit     the held-out loss or, where tokenizers differ, bits per byte
     text_chart      panels as text, for a terminal
     picture         panels by matplotlib, into a file
 
@@ -12,6 +13,7 @@ import json
 import math
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -21,8 +23,10 @@ from zigzag.core import start
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.flags import parse_flags, run_main
 
+# The two units of held-out numbers, of which a chart has one.
+PER_TOKEN, PER_BYTE = "held-out loss", "held-out bits per byte"
 # {title: the name of its number in a line of metrics.jsonl}
-PANELS = {"loss": "loss", "held-out loss": "eval_loss", "learning rate": "lr",
+PANELS = {"loss": "loss", PER_TOKEN: "eval_loss", PER_BYTE: "bits_per_byte", "learning rate": "lr",
           "gradient norm": "grad_norm", "tokens/s": "tokens_per_second",
           "expert load: smallest and largest share": "expert_load"}
 MARKS = "*o+x#@%&"      # of the runs, in text
@@ -48,11 +52,12 @@ def draw_or_begin() -> None:
 def draw(plot: Sequence[str], save: str = "") -> None:
     """Print the charts of these runs, or write them to a file."""
     runs = {run: series(run) for run in dict.fromkeys(plot)}
+    note = choose_unit(runs)
     if save:
-        picture(runs, save)
-        print(f"the curves of {', '.join(runs)} are in {save}")
+        picture(runs, save, note)
+        print(f"the curves of {', '.join(runs)} are in {save}" + (note and f"\n{note}"))
     else:
-        print(text_chart(runs, min(WIDTH, shutil.get_terminal_size().columns - 14)))
+        print(text_chart(runs, min(WIDTH, shutil.get_terminal_size().columns - 14), note))
 
 
 # -------------------------------------------------------------------------------------------
@@ -99,6 +104,41 @@ def _row(line):
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def choose_unit(runs: dict[str, dict[str, list[np.ndarray]]]) -> str:
+    """Leave one held-out panel in these curves: the loss or, if the runs have different tokenizers,
+    bits per byte. Returns why, or ''."""
+    known = {run: found for run in runs if (found := _tokenizer_of(run))}
+    differ = len(set(known.values())) > 1
+    without = [run for run, curves in runs.items()
+               if PER_TOKEN in curves and PER_BYTE not in curves]
+    for curves in runs.values():
+        curves.pop(PER_TOKEN if differ else PER_BYTE, None)
+    if not differ:
+        return ""
+    which = "; ".join(f"{run}: {kind}, {size:,} ids" for run, (kind, _, size) in known.items())
+    note = (f"The tokenizers differ ({which}), so losses per token, as in training, cannot be "
+            f"compared: held-out curves are in bits per byte.")
+    if without:
+        note += f" Without them: {', '.join(without)}."
+    if not any(runs.values()):
+        raise ConfigError(f"--plot {' '.join(runs)}: nothing to draw. {note}")
+    return note
+
+
+def _wrapped(note, width):
+    """The lines of a note, in which no path is broken."""
+    return textwrap.wrap(note, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _tokenizer_of(run):
+    """(kind, digest, vocabulary size) from a run's config.json; None if that does not say."""
+    try:
+        record = json.loads((Path(run) / "config.json").read_bytes())
+        return record["tokenizer"], record.get("tokenizer_sha256", ""), int(record["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and math.isfinite(x)
 
@@ -116,20 +156,22 @@ def _is_log(title, curves):
 # -------------------------------------------------------------------------------------------
 # As text
 
-def text_chart(runs: dict[str, dict[str, list[np.ndarray]]], width: int = WIDTH) -> str:
+def text_chart(runs: dict[str, dict[str, list[np.ndarray]]], width: int = WIDTH, note: str = ""
+               ) -> str:
     """A panel for each number, one below the other, each run with its own mark."""
     marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
     last = max(curve[-1, 0] for curves in runs.values() for c in curves.values() for curve in c)
     lines = []
     for run, curves in runs.items():
-        steps = int(max(curve[-1, 0] for c in curves.values() for curve in c))
+        steps = int(max((curve[-1, 0] for c in curves.values() for curve in c), default=0))
         now = []
-        for title in ("loss", "held-out loss"):
+        for title in ("loss", PER_TOKEN, PER_BYTE):
             if title in curves:
                 at, number = curves[title][0][-1]
                 when = "" if at == steps else f" at step {int(at):,}"
                 now.append(f"{title} {number:.4f}{when}")
         lines.append(f"{marks[run]} {run}: step {steps:,}" + "".join(f", {text}" for text in now))
+    lines += _wrapped(note, max(width, 20) + 8)
     for title in _titles(runs):
         lines += ["", *_panel(title, {marks[run]: curves[title] for run, curves in runs.items()
                                       if title in curves}, last, max(width, 20))]
@@ -172,7 +214,7 @@ def _short(x):
 # -------------------------------------------------------------------------------------------
 # As a picture
 
-def picture(runs: dict[str, dict[str, list[np.ndarray]]], path: str) -> None:
+def picture(runs: dict[str, dict[str, list[np.ndarray]]], path: str, note: str = "") -> None:
     """Draw the panels into a file, in the format that its name ends with."""
     if not Path(path).suffix:
         raise ConfigError(f"--save {path}: expected a name that ends with .png, .pdf or .svg")
@@ -196,6 +238,8 @@ def picture(runs: dict[str, dict[str, list[np.ndarray]]], path: str) -> None:
                       ncols=4, fontsize=9)
     else:
         figure.suptitle(*runs, fontsize=11)
+    if note:
+        figure.supxlabel("\n".join(_wrapped(note, 75 * columns)), fontsize=8)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as e:      # (a format that matplotlib does not know)
@@ -209,7 +253,7 @@ def _curves(axes, title, curves, color, run):
         axes.fill_between(x, low, high, color=color, alpha=0.3, linewidth=0, label=run)
         return
     for x, y in (curve.T for curve in curves):
-        if title == "held-out loss":
+        if title in (PER_TOKEN, PER_BYTE):
             axes.plot(x, y, "o-", color=color, markersize=3, label=run)
         elif title == "learning rate" or len(y) < 50:
             axes.plot(x, y, color=color, label=run)

@@ -51,6 +51,50 @@ def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     assert max(len(line) for panel in panels.values() for line in panel) <= 80
 
 
+def test_runs_with_different_tokenizers_are_drawn_in_bits_per_byte(runs, capsys):
+    """Losses per byte and per piece in one panel, of which the lower one looks better; bits per
+    byte where the tokenizers are equal; a traceback for a run without them."""
+    def chart():
+        plots.draw([str(runs / "a"), str(runs / "c")])
+        return capsys.readouterr().out
+
+    def tell(name, kind, digest, size):
+        (runs / name / "config.json").write_text(json.dumps(
+            {"tokenizer": kind, "tokenizer_sha256": digest, "vocab_size": size}))
+
+    (runs / "c").mkdir()
+    row = json.loads((runs / "a/metrics.jsonl").read_text().splitlines()[50])
+    for name, loss, bits in (("a", 3.5, 1.25), ("c", 1.5, 2.25)):
+        with open(runs / name / "metrics.jsonl", "a") as f:
+            for at, number in ((60, bits), (100, bits + 0.5)):
+                f.write(json.dumps({**row, "step": at, "eval_loss": loss, "loss": 3.0,
+                                    "bits_per_byte": number}) + "\n")
+    tell("a", "sentencepiece", "ab12", 8192)
+    for is_known in (False, True):      # (an old run may not say what its tokenizer is)
+        if is_known:
+            tell("c", "sentencepiece", "ab12", 8192)
+        text = chart()
+        assert "\nheld-out loss\n" in text and "bits per byte" not in text
+        assert f"o {runs / 'c'}: step 100, loss 3.0000, held-out loss 1.5000\n" in text
+    for other in (("bytes", "", 257), ("sentencepiece", "cd34", 8192), ("ids", "", 300)):
+        tell("c", *other)
+        text = chart()
+        assert "\nheld-out bits per byte\n" in text and "held-out loss" not in text
+        assert f"o {runs / 'c'}: step 100, loss 3.0000, held-out bits per byte 2.7500\n" in text
+        assert (f"The tokenizers differ ({runs / 'a'}: sentencepiece, 8,192 ids; {runs / 'c'}: "
+                f"{other[0]}, {other[2]:,} ids), so losses per token" in " ".join(text.split()))
+    path = runs / "c/metrics.jsonl"
+    path.write_text(path.read_text().replace('"bits_per_byte": 2.', '"bits": 2.'))
+    text = chart()
+    assert f"Without them: {runs / 'c'}." in " ".join(text.split())
+    panel = text.partition("\nheld-out bits per byte\n")[2].split("\n\n")[0]
+    assert "*" in panel and "o" not in panel
+    peer("matplotlib")
+    plots.draw([str(runs / "a"), str(runs / "c")], str(runs / "both.svg"))
+    assert "The tokenizers differ (" in capsys.readouterr().out
+    assert "tokenizers differ" in (runs / "both.svg").read_text()
+
+
 def test_a_picture_is_written_by_matplotlib(runs, capsys, monkeypatch):
     """A picture of an empty page; a file of a kind that nobody can open; a traceback where
     matplotlib is missing."""
