@@ -196,5 +196,9 @@ def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
-    """(weights in this dtype, the network's configuration) of a run at its newest or given step."""
-    return folders.load_run(network_of_record(run_record(folder)), folder, mesh, step, dtype)
+    """(weights in this dtype, the network's configuration) of a run at its newest or given step.
+    Weights of a custom task (train.fit) are nested dicts, whole on every device of the mesh."""
+    record = run_record(folder)
+    if record.get("own_weights") or record.get("vocab_size") == 0:
+        return folders.load_own(folder, mesh, step, dtype), config_of_run(folder)
+    return folders.load_run(network_of_record(record), folder, mesh, step, dtype)

@@ -482,6 +482,25 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 
 
+def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run"
+                 ) -> dict[str, Any]:
+    """The weights of a run's newest (or given) step, as shapes in nested dicts."""
+    at = step if step is not None else run_steps(folder, flag)[0]
+    path, tree = Path(folder).resolve() / f"checkpoints/{at}/meta/metadata", {}
+    with _reading(path.parent, "its description cannot be read"):
+        leaves = json.loads(path.read_text())["leaves"]
+    for name, kind in leaves.items():
+        first, *outer, last = name.split(".")
+        if first == "params":
+            dtype, sizes = kind.removesuffix("]").split("[")
+            inner = tree
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            shape = tuple(map(int, filter(None, sizes.split(","))))
+            inner[last] = jax.ShapeDtypeStruct(shape, dtype)
+    return tree
+
+
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
     """{step: the numbers of its evaluation} for the checkpoints of a run."""
     found = {}

@@ -9,10 +9,14 @@ import json
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
-from zigzag.core.mesh import cast
-from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.core.mesh import cast, make_mesh
+from zigzag.disk.checkpoint import read_newest, run_config, run_record, saved_shapes
 from zigzag.disk.tokenizers import copy_files
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
@@ -108,6 +112,15 @@ def load_run(network: Network, folder: str | Path, mesh: Any = None, step: int |
     config = dataclasses.replace(run_config(folder, network.config), lora_rank=0)
     params = read_run_weights(network, folder, network.places(config, mesh), step)
     return cast(params, dtype), config
+
+
+def load_own(folder: str | Path, mesh: Any = None, step: int | None = None,
+             dtype: str = "float32") -> Params:
+    """The weights of a run of a custom task, as they were saved, on all devices of a mesh (None: on
+    one device)."""
+    place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
+    wanted = jax.tree.map(lambda x: x.update(sharding=place), saved_shapes(folder, step))
+    return cast(read_newest(folder, wanted, step), dtype)
 
 
 def read_run_weights(network: Network, folder: str | Path, places: Params,

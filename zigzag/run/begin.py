@@ -40,7 +40,8 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     are done). `weights`, `record`, `tokenizer` and `log` are fit's. At the end, wait for the last
     save."""
     config, plan = program.config, program.plan
-    facts = {"shapes": shapes_hash(plan.params), **(record or first_example(task)),
+    record = record or (first_example(task) if config.out else {})
+    facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(tokenizer) if tokenizer else {})}
     hosts.assert_same_everywhere(trainer.record_of(config) | facts)
     schedule = plan.schedule or functools.partial(trainer.learning_rate, config)
@@ -74,6 +75,15 @@ def first_example(task: Task) -> dict[str, str]:
     return {"first_example": found} if digest() == found else {}
 
 
+def has_own_weights(program: Program, trainer: Trainer) -> bool:
+    """Whether the weights are a custom task's, not those of the configuration's network."""
+    plan, config = program.plan, program.config
+    if plan.trusted or config.lora_rank:
+        return False
+    return not config.vocab_size or shapes_hash(plan.params) != shapes_hash(
+        trainer.network(config).weight_shapes(config.network))
+
+
 def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates: dict[str, float],
                 say: Reporter, tokenizer: Tokenizer | None) -> RunFolder | None:
     """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
@@ -81,7 +91,8 @@ def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates
     config = program.config
     if not config.out:
         return None
-    folder = RunFolder(config.out, trainer.record_of(config) | facts | {"rates": rates},
+    folder = RunFolder(config.out, trainer.record_of(config) | facts | {
+        "rates": rates, "own_weights": has_own_weights(program, trainer)},
                        [*trainer.facts_of(config), *facts], trainer.read_old,
                        program.saved(program.state), config.keep, config.verify == "on",
                        config.patience, trainer.may_change(), config.change)

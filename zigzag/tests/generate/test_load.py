@@ -13,7 +13,7 @@ import networks
 import sample
 import train
 from zigzag.core.errors import ConfigError
-from zigzag.tests.common import KeepRows, command, make, mesh_of, run_of
+from zigzag.tests.common import KeepRows, command, learn, make, mesh_of, run_of
 from zigzag.tests.readme import block
 
 
@@ -65,6 +65,20 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])
+def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
+    """"vocab_size is 0", for a run whose weights are not the network's."""
+    config = make(steps=2, out=str(tmp_path / "run"))
+    _, result = learn(
+        config, "data=2,fsdp=2", examples=[np.ones(4, np.float32)] * 16,
+        init=lambda key: {"m": {"w": jnp.ones((4, 3))}, "b": jnp.zeros(())},
+        loss=lambda p, b: (jnp.sum((b["x"] @ p["m"]["w"] + p["b"])**2), len(b["x"])),
+        collate=lambda rows: {"x": np.stack(rows)})
+    found, _, tokenizer = sample.load(tmp_path / "run", mesh and mesh_of(mesh))
+    assert tokenizer is None and jax.tree.all(jax.tree.map(
+        lambda a, b: np.array_equal(a, b), found, result.params))
+
+
 def test_forward_takes_one_row(plain):
     """A list of ids that is taken for a batch of numbers."""
     config = networks.config_of(dict(layers=1, d_model=16, heads=2, vocab_size=61)) if plain else (
