@@ -64,7 +64,6 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
         sample.load_model(sample.Config(run=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])
 def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
     """"vocab_size is 0", for a run whose weights are not the network's."""
@@ -79,6 +78,7 @@ def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
         lambda a, b: np.array_equal(a, b), found, result.params))
 
 
+@pytest.mark.parametrize("plain", [True, False])
 def test_forward_takes_one_row(plain):
     """A list of ids that is taken for a batch of numbers."""
     config = networks.config_of(dict(layers=1, d_model=16, heads=2, vocab_size=61)) if plain else (
