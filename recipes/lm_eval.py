@@ -3,9 +3,14 @@
     python recipes/lm_eval.py --model smollm2 --tasks hellaswag,arc_easy
     python recipes/lm_eval.py --run out --shards 2 --tasks lambada_openai --limit 100
 
---model, --run, --checkpoint, --shards and --mesh are sample.py's. All other flags go to lm_eval's
-own command. (A row with the ids to score fits into seq_len. So the context is one token shorter
-than that of lm_eval's model hf.)
+    --model DIR         a Hugging Face folder with a published model
+    --run DIR           or the --out of a train.py, with
+    --checkpoint STEP   its checkpoint of this step, or best (without: the newest)
+    --shards N          devices to split the model over
+    --mesh AXIS=N,...   or a mesh; data takes the remaining devices
+
+These flags are sample.py's. All other flags go to lm_eval's own command. (A row with the ids to
+score fits into seq_len. So the context is one token shorter than that of lm_eval's model hf.)
 """
 
 import sys
@@ -16,10 +21,15 @@ if __name__ == "__main__":
 
     # This file has the package's name, so its folder must not be searched; its parent has sample.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
+    if wants_help:
+        print(__doc__, flush=True)
     if importlib.util.find_spec("lm_eval") is None:
         print("error: recipes/lm_eval.py needs the package lm_eval: pip install lm_eval",
               file=sys.stderr)
         sys.exit(2)
+    if wants_help:
+        print("lm_eval's own help (its --model and --model_args are set here):\n", flush=True)
 
 import argparse
 import functools

@@ -32,6 +32,31 @@ def test_lm_eval_is_found_or_missed_by_its_name(tmp_path):
     done = run_recipe("lm_eval.py", PYTHONPATH=tmp_path)
     assert done.returncode == 2 and done.stderr == (
         "error: recipes/lm_eval.py needs the package lm_eval: pip install lm_eval\n")
+    done = run_recipe("lm_eval.py", "--help", PYTHONPATH=tmp_path)
+    assert done.returncode == 2 and "    --run DIR " in done.stdout
+
+
+def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
+    """lm_eval's help alone, in which --run is not, and --model means something else."""
+    for name, content in {
+            "__init__": "", "utils": "", "api/__init__": "", "models/__init__": "",
+            "__main__": "import sys\ndef cli_evaluate(): print('its help', sys.argv[1:])",
+            "api/model": "class TemplateLM: pass",
+            "api/registry": "def register_model(name): return lambda kind: kind",
+            "models/utils": "def normalize_gen_kwargs(options): return options"}.items():
+        path = tmp_path / "lm_eval" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    for word in ("--help", "-h"):
+        done = run_recipe("lm_eval.py", word, PYTHONPATH=tmp_path)
+        assert done.returncode == 0, done.stderr
+        ours, _, theirs = done.stdout.partition("lm_eval's own help")
+        assert ours.startswith("The tasks of EleutherAI's lm_eval")
+        assert "python recipes/lm_eval.py --model smollm2 --tasks" in ours
+        assert all(f"    --{name} " in ours for name in (
+            "model", "run", "checkpoint", "shards", "mesh"))
+        given = ["--model", "zigzag", "--model_args", "{}", "--batch_size", "8", word]
+        assert theirs.endswith(f"its help {given}\n")
 
 
 @pytest.fixture
