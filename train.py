@@ -2,7 +2,7 @@
 
     python train.py --shards 4
 
-    batch -> [ micro-batch -> loss -> gradient ] x accumulate -> one sum over devices -> AdamW
+    batch -> [ micro-batch -> loss -> gradient ] x accumulate -> one sum over data -> AdamW
              \\__________________ shard_map: our collectives _______________/   \\_ the compiler's
 
 `fit` trains anything. A task is three functions; tasks/ has those of the command line:
@@ -12,9 +12,6 @@
                                         summed over micro-batches and devices. A third result, a
                                         dict of other sums, is divided too, and logged
     predict(params, batch) -> outputs   for held-out examples, at each evaluation
-
-zigzag/run/plan.py decides where weights live and how a loss runs on a mesh (modes.py);
-zigzag/run/custom_loss.py compares a custom loss on the mesh with the same loss on one device.
 """
 
 if __name__ == "__main__":
@@ -48,7 +45,7 @@ from zigzag.parallel.storage import stored_to_used
 from zigzag.run import command_line, commands, continuing, modes, optimizers, schedules
 from zigzag.run.begin import begin, check_program
 from zigzag.run.evaluation import evaluate
-from zigzag.run.loop import Fit, Loop, Task, end_early, flush_metrics, profile, result, save
+from zigzag.run.loop import Fit, Loop, Task, end_early, end_run, flush_metrics, profile, save
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.trainer import Trainer
@@ -57,7 +54,7 @@ from zigzag.run.trainer import Trainer
 @dataclasses.dataclass(frozen=True)
 class Config(MoreOptions):
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
-    # (zigzag/run/more_options.py has further ones, and derives what is not given.)
+    # (zigzag/core/options.py says how an option is declared; zigzag/run/more_options.py has more.)
 
     network: Any = model.Config()   # what is trained: the configuration of a network
 
@@ -94,8 +91,8 @@ class Config(MoreOptions):
     # saving
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with
                                     # its own values for flags you leave out
-    save_every: int | None = None   # updates between checkpoints; 0: save at the end alone; not
-                                    # given: a fifth of steps
+    save_every: int | None = None   # updates between checkpoints; 0: at the end alone (and where
+                                    # --best is best); not given: a fifth of steps
 
     # evaluation
     eval_every: int | None = None   # updates between evaluations; 0: never; not given: a fifth of
@@ -150,7 +147,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     With --step jit, on_device runs once, on whole arrays, and the compiler makes all sums."""
     def on_device(trained, frozen, batch):      # as they are stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
-        # keeps their gradients local (shard.py, *Gradients*).
+        # keeps their gradients from being summed in every part (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
 
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
@@ -177,7 +174,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # One sum over devices: gradients; and the loss's sum, count and other sums.
+        # One sum over the devices with other rows (fsdp has summed what it splits): gradients; and
+        # the loss's sum, count and other sums.
         grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
@@ -194,13 +192,14 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
-        # Update, unless the gradient is not finite (it would spoil every weight for good) or the
-        # count is 0 (weights would decay, and moments fade, for no reason).
+        # Update, unless the gradient is not finite (it would spoil every weight for good), the loss
+        # is not (its gradient then means nothing) or the count is 0 (weights would decay, and
+        # moments fade, for no reason). The batch is used up all the same: `step` counts on.
         rate = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, norm = rate(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        is_finite = jnp.isfinite(norm)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(total / divisor)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
                                    (new_params, new_opt), (params, opt))
@@ -241,7 +240,9 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
           schedule: Callable | None = None) -> Program:
-    """The program that trains init's weights with `loss` on batches shaped like `batch`."""
+    """The program that trains init's weights with `loss` on batches shaped like `batch`. (plan.py
+    decides where weights live and how the loss runs on the mesh, by one of the ways in modes.py.)
+    """
     own = networks.own_loss(config, loss)       # (else a custom one, which `fit` compares)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, own, schedule)
     update = optimizer(plan.config, plan.trained)
@@ -300,13 +301,13 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, step):
             run_loop(loop, step, stop)
         if not stop:
-            say.end(loop.at, config.out, loop.evaluation)
-    return result(loop)
+            end_run(loop)
+    return loop.result()
 
 
 def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
-    """Update until the last step, or until a signal asks to stop. While the devices work on a step,
-    the numbers of the one before are written down."""
+    """Update until the last step, or until a signal (in `stop`) asks to end after the current one.
+    While the devices work on a step, the numbers of the one before are written down."""
     program, folder, config = loop.program, loop.folder, loop.program.config
     loop.reporter.start_clock()
     if config.eval_first and loop.at < config.steps:
@@ -321,17 +322,18 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         flush_metrics(loop)         # of the step before
         loop.pending = loop.at, metrics
         is_last = loop.at == config.steps
-        # The loss of all held-out rows, and what the model predicts or writes.
-        is_best = bool(config.eval_every) and (
-            is_last or loop.at % config.eval_every == 0) and evaluate(loop)
-        # Weights, optimizer state and step: all that a run needs to go on with the same bits.
+        is_best = False
+        if config.eval_every and (is_last or loop.at % config.eval_every == 0):
+            is_best = evaluate(loop)    # of all held-out rows the loss, then predictions
         is_due = config.save_every and loop.at % config.save_every == 0
         if folder and (is_last or is_best or is_due):
-            save(loop)              # (in the background)
+            # params, opt and step: with them a run goes on with the same bits. (Frozen weights are
+            # those that it began with.) The disk is not waited for.
+            save(loop)
         hosts.share_stop(stop)
     flush_metrics(loop)
     if stop:
-        end_early(loop, stop)
+        end_early(loop, stop)       # saves, and says how to go on
     elif not loop.evaluation and config.eval_every:     # a finished run was asked for again
         evaluate(loop, is_new=False)
 
@@ -383,8 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = command_line.read_flags(argv, Config, networks)
         if given.get("topology"):       # (programs for absent hardware are not cached)
             return commands.dry_run(TRAINER.config_of_flags(given), TRAINER)
-        config = (TRAINER.config_of_flags(given) if given.get("bench") else
-                  continuing.continued(given, TRAINER, tasks.needs))
+        config = continuing.continued(given, TRAINER, tasks.needs)
         command_line.check_used(given, Config, tasks.kind_of(config))
         config, mesh = commands.on_machine(config, TRAINER)
         with tasks.opened(config, TRAINER) as learned:

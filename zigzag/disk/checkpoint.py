@@ -194,7 +194,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # newer checkpoints than the restored one were set aside
-        self.skipped = 0        # updates in a row without a finite gradient, at the restored step
+        self.skipped = 0        # updates in a row that learned nothing, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = None        # step of the best checkpoint
         self.samples = None     # samples.jsonl, opened at the first sample

@@ -31,7 +31,10 @@ from zigzag.run.trainer import Trainer
 def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
     left out have the run's values, and a flag that decides the run's numbers is refused if its
-    value is not the run's. needs(config) are the facts that the run must have."""
+    value is not the run's. needs(config) are the facts that the run must have. (--bench looks at
+    no run.)"""
+    if given.get("bench"):
+        return trainer.config_of_flags(given)
     out = given.get("out", trainer.config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     check_change(given, out, is_run, trainer)

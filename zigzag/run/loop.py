@@ -4,6 +4,7 @@
     flush_metrics   writes down the numbers of the last step, while the devices work on the next
     save            begins to save the state
     end_early       saves, and says how to continue
+    end_run         says that the run is done, or that its last held-out loss is not finite
     profile         begins or ends a trace
 """
 
@@ -102,7 +103,7 @@ class Loop:
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) that are still on the devices
-    skipped: int = 0                # updates in a row whose gradient was not finite
+    skipped: int = 0                # updates in a row whose loss or gradient was not finite
     evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
     outputs: Any = None             # and its predictions
     best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
@@ -112,6 +113,13 @@ class Loop:
         """Of --log, and fit's own. They open when training begins."""
         config, record = self.program.config, self.folder.record if self.folder else {}
         return Loggers(config.log, config.out, self.began, record, self.log, self.reporter.line)
+
+    def result(self) -> Fit:
+        """What fit returns when the loop has ended."""
+        program = self.program
+        return Fit(program.permute(program.weights(self.state), back=True), self.at,
+                   self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
+                   next(iter(self.best), None))
 
     def write(self, row: dict[str, Any]) -> None:
         """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
@@ -204,19 +212,20 @@ def flush_metrics(loop: Loop) -> None:
              functools.partial(seconds_of_others, loop, at), what)
     say.note_loss(at, row["loss"])
     if loop.skipped:
-        _report_skipped(loop, at)
+        _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")
 
 
-def _report_skipped(loop, at):
-    """Say that update `at` learned nothing; end the run after --max_skipped such updates."""
+def _report_skipped(loop, at, what):
+    """Say that update `at` learned nothing because `what` (loss or gradient) is not finite; end the
+    run after --max_skipped such updates."""
     chosen = loop.numbers(at - 1)
     batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
              + (", ..." if len(chosen) > 8 else ""))
-    loop.reporter.line(f"step {at}: the gradient is not finite, so nothing was learned; {batch}")
+    loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= loop.program.config.max_skipped:
         if loop.folder:
             loop.folder.drain()         # every process is here
-        raise RunError(f"step {at}: the gradient was not finite, {loop.skipped} times in a row "
+        raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "
                        f"(--max_skipped); {batch}; what is saved is finite")
 
 
@@ -264,14 +273,6 @@ def save(loop: Loop) -> None:
     watchdog.arm("a step")
 
 
-def result(loop: Loop) -> Fit:
-    """What fit returns when the loop has ended."""
-    program = loop.program
-    return Fit(program.permute(program.weights(loop.state), back=True), loop.at,
-               loop.evaluation.get("eval_loss"), loop.outputs, loop.evaluation,
-               next(iter(loop.best), None))
-
-
 def end_early(loop: Loop, stop: list[int]) -> None:
     """Save, and print how to continue."""
     folder, out = loop.folder, loop.program.config.out
@@ -283,6 +284,18 @@ def end_early(loop: Loop, stop: list[int]) -> None:
     again = f"python train.py --out {out}" if by_folder else "the same command"
     loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
                        + (f", saved in {out}: run {again} to continue" if folder else ""))
+
+
+def end_run(loop: Loop) -> None:
+    """Say that the run is done and saved. If its last held-out loss is not finite, the run has
+    failed; without a folder that is only said, because an exception would lose the weights."""
+    out, loss = loop.program.config.out, loop.evaluation.get("eval_loss", 0.0)
+    if not math.isfinite(loss):
+        line = f"step {loop.at}: the held-out loss is {loss}"
+        if out:
+            raise RunError(f"{line}; this run has failed, with all of it saved in {out}")
+        loop.reporter.line(f"warning  {line}")
+    loop.reporter.end(loop.at, out, loop.evaluation)
 
 
 def profile(loop: Loop) -> None:

@@ -68,7 +68,8 @@ class MoreOptions:
     beta1: float = flag(0.9, same=True)     # AdamW's decay rate of the mean of gradients
     beta2: float = flag(0.95, same=True)    # AdamW's decay rate of the mean of squared gradients
     max_skipped: int = flag(10, least=1)
-                                    # end the run after this many non-finite gradients in a row
+                                    # end the run after this many updates in a row whose loss or
+                                    # gradient is not finite
 
     # mesh (rare)
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,7 @@ import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
+from zigzag.disk.checkpoint import run_steps
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
@@ -240,6 +242,81 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     # Three of them are remembered.
     with pytest.raises(RunError, match="step 13: the gradient was not finite, 4 times in a row"):
         learn(config, mesh, **given)
+
+
+# A task on examples of one number. Where it is above 1 the loss is not finite, but its gradient is.
+def spoiled(number):
+    def loss(p, b):
+        return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, number, 0)), len(b["x"])
+
+    return dict(init=lambda key: {"w": jnp.ones(4)}, collate=lambda e: {"x": np.stack(e)},
+                loss=loss, examples=[np.full(1, x, np.float32) for x in np.linspace(0.1, 1, 16)])
+
+
+@pytest.mark.parametrize("mesh", ["", slow("data=2")])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(mesh, number, tmp_path):
+    """A run that trains on rows whose loss is NaN, or goes on for days without a loss, and ends
+    with status 0."""
+    given, lines = spoiled(number), []
+    for at in (3, 5, 6):
+        given["examples"][data.order(16, 0, 2 * (at - 1), 2)[1]] = np.full(1, 7, np.float32)
+    config = make(batch=2, steps=8, save_every=1, keep=9, max_skipped=2,
+                  out=str(tmp_path / "run"))
+    with pytest.raises(RunError, match="step 6: the loss was not finite, 2 times in a row"):
+        learn(config, mesh, lines=lines, **given)
+    said = [line for line in lines if "not finite, so nothing" in line]
+    assert [line.partition(":")[0] for line in said] == ["step 3", "step 5", "step 6"]
+    assert said[0].startswith("step 3: the loss is not finite, so nothing was learned; its batch "
+                              "is of examples ")
+    weights = {}
+    with ocp.StandardCheckpointer() as reader:
+        for path in (tmp_path / "run/checkpoints").iterdir():
+            weights[int(path.name)] = reader.restore(path / "params")["w"]
+    assert (weights[2] == weights[3]).all() and (weights[4] == weights[5]).all()
+    assert (weights[4] < weights[3]).all()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_run_whose_held_out_loss_is_not_finite_has_failed(number, tmp_path):
+    """`done ... held-out loss nan` and status 0, which a script takes for a success; or an
+    exception that loses the weights."""
+    out, lines = tmp_path / "run", []
+    given = dict(spoiled(number), held_out=[np.full(1, 7, np.float32)] * 3)
+    for _ in range(2):          # asked for again, it is no success either
+        with pytest.raises(RunError, match=f"step 4: the held-out loss is {number}; this run has "
+                                           f"failed, with all of it saved in {out}"):
+            learn(make(steps=4, out=str(out)), **given)
+    assert run_steps(out)[0] == 4
+    result = learn(make(steps=4), lines=lines, **given)[1]
+    assert result.step == 4 and f"warning  step 4: the held-out loss is {number}" in lines
+
+
+# A task whose held-out loss is NaN.
+FAILS = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import jax.numpy as jnp, numpy as np, train
+from zigzag.core.flags import run_main
+def loss(p, b):
+    return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, jnp.nan, 0)), len(b["x"])
+run_main(lambda: train.fit(
+    train.parse(sys.argv[1:]), lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
+    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_has_failed_says_so_in_one_line(tmp_path):
+    """Status 0 for a scheduler, which starts the next job on these weights."""
+    file = tmp_path / "fails.py"
+    file.write_text(FAILS)
+    done = command("--steps", 2, "--warmup", 1, "--mesh", "data=1", "--out", tmp_path / "run",
+                   file=file)
+    assert done.returncode == 1 and "done " not in done.stdout, done.stdout
+    assert done.stderr == (f"error: step 2: the held-out loss is nan; this run has failed, with "
+                           f"all of it saved in {tmp_path}/run\n")
+    assert run_steps(tmp_path / "run")[0] == 2
 
 
 def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
