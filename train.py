@@ -104,7 +104,7 @@ class Config(MoreOptions):
 
 def learning_rate(config: Config, step: jax.Array) -> jax.Array:
     """The learning rate of update `step` (the first is 0): linear warmup to the peak, then what
-    --decay says, by default half a cosine, down to a fiftieth of the peak at the last update."""
+    --decay says, by default half a cosine, down to --final_share of the peak at the last update."""
     return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
                                 [schedules.at_peak(config)])(step)
 
