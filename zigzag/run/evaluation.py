@@ -33,7 +33,7 @@ from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
 from zigzag.run import loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
-from zigzag.run.plan import Program
+from zigzag.run.plan import LOGGED, Program
 
 # The number of new ids in a text that an evaluation shows.
 NEW_IDS = 160
@@ -56,6 +56,11 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
+    for name in task.sources:
+        if f"loss_{name}" in program.plan.sums[2]:
+            raise ConfigError(f"the loss gave one of its other sums the name 'loss_{name}', but "
+                              f"eval_loss_{name} is the loss of the source {name!r}: expected "
+                              f"another name")
     # (Now, because a metric may need a package that is missing.)
     of_metric = metrics.names(config.metric) if config.metric else []
     # (The names that a metric of your own returns are known only after it has run.)
@@ -250,9 +255,10 @@ def _apply_metric(task, outputs, count, row):
     found = found if isinstance(found, dict) else {"metric": found}
     numbers = {}
     for name, x in found.items():
-        if not isinstance(name, str) or name in row:
+        if not isinstance(name, str) or name in LOGGED or name in row:
             raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
-                              f"than {', '.join(row)}, which an evaluation has already")
+                              f"than {', '.join(sorted({*LOGGED, *row}))}, which a run logs "
+                              f"already")
         try:
             is_number = not isinstance(x, (str, bytes)) and np.asarray(x).dtype.kind in "biufO"
             numbers[name] = float(x if is_number and not np.ndim(x) else None)

@@ -315,9 +315,11 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
                           f"and the count to divide by, and optionally a dict of other sums to log "
                           f"(arrays); it returned {shapes}" + (
                               ": instead of a mean, return the sum and the count" * is_one))
-    if taken := LOGGED & aux.keys():
-        raise ConfigError(f"the loss's other sums are logged by name, and {min(taken)!r} is taken: "
-                          f"a step itself logs {', '.join(sorted(LOGGED))}")
+    for name in aux:
+        if not isinstance(name, str) or name in LOGGED:
+            raise ConfigError(f"the loss gave one of its other sums the name {name!r}: expected a "
+                              f"text other than {', '.join(sorted(LOGGED))}, which a step logs "
+                              f"already")
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 

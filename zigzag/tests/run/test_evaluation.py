@@ -240,7 +240,10 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
     (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
     (lambda o, e: {"x": 10**400}, ConfigError, "expected a number"),
     (lambda o, e: {"eval_loss": 1.0}, ConfigError, "the name 'eval_loss': expected"),
-    (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'")])
+    (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'"),
+    *((lambda o, e, name=name: {name: 1.0}, ConfigError,
+       f"the name {name!r}: expected a text other than .*, eval_loss, grad_norm, loss, .*, which a")
+      for name in ("loss", "lr", "tokens", "train_loss", 1))])
 def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):
     """A traceback from the depths of the loop, after the first hour of training."""
     rows = []

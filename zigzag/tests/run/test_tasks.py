@@ -94,13 +94,34 @@ def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
 
 @pytest.mark.parametrize("mesh, loss, says", [
     ("seq=2", lambda p, b: (net.loss(p, b, make())[0], b["targets"].size),
-     "sum of the batch's weights"),
-    ("data=2", lambda p, b: (*net.loss(p, b, make()), {"tokens": jnp.ones(())}),
-     "'tokens' is taken")])
+     "sum of the batch's weights")])
 def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
-    """A constant count of one device's part of the time; a sum logged under the name of another."""
+    """A constant count of one device's part of the time."""
     with pytest.raises(ConfigError, match=says):
         learn(make(steps=1), mesh, loss=loss)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "lr", "grad_norm", "tokens", "skipped", 1])
+def test_other_sums_under_a_name_that_is_logged_already_are_refused(name, tmp_path):
+    """A number that takes the place of the loss in the metrics, in the charts and on the screen; a
+    page of jax about names that cannot be sorted."""
+    with pytest.raises(ConfigError, match=f"other sums the name {name!r}: expected a text other "
+                                          f"than grad_norm, loss, lr, mfu, .*which a step logs"):
+        learn(make(out=str(tmp_path / "run")), **ONE,
+              loss=lambda p, b: (jnp.sum(p["w"]), len(b["x"]), {name: jnp.ones(())}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_sums_are_not_taken_for_the_loss_of_a_source(tmp_path):
+    """The held-out loss of one source, replaced by a number of somebody's own."""
+    def loss(p, b):
+        return jnp.sum(p["w"]), len(b["x"]), {"loss_code": 1.0 * len(b["x"])}
+
+    given = dict(**ONE, loss=loss, held_out=[np.zeros(1)] * 4)
+    with pytest.raises(ConfigError, match="'loss_code', but eval_loss_code is the loss of the sou"):
+        learn(make(out=str(tmp_path / "run")), **given, sources={"prose": 2, "code": 2})
+    assert not list(tmp_path.iterdir())
+    assert learn(make(steps=1), **given)[1].evaluation["eval_loss_code"] == 1
 
 
 @pytest.mark.full
