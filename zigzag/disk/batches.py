@@ -3,7 +3,7 @@
 Each process makes only the rows that its own devices hold.
 """
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,24 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.mesh import batch_spec, row_groups
 
 
 def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
                  ) -> dict[str, np.ndarray]:
     """The batch {name: array [rows, ...]} that collate makes from these examples, after checking
-    the number of rows, and their shapes against `shapes` if given."""
-    batch = {k: np.asarray(v) for k, v in collate(examples).items()}
+    that it is one: numbers, a row for each example and, if `shapes` is given, its names, shapes and
+    dtypes."""
+    batch = collate(examples)
+    if not isinstance(batch, Mapping) or not batch:
+        is_dict, kind = isinstance(batch, Mapping), type(batch).__name__
+        what = "an empty dict" if is_dict else f"a batch of type {kind}"
+        raise ConfigError(f"collate returned {what}: {BATCH}")
+    batch = {k: _numbers(k, v) for k, v in batch.items()}
+    if shapes is not None and {*batch, "seeds"} != {*shapes, "seeds"}:
+        raise ConfigError(f"collate made {_names(batch)} from some examples, and {_names(shapes)} "
+                          f"from the first one: make the same arrays of every batch")
     for k, x in batch.items():
         if x.shape[:1] != (len(examples),):
             raise ConfigError(f"collate made {k!r} of shape {x.shape} from {len(examples)} "
@@ -28,7 +37,39 @@ def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
             raise ConfigError(f"collate made {k!r} with rows of shape {list(x.shape[1:])} from "
                               f"some examples, and {list(shapes[k].shape[1:])} from the first one: "
                               f"pad every batch to the same shape")
+        if shapes is not None and _dtype(x) != _dtype(shapes[k]):
+            raise ConfigError(f"collate made {k!r} of {_dtype(x)} from some examples, and of "
+                              f"{_dtype(shapes[k])} from the first one: give every batch the same "
+                              f"dtype")
     return batch
+
+
+# What collate must return.
+BATCH = "expected a dict {name: array of numbers}, with a row for each example in every array"
+
+
+def _numbers(name, value):
+    """An array that collate returned under this name, as one of numpy's."""
+    if not isinstance(name, str):
+        raise ConfigError(f"collate gave an array the name {name!r}, which is no text: {BATCH}")
+    try:
+        x = np.asarray(value)
+    except Exception as e:      # (rows of different lengths, or what another library keeps)
+        raise ConfigError(f"collate made {name!r} a {type(value).__name__} that is no array "
+                          f"({one_line(e)}): {BATCH}") from None
+    if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
+        kind = {"U": "texts", "S": "bytes", "O": "objects"}.get(x.dtype.kind, str(x.dtype))
+        raise ConfigError(f"collate made {name!r} of {kind} ({type(value).__name__}): {BATCH}")
+    return x
+
+
+def _names(batch):
+    return ", ".join(map(repr, sorted({*batch} - {"seeds"})))
+
+
+def _dtype(x):
+    """The dtype of an array on a device (int64 is int32 there)."""
+    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def batch_shapes(rows: int, collate: Callable, examples: Sequence) -> dict[str, Any]:

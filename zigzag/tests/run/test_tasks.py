@@ -67,6 +67,48 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("collate, says", [
+    (lambda e: [np.stack(e)], "returned a batch of type list: expected a dict {name: array of num"),
+    (lambda e: np.stack(e), "returned a batch of type ndarray: expected a dict"),
+    (lambda e: None, "returned a batch of type NoneType: expected a dict"),
+    (lambda e: {}, "collate returned an empty dict: expected a dict"),
+    (lambda e: {1: np.stack(e)}, "gave an array the name 1, which is no text: expected a dict"),
+    (lambda e: {"x": ["a"] * len(e)}, r"made 'x' of texts \(list\): expected a dict"),
+    (lambda e: {"x": np.array([b"a"] * len(e))}, r"made 'x' of bytes \(ndarray\): expected"),
+    (lambda e: {"x": [None] * len(e)}, r"made 'x' of objects \(list\): expected a dict"),
+    (lambda e: {"x": {"y": np.stack(e)}}, r"made 'x' of objects \(dict\): expected a dict"),
+    (lambda e: {"x": np.array(["2026-11-24"] * len(e), "M8[D]")}, r"made 'x' of datetime64\[D\]"),
+    (lambda e: {"x": [[1], [1, 2]]}, r"made 'x' a list that is no array \(setting an array elem.*"
+                                     r"inhomogeneous.*\): expected a dict"),
+    (lambda e: {"x": np.stack(e).astype("int32" if len(e) > 1 else "float32")},
+     "made 'x' of int32 from some examples, and of float32 from the first one: give every batch"),
+    (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) > 1 else {})},
+     "collate made 'x', 'y' from some examples, and 'x' from the first one: make the same arrays"),
+    (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) == 1 else {})},
+     "collate made 'x' from some examples, and 'x', 'y' from the first one: make the same arrays")])
+def test_a_collate_that_makes_no_batch_is_refused(collate, says, tmp_path):
+    """A page of numpy's or jax's, from a line that has nothing to do with collate."""
+    with pytest.raises(ConfigError, match=says) as e:
+        learn(make(out=str(tmp_path / "run")), collate=collate, loss=lambda p, b: (
+            jnp.sum(p["w"]) + jnp.sum(b["x"]), len(b["x"])), init=ONE["init"],
+            examples=[np.zeros(1, np.float32)] * 8)
+    assert "\n" not in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_of_any_numbers_trains():
+    """A refusal of bfloat16, which numpy counts among the void types, of truth values, of lists of
+    numbers, or of 64 bits, which a device makes 32."""
+    def collate(e):
+        return {"a": np.ones(len(e), jnp.bfloat16), "b": np.ones(len(e), bool), "c": [1] * len(e),
+                "d": np.ones(len(e)), "e": jnp.ones(len(e)), "f": np.ones(len(e), np.uint16)}
+
+    def loss(p, b):
+        return jnp.sum(p["w"]) * sum(jnp.sum(x) for x in b.values()), len(b["a"])
+
+    assert np.isfinite(learn(make(steps=2), **{**ONE, "collate": collate}, loss=loss)[0][1]["loss"])
+
+
 def test_a_collate_that_counts_otherwise_is_refused():
     """Rows that do not match the examples, and get seeds of other examples."""
     with pytest.raises(ConfigError, match=r"\(1, 4\) from 1 examples|\(4,\) from 1 examples"):
