@@ -7,6 +7,7 @@ puzzles you.
     start       what a command does before it imports jax
     options     what is declared of an option: default, help, values, whether it may change
     files       whole-file writes, JSON, hashes
+    tested      on which files the tests have passed, and which were edited since
     hosts       several processes: meeting, exchanging values, the watchdog
     report      what a run prints while it trains
     mesh        the device mesh, specs, and the types that say over which axes values vary

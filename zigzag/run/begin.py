@@ -24,7 +24,7 @@ from zigzag.disk.tokenizers import Tokenizer, copy_files
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run import continuing
-from zigzag.run.custom_loss import check_loss, check_traceable
+from zigzag.run.custom_loss import check_loss, check_traceable, must_compare
 from zigzag.run.evaluation import check_task
 from zigzag.run.loop import Loop, Task, frozen_state, prepare, report_header
 from zigzag.run.plan import Program, shapes_hash
@@ -105,13 +105,14 @@ def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates
 
 def check_program(build: Callable, task: Task, make_gradients: Callable, make_evaluate: Callable,
                   make_batch: Callable, say: Reporter) -> Program:
-    """The program of a task: build(), after comparing a custom loss on the mesh with one device.
-    Where they differ, build(typed=False) makes a program in which every device computes the loss
-    as one device would, and the loss is refused if that differs too. make_gradients(plan) and
-    make_evaluate(plan) are train.py's, and make_batch(config, mesh, task, shapes, update)."""
+    """The program of a task: build(), after comparing a custom loss, or an edited one, on the mesh
+    with one device. Where they differ, build(typed=False) makes a program in which every device
+    computes the loss as one device would, and the loss is refused if that differs too.
+    make_gradients(plan) and make_evaluate(plan) are train.py's, and make_batch(config, mesh, task,
+    shapes, update)."""
     program = build()
     check_task(program.config, program, task)
-    if program.plan.trusted and not program.config.check:
+    if not must_compare(program.plan, say.line):
         return program
     hosts.watchdog.arm("compiling")
     batch = functools.partial(make_batch, program.config, program.mesh, task, program.batch)
@@ -120,6 +121,4 @@ def check_program(build: Callable, task: Task, make_gradients: Callable, make_ev
                              len(task.held_out) > 0, say.line):
             program = build(typed=False)
         check_traceable(program)
-    if program.config.check:
-        say.line("check    on this mesh the loss and its gradients are those of one device")
     return program

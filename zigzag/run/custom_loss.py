@@ -15,14 +15,17 @@ the cause:
 
 All of this is computed at new weights that are moved at random, because with a head of zeros no
 difference would show. How much the values may differ is measured too, by moving one device's
-weights by rounding errors. A network's own loss is compared only with --check: the tests compare
-it with one device on every mesh, in the same way.
+weights by rounding errors.
+
+A network's own loss is compared with --check, and where its code has changed since test_all.py
+passed (zigzag/core/tested.py), which compares it with one device on every axis.
 """
 
 import dataclasses
 import functools
 import math
 import re
+import time
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -31,6 +34,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from zigzag.core import tested
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import BATCH_AXES, by_path, cast, row_groups, shardings, untyped
@@ -64,6 +68,24 @@ class Comparison(NamedTuple):
 # -------------------------------------------------------------------------------------------
 # The check
 
+def must_compare(plan: Plan, say: Callable) -> bool:
+    """Whether the loss is to be compared with one device: a custom one, or a network's own with
+    --check, or after an edit that test_all.py has not seen, which is said."""
+    why = _why_untested(plan) if plan.trusted else ""
+    if why and not plan.config.check:
+        say(f"check    {why}: comparing the loss and its gradients with one device's")
+    return not plan.trusted or plan.config.check or bool(why)
+
+
+def _why_untested(plan):
+    """Text that says why the tests do not vouch for a network's own loss on this mesh; "" if they
+    do, or if it is split by nothing or by the compiler alone. All processes get the same one."""
+    if plan.mesh.size == 1 or plan.parts == 1 and not plan.typed:
+        return ""
+    why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py"])
+    return next(filter(None, process_allgather(why)), "")
+
+
 def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
                make_batch: Callable, evaluates: bool, say: Callable) -> bool:
     """Refuse a loss that has other values on this mesh, or in --accumulate parts, than on one
@@ -73,6 +95,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     make_gradients(plan), make_evaluate(plan)   return the functions to compare, not compiled yet
     make_batch(update, rows)                    the first rows of an update's batch
     evaluates                                   whether there are held-out examples"""
+    begin, notes = time.perf_counter(), []
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate))
     rows = _rows_to_compare(small)
     given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
@@ -80,10 +103,12 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     if evaluates:
         _check_held_out(plan, batch)
     if plan.parts == 1 and not plan.typed:
-        return True             # only the compiler splits anything
+        if plan.config.check:
+            say("check    on this mesh only the compiler splits the loss: nothing is compared")
+        return True
     dtype, is_narrow = _widest_dtype(plan, batch)
     small = dataclasses.replace(small, dtype=dtype)
-    find = functools.partial(_find_difference, small, given, is_narrow, say)
+    find = functools.partial(_find_difference, small, given, is_narrow, notes.append)
     try:
         found = find(functools.partial(_on_mesh, small, make_gradients(small),
                                        make_evaluate(small) if evaluates else None))
@@ -96,6 +121,11 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
         what, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
     else:
         if found is None:
+            if plan.trusted and not notes:
+                notes.append("check    on this mesh the loss and its gradients are those of one "
+                             f"device ({time.perf_counter() - begin:.1f} s)")
+            for note in notes:
+                say(note)
             return True
         if refusal := _cause_on_one_device(small, find, evaluates, batch, rows):
             raise refusal
@@ -186,10 +216,11 @@ def _widest_dtype(plan, batch):
         return plan.dtype, True
 
 
-def _find_difference(plan, given, is_narrow, say, compute):
+def _find_difference(plan, given, is_narrow, note, compute):
     """A Comparison of compute(params, batch) with one device, if they differ: in one batch by more
     than three times what rounding explains, or by more than that in two of three batches. Else
-    None. Computed at weights moved at random, or, if nothing is finite there, at new weights."""
+    None. Computed at weights moved at random, or, if nothing is finite there, at new weights.
+    note(text) is called if there is nothing to compare."""
     compiled = jax.jit(
         functools.partial(_beside_one_device, plan, compute, is_narrow),
         out_shardings=jax.NamedSharding(plan.mesh, P()),
@@ -211,8 +242,8 @@ def _find_difference(plan, given, is_narrow, say, compute):
                     f" and {len(what) - 3} more" if len(what) > 3 else ""))
         if is_checked:
             return None
-    say("this loss is not checked on this mesh: for each of the first three batches its gradient "
-        "is zero, or it or its gradient is not finite")
+    note("this loss is not checked on this mesh: for each of the first three batches its gradient "
+         "is zero, or it or its gradient is not finite")
     return None
 
 

@@ -58,11 +58,12 @@ def module_of(path):
 
 # Our own files. A script that a fork saves beside train.py is not one of them.
 FILES = {module_of(path): path
-         for pattern in (*(f"{name}.py" for name in TOP if not name.endswith("/")), "test_all.py",
-                         "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
+         for pattern in (*(f"{name}.py" for name in TOP if not name.endswith("/")), "conftest.py",
+                         "test_all.py", "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
                          "zigzag/**/*.py")
          for path in sorted(ROOT.glob(pattern))}
-TESTS = {name for name in FILES if name == "test_all" or name.startswith("zigzag.tests")
+TESTS = {name for name in FILES if name in ("test_all", "conftest")
+         or name.startswith("zigzag.tests")
          or name.rpartition(".")[2].startswith("test_")}
 CODE = [name for name in FILES if name not in TESTS]
 

@@ -15,13 +15,14 @@ import data
 import model
 import shard
 import train
+from zigzag.core import tested
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
 from zigzag.disk.batches import batch_shapes
 from zigzag.parallel import attention
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
 from zigzag.run import custom_loss
-from zigzag.tests.common import full, learn, make, mesh_of, net, slow, tokens_of
+from zigzag.tests.common import full, learn, make, mesh_of, net, program_of, slow, tokens_of
 
 
 def pairs(count=64, seed=0):
@@ -660,3 +661,58 @@ def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
     rows, _ = learn(config, "", lines)                  # (one device is one device)
     assert any("those of one device" in line for line in lines)
     assert rows != learn(make(steps=2), "tensor=2")[0]  # without --check it trains something else
+
+
+def edited_since(text, asked):
+    """In place of tested.why_untested: says this text, and adds what was asked to `asked`."""
+    def why_untested(names):
+        asked.append(names)
+        return text
+
+    return why_untested
+
+
+def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
+    """A wrong edit that trains in silence to another loss; a right one that is refused, or no
+    longer runs as the network's own; one device that compares itself with itself."""
+    asked, lines, config = [], [], make(steps=2)
+    monkeypatch.setattr(tested, "why_untested", edited_since("model.py was edited", asked))
+    for mesh, changes in (("", {}), ("", dict(accumulate=2)), ("tensor=2", dict(step="jit"))):
+        learn(make(steps=2, **changes), mesh, lines)
+    assert not asked and not any("check  " in line for line in lines)
+    rows, _ = learn(config, "data=2,tensor=2", lines)
+    first, last = [line for line in lines if "check  " in line]
+    assert asked == [["model.py", "shard.py", "train.py"]]
+    assert first == ("check    model.py was edited: comparing the loss and its gradients with one "
+                     "device's")
+    assert re.fullmatch(r"check    .* are those of one device \(\d+\.\d s\)", last)
+    monkeypatch.setattr(tested, "why_untested", edited_since("", asked))
+    assert learn(config, "data=2,tensor=2")[0][0]["loss"] == rows[0]["loss"]
+    monkeypatch.setattr(tested, "why_untested", edited_since("model.py was edited", asked))
+    monkeypatch.setattr(model, "mlp", edited_mlp)
+    with pytest.raises(ConfigError, match="mesh axis tensor=2: on this mesh the loss"):
+        learn(config, "tensor=2")
+    learn(config, "")
+
+
+def test_each_process_compares_what_one_of_them_finds_edited(monkeypatch):
+    """Processes of which only some compare: the others never come to the collectives."""
+    plan, asked = program_of(make(), "tensor=2").plan, []
+    monkeypatch.setattr(tested, "why_untested", edited_since("", asked))
+    monkeypatch.setattr(custom_loss, "process_allgather", lambda why: [why, "shard.py was edited"])
+    assert custom_loss._why_untested(plan) == "shard.py was edited"
+    other = program_of(make(norm="layer"), "tensor=2").plan
+    custom_loss._why_untested(other)
+    own = dataclasses.replace(plan.network, loss=edited_mlp)        # of a file of nobody's tests
+    custom_loss._why_untested(dataclasses.replace(plan, network=own))
+    assert [names[0] for names in asked] == ["model.py", "networks", __file__]
+
+
+def test_a_comparison_of_nothing_does_not_pass(monkeypatch):
+    """"Those of one device" of a loss whose gradient is zero, so that nothing was compared."""
+    monkeypatch.setattr(model, "norm_and_head", lambda params, x, c: (
+        0 * x, jnp.zeros((c.d_model, 128))))
+    lines = []
+    learn(make(steps=1, check=True), "data=2", lines)
+    assert any("is not checked on this mesh" in line for line in lines)
+    assert not any("those of one device" in line for line in lines)
