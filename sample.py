@@ -73,6 +73,7 @@ from zigzag.generate.rows import (
 )
 from zigzag.generate.terminal import Answer
 from zigzag.generate.writer import Writer
+from zigzag.hub import folders
 from zigzag.parallel.products import LOGITS
 from zigzag.run.plan import resolve_dtype
 
@@ -456,13 +457,14 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
 # -------------------------------------------------------------------------------------------
 # Models on disk
 
-def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None
-         ) -> tuple[Any, Any, data.Tokenizer | None]:
+def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
+         edited: bool = False) -> tuple[Any, Any, data.Tokenizer | None]:
     """(weights, configuration, tokenizer) of a run, at this checkpoint or the newest, or of a
-    published model. Weights are float32, split over the mesh if one is given; the configuration is
-    the network's; the tokenizer is None if there is none."""
+    published model (`edited`: also if the network's code computes something else). Weights are
+    float32, split over the mesh if one is given; the configuration is the network's; the tokenizer
+    is None if there is none."""
     if "model_type" in read_record(Path(folder) / "config.json"):
-        params, config = networks.load_hf(folder, mesh)
+        params, config = networks.load_hf(folder, mesh, edited)
         has_one = any((Path(folder) / kind.file).exists() for kind in KINDS.values())
         return params, config, published_tokenizer(folder, config.vocab_size) if has_one else None
     params, config = networks.load_run(folder, mesh, checkpoint)
@@ -486,7 +488,7 @@ def load_model(config: Config) -> tuple[Any, Any, data.Tokenizer]:
         network = _check_writes(c, f"--model {config.model}")
         tokenizer = published_tokenizer(config.model, c.vocab_size)
         c = networks.hf_config(config.model, dtype=resolve_dtype(c, mesh).dtype)
-        networks.read_hf(config.model, c)       # (checks first that the folder is complete)
+        folders.check_hf(network, config.model, c, config.edited)
         shapes = decoding.decoding_shapes(c.dtype, network.weight_shapes(c), _specs_on(mesh, c),
                                           mesh)
         return networks.read_hf(config.model, c, shapes), c, tokenizer

@@ -176,11 +176,12 @@ def hf_config(folder: str | Path, **fields: Any) -> Any:
     return folders.hf_config(network_of_folder(folder), folder, **fields)
 
 
-def load_hf(folder: str | Path, mesh: Any = None, **fields: Any) -> tuple[Params, Any]:
+def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
+            ) -> tuple[Params, Any]:
     """(weights, configuration) of a published model (a Hugging Face folder). The weights go
     straight into their shards on the mesh (None: onto one device). `fields` of the configuration
-    may say how to train it."""
-    return folders.load_hf(network_of_folder(folder), folder, mesh, **fields)
+    may say how to train it. `edited`: also if the network's code computes something else."""
+    return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
 def read_hf(folder: str | Path, config: Any, places: Params | None = None) -> Params | None:

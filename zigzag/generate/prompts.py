@@ -39,6 +39,8 @@ class Config:
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
+    edited: bool = False        # load a published model into an edited model.py, although that
+                                # computes something else
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
@@ -79,7 +81,7 @@ class Config:
 
 # The groups of flags in --help.
 GROUPS = {
-    "the model": ("run", "checkpoint", "model", "shards", "mesh"),
+    "the model": ("run", "checkpoint", "model", "edited", "shards", "mesh"),
     "what to do": ("prompt", "prompts", "source", "chat", "system", "score", "by",
                    "choices", "bench"),
     "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
@@ -126,6 +128,8 @@ def _check_flags(config):
                           "--min_p or --repetition_penalty")
     if "" in config.stop:
         raise ConfigError("--stop '': expected a text")
+    if config.edited and not config.model:
+        raise ConfigError("--edited is for a published model: give --model FOLDER")
     if config.checkpoint and config.model:
         raise ConfigError("--checkpoint is for a run: give --run, not --model")
     for name in ("prompt", "system", "stop"):

@@ -40,8 +40,8 @@ class Family:
                                                 # have all experts, instead of one array for each
     seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
                                                 # which depend on the arrays of the folder
-    check: Callable[[Any, Any, Any], None] | None = None    # (forward, params, a Config): refuses a
-                                                # model that its class would compute differently
+    differs: Callable[[Any, Any, Any], str] | None = None   # (forward, params, a Config) -> how its
+                                                # class computes something else; '': it does not
     shared: tuple[str, ...] = ()                # keys of its class that shared translators read
                                                 # only for classes that have them
     neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,

@@ -21,6 +21,7 @@ from zigzag.disk.tokenizers import copy_files
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
 from zigzag.hub.published_config import as_config
+from zigzag.hub.reference import code_difference
 from zigzag.weights import lora
 from zigzag.weights.network import Computed, Network, Params
 
@@ -46,14 +47,25 @@ def _may_change(network):
     return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
 
 
-def load_hf(network: Network, folder: str | Path, mesh: Any = None, **fields: Any
-            ) -> tuple[Params, Any]:
+def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
+            **fields: Any) -> tuple[Params, Any]:
     """(weights, configuration) of a published model (a Hugging Face folder). The weights go
     straight into their shards on the mesh (None: onto one device). `fields` of the configuration
-    may say how to train it."""
+    may say how to train it. `edited`: also if the network's code computes something else."""
     config = hf_config(network, folder, **fields)
-    read_hf(network, folder, config)    # checks the folder before large shapes are made
+    check_hf(network, folder, config, edited)       # before large shapes are made
     return read_hf(network, folder, config, network.places(config, mesh)), config
+
+
+def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = False) -> None:
+    """Refuse a folder that is not complete; and, unless `edited`, a network whose code computes
+    something else than the published model."""
+    read_hf(network, folder, config)
+    kind = read_config(folder)["model_type"]
+    if not edited and (differs := code_difference(network, kind, config)):
+        raise ConfigError(f"{folder}: the code of the network {network.name} computes something "
+                          f"else than this {kind}: {differs}; undo the edit of its code, or give "
+                          f"--edited (in Python: edited=True) to load the weights all the same")
 
 
 def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None

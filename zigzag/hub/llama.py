@@ -46,7 +46,7 @@ from zigzag.hub.published_config import (
     window,
     with_usual_names,
 )
-from zigzag.hub.reference import check_llama
+from zigzag.hub.reference import llama_difference
 from zigzag.weights.positions import mscale, parse_scaling
 
 FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
@@ -479,7 +479,7 @@ def _plain_arrays(c):
 
 
 PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
-                                   arrays=_plain_arrays, stacks=one_stack, check=check_llama,
+                                   arrays=_plain_arrays, stacks=one_stack, differs=llama_difference,
                                    fused={name: pattern.replace("G", "F") for name, pattern
                                           in FAMILIES[kind].fused.items()})
          for kind in ("llama", "mistral", "mixtral")}

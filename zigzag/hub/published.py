@@ -515,8 +515,7 @@ class Change:
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
                  dtype: str = "float32", forward: Any = None) -> None:
     """Write a folder that transformers reads: weights in this dtype, in files of FILE_BYTES. Every
-    process must call this; process 0 writes. `forward` is the network's function, for family.check.
-    """
+    process must call this; process 0 writes. `forward` is the network's, for family.differs."""
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
     is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
     if process_allgather(is_taken)[0]:      # (process 0 checked before it writes)
@@ -528,8 +527,11 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if lost := weights.keys() - placed:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
-    if family.check:
-        family.check(forward, params, config)
+    if family.differs and (differs := family.differs(forward, params, config)):
+        raise ConfigError(
+            f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
+            f"else: {differs}; undo the edit of its code, or add a family for it (docs: "
+            f"zigzag/hub/llama.py)")
     expected = {name: parts for name, parts in expected.items()
                 if not parts[0].again or parts[0].unused}
     adjust, itemsize = family.adjust(config), np.dtype(jax.numpy.dtype(dtype)).itemsize

@@ -1,40 +1,77 @@
 """The formulas of LLaMA and Mixtral as in transformers, in numpy, for a few tokens.
 
 If model.py is edited without a change of its options or weights (another activation, say), an
-export would be a LLaMA that computes something else. So an export compares the two first: which
-attention the code asks for, at the whole context, and the logits of a few tokens.
+export would be a LLaMA that computes something else, and a published LLaMA that is read would
+become another model. So both compare first: which attention the code asks for, at the whole
+context, and the logits of a few tokens. Before an export these are the model's own; before reading,
+those of a small model with the same options, which takes a second at most.
 """
 
 import dataclasses
+import functools
 from typing import Any, Callable
 
 import jax
 import numpy as np
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import one_line
 from zigzag.core.mesh import flatten
-from zigzag.hub.published import whole
+from zigzag.hub.published import published_arrays, whole
 from zigzag.parallel.attention import asked_in
 from zigzag.rule.jaxprs import names_in
 from zigzag.weights.positions import rotary_rates
 
+einsum = functools.partial(np.einsum, optimize=True)
 TOKENS, LAYERS = 64, 4      # an edit that is not in attention, and matters only beyond these, is
                             # not found
 
 
-def check_llama(forward: Callable, params: Any, c: Any) -> None:
-    """Refuse a model that is not a LLaMA, or with experts a Mixtral."""
-    c = dataclasses.replace(c, dtype="float32", dropout=0.0)
+def llama_difference(forward: Callable, params: Any, c: Any) -> str:
+    """How a model differs from a LLaMA, or with experts a Mixtral, of the same weights and options;
+    '' if it computes the same."""
+    c = dataclasses.replace(c, dtype="float32")
+    return (_other_shapes(params["layers"], c) or _other_attention(forward, params, c)
+            or _other_logits(forward, params, c))
+
+
+def code_difference(network: Any, kind: str, c: Any) -> str:
+    """How the code of a network differs from LLaMA's (or from that of another model_type `kind`
+    that is compared); '' if it computes the same. `c` is a configuration of the network."""
+    return _of_code(network, kind, _small(c)) if network.families[kind].differs else ""
+
+
+def _small(c):
+    """The configuration of a small model with the same options."""
+    kv_heads, head_dim = min(c.kv_heads, 2), min(c.head_dim, 16)
+    heads = kv_heads * c.heads // c.kv_heads
+    width = heads * head_dim if c.d_model == c.heads * c.head_dim else 64
+    return dataclasses.replace(
+        c, layers=min(c.layers, 2), d_model=width, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, d_ff=96, vocab_size=128, dtype="float32", remat="none", lora_rank=0,
+        published="")
+
+
+@functools.cache        # (a session may read many folders)
+def _of_code(network, kind, c):
+    family, table, rng = network.families[kind], network.table(c), np.random.default_rng(0)
+    placed = {part.path for parts in published_arrays(family, c, table).values() for part in parts}
+
+    def random(path, w):
+        if path not in placed:          # (as it is read)
+            return np.zeros(w.shape, np.float32)
+        is_scale = w.scale is None      # (of a norm: all ones would hide that it is not used)
+        x = rng.uniform(0.5, 1.5, w.shape) if is_scale else w.scale * rng.normal(size=w.shape)
+        return x.astype(np.float32)
+
+    paths, rows, structure = flatten(table)
+    params = structure.unflatten(map(random, paths, rows))
     try:
-        differs = (_other_shapes(params["layers"], c) or _other_attention(forward, params, c)
-                   or _other_logits(forward, params, c))
-    except KeyError:            # (a weight is missing; write_folder names it)
-        return
-    if differs:
-        raise ConfigError(
-            f"a model of our own is saved as a LLaMA or Mixtral, and this one computes something "
-            f"else: {differs}; undo the edit of its code, or add a family for it (docs: "
-            f"zigzag/hub/llama.py)")
+        differs = family.differs(network.forward, params, c)
+    except (TypeError, ValueError) as e:
+        return f"it cannot be computed for a few tokens and small sizes ({one_line(e)})"
+    lost = [path for path in paths if path not in placed]
+    return differs + (f"; no array of the folder fills its {', '.join(lost)} (zeros)"
+                      if differs and lost else "")
 
 
 def _other_shapes(layers, c):
@@ -54,16 +91,16 @@ def _other_attention(forward, params, c):
     """How the attention that the code asks for differs from plain causal attention to all tokens of
     the context; '' if it does not. (Traced, not computed: a window may be longer than TOKENS.)"""
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, np.float32), params)
-    ids = jax.ShapeDtypeStruct((1, c.seq_len), np.int32)
+    time = c.seq_len - (c.seq_len > 1 and c.seq_len % 2 == 0)   # (odd: one block, traced quickly)
+    ids = jax.ShapeDtypeStruct((1, time), np.int32)
     asked = asked_in(names_in(lambda params, ids: forward(params, ids, c), shapes, ids))
     if not asked:
         return "its attention does not call attend, which would say what it sees"
     for a in asked:
         if a.beyond:
             return f"its attention has {a.beyond}"
-        if (a.queries, a.keys) != (c.seq_len, c.seq_len):
-            return (f"its attention is of {a.queries:,} tokens to {a.keys:,}, in a context of "
-                    f"{c.seq_len:,}")
+        if (a.queries, a.keys) != (time, time):
+            return f"its attention is of {a.queries:,} tokens to {a.keys:,}, in a row of {time:,}"
     return ""
 
 
@@ -106,11 +143,11 @@ def llama_logits(params: Any, c: Any, ids: np.ndarray) -> tuple[np.ndarray, int]
     x = params["embed"][ids] * (c.embed_scale or 1.0)
     for i in range(c.layers):
         h = norm(x, w["attn_norm"][i])
-        q, k, v = (np.einsum("td,dhn->thn", h, w[name][i]) for name in ("wq", "wk", "wv"))
+        q, k, v = (einsum("td,dhn->thn", h, w[name][i]) for name in ("wq", "wk", "wv"))
         k, v = (np.repeat(a, c.heads // c.kv_heads, 1) for a in (rotate(k), v))
-        scores = np.einsum("thn,shn->hts", rotate(q), k) * c.head_dim**-0.5
+        scores = einsum("thn,shn->hts", rotate(q), k) * c.head_dim**-0.5
         shares = _softmax(np.where(sees, scores, -np.inf))
-        x = x + np.einsum("hts,shn,hnd->td", shares, v, w["wo"][i])
+        x = x + einsum("hts,shn,hnd->td", shares, v, w["wo"][i])
         h = norm(x, w["mlp_norm"][i])
         layer = {name: weight[i] for name, weight in w.items()}
         if c.experts:

@@ -59,6 +59,8 @@ def check_config(c: Any) -> None:
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
+    if c.edited and (not c.init_from or c.init_from != c.model):
+        raise ConfigError("--edited is for the weights of a published model: give --model FOLDER")
     if c.sum_dtype and c.step == "jit":
         raise ConfigError(f"--sum_dtype {c.sum_dtype}: with --step jit the compiler chooses; give "
                           f"--step shard_map")

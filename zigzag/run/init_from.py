@@ -9,7 +9,7 @@ from typing import Any, Callable
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
-from zigzag.hub.folders import read_hf, read_run_weights
+from zigzag.hub.folders import check_hf, read_hf, read_run_weights
 from zigzag.weights.network import Network
 
 
@@ -23,7 +23,7 @@ def first_weights(config: Any, network: Network, tokenizer_of: Callable | None
         return None, None, {}
     if source == config.model:
         whole = dataclasses.replace(config.network, lora_rank=0)
-        read_hf(network, source, whole)     # checks that the folder is complete
+        check_hf(network, source, whole, config.edited)
         return (functools.partial(read_hf, network, source, whole), published_tokenizer(
             source, config.vocab_size) if tokenizer_of else None, {})
     record = read_run(source, network.config, "--init_from")

@@ -54,6 +54,10 @@ class MoreOptions:
     fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
                                     # names of the two texts in a file of pairs
 
+    # model (rare)
+    edited: bool = False            # load a published model into an edited model.py, although that
+                                    # computes something else
+
     # training (rare)
     cooldown: float | None = flag(None, same=True, change="decay")
                                     # with --decay wsd: last updates, or share of steps, in which

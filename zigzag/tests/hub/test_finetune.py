@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import data
+import model
 import networks
 import sample
 import tasks
@@ -17,7 +18,7 @@ import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
-from zigzag.hub import folders
+from zigzag.hub import folders, reference
 from zigzag.run.loop import first_state
 from zigzag.tests.common import (
     command,
@@ -309,6 +310,30 @@ def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
     shutil.rmtree("tiny/checkpoints/1")
     assert "no checkpoint of step 1; there are 3, 2" in refused(
         capsys, "--run", "b", main=sample.main)
+
+
+def test_an_edited_model_begins_with_published_weights_only_if_it_is_told_to(
+        tmp_path, capsys, monkeypatch, published, text):
+    """Another activation, with which a published model is fine-tuned or sampled silently; a run of
+    it that cannot continue; a flag without a meaning."""
+    monkeypatch.setattr(model, "swiglu", lambda gate, up: jax.nn.gelu(gate) * up)
+    monkeypatch.setattr(reference, "_of_code", reference._of_code.__wrapped__)
+    says, out = "computes something else than this llama: its logits differ by", tmp_path / "out"
+    words = ("--model", published, "--data", text, *STEPS, "--out", out)
+    for main, flags in ((train.main, words), (train.main, (*words, "--bench")),
+                        (sample.main, ("--model", published, *GREEDY))):
+        assert says in (line := refused(capsys, *flags, main=main)) and "--edited" in line
+    assert not out.exists()
+    sample.main([str(w) for w in ("--model", published, *GREEDY, "--edited")])
+    assert capsys.readouterr().out.startswith("7 and")
+    fine_tune(*words[:-4], "--edited", "--out", out, mesh="")
+    assert json.loads((out / "config.json").read_text())["edited"]
+    config = train.continued(train.read_flags(["--out", str(out), "--steps", "5"]))
+    assert config.edited and train.first_weights(config)
+    assert "give --model FOLDER" in refused(capsys, "--edited", "--run", out, main=sample.main)
+    for source in ([], ["--init_from", str(out)]):
+        with pytest.raises(ConfigError, match="--edited .* give --model FOLDER"):
+            train.parse(["--edited", *source])
 
 
 def test_a_folder_may_be_called_as_a_preset_is(tmp_path, monkeypatch, published):

@@ -21,7 +21,7 @@ from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.hub.llama import as_llama
-from zigzag.hub.reference import llama_logits
+from zigzag.hub.reference import code_difference, llama_logits
 from zigzag.parallel import attention
 from zigzag.tests.common import (
     ROOT,
@@ -275,7 +275,7 @@ MASK, SCORES = "its attention has a mask", "its attention has other scores"
 NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MASK,
             "a mask of long texts": MASK, "a soft cap": SCORES, "ALiBi": SCORES,
             "documents of 100": "its attention has documents",
-            "pieces of 100": "its attention is of 100 tokens to 100, in a context of 200",
+            "pieces of 100": "its attention is of 99 tokens to 99, in a row of 199",
             "attention by hand": "its attention does not call attend",
             "an activation": "its logits differ by", "a norm": "its logits differ by",
             "a wider MLP": r"layers.w_down has the shape \[2, 128, 32\], there \[2, 64, 32\]"}
@@ -328,6 +328,57 @@ def test_a_model_that_is_not_edited_is_exported(tmp_path, changes):
     config = make(**changes).network
     networks.save_hf(tmp_path / "a", model.init(config, jax.random.key(0)), config)
     assert (tmp_path / "a/model.safetensors").exists()
+
+
+LOADED = {**NO_LLAMA, "q-k norm": "its logits .*fills its layers.k_norm, layers.q_norm [(]zeros",
+          "no reading of the norm's scale": "its logits differ by",
+          "a reshape": "it cannot be computed for a few tokens and small sizes"}
+LOADED.pop("a wider MLP")       # (the folder has other shapes)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_published_model_is_not_read_into_other_code(edit, edits_of_the_code, monkeypatch,
+                                                       tmp_path, name):
+    """A published LLaMA that is fine-tuned or sampled as another model, without a word."""
+    monkeypatch.setitem(EDITS, "no reading of the norm's scale", [
+        ("return x32.astype(x.dtype) * scale", "return x32.astype(x.dtype)")])
+    monkeypatch.setitem(EDITS, "a reshape", [(NORMED, NORMED + "    h = h.reshape(-1, 16, 32)\n")])
+    usual = dataclasses.replace(make(kv_heads=2).network, seq_len=200)
+    networks.save_hf(tmp_path / "m", model.init(usual, jax.random.key(0)), usual)
+    module, _ = edit(name)
+    monkeypatch.setattr(networks, "model", module)
+    monkeypatch.setitem(networks.NETWORKS, "decoder", module.NETWORK)
+    says = f"computes something else than this llama: {LOADED[name]}.*--edited"
+    for load in (networks.load_hf, module.load_hf, sample.load):
+        with pytest.raises(ConfigError, match=says) as e:
+            load(tmp_path / "m")
+        assert flags.exit_line(e.value)[0] == 2
+        params, *_ = load(tmp_path / "m", edited=True)
+        np.testing.assert_array_equal(params["norm"], 1)
+
+
+def test_a_new_weight_that_begins_with_zeros_does_not_matter(edit, monkeypatch, tmp_path):
+    """A refusal of a fork that adds to a LLaMA what changes nothing at first: weights that the
+    folder lacks are zeros."""
+    monkeypatch.setitem(EDITS, "a gate", [(WEIGHT, WEIGHT + ' "gate": make("L D", 0.1),'), (
+        NORMED, NORMED + '    h = h * (1 + w["gate"])\n')])
+    usual = make(kv_heads=2).network
+    networks.save_hf(tmp_path / "m", model.init(usual, jax.random.key(0)), usual)
+    module, _ = edit("a gate")
+    assert not np.any(module.load_hf(tmp_path / "m")[0]["layers"]["gate"])
+
+
+@pytest.mark.parametrize("changes", [
+    LLAMA, MIXTRAL, dict(layers=1, tied=True), dict(kv_heads=1, head_dim=64),
+    dict(MIXTRAL, experts_per_token=1), dict(LLAMA, norm_eps=0.1, rope_theta=5e5, seq_len=1),
+    dict(rope_scaling=json.dumps(dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                                      high_freq_factor=4.0, original_max_position_embeddings=32)))],
+    ids=str)
+def test_code_that_is_not_edited_reads_every_llama(changes):
+    """A refusal of a published folder whose options the plain decoder has."""
+    config = make(**changes).network
+    kind = "mixtral" if config.experts else "llama"
+    assert code_difference(model.NETWORK, kind, dataclasses.replace(config, embed_scale=1.0)) == ""
 
 
 @pytest.mark.parametrize("changes", [
