@@ -193,8 +193,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
         # Update, unless the gradient is not finite (it would spoil every weight for good), the loss
-        # is not (its gradient then means nothing) or the count is 0 (weights would decay, and
-        # moments fade, for no reason). The batch is used up all the same: `step` counts on.
+        # is not (its gradient means nothing) or the count is 0 (weights would decay for no reason).
+        # The batch is used up all the same: `step` counts on.
         rate = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, norm = rate(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -293,7 +293,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
         config = continuing.hold(schedules.with_steps(config, len(examples)), TRAINER.old_config)
-        say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, collate, examples)
+        say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
         program = check_program(
             functools.partial(build, config, mesh, init, loss, shapes, overrides,
                               schedule=schedule),

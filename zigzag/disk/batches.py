@@ -72,13 +72,11 @@ def _dtype(x):
     return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
-def batch_shapes(rows: int, collate: Callable, examples: Sequence) -> dict[str, Any]:
-    """The shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch of these examples,
-    with the dropout "seeds"."""
-    if not len(examples):
-        raise ConfigError("there are no examples to train on")
+def batch_shapes(rows: int, first: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch of examples, of which
+    the first one's arrays are given, with the dropout "seeds"."""
     batch = {k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype)
-             for k, v in batch_arrays(collate, [examples[0]]).items()}
+             for k, v in first.items()}
     return {**batch, "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from zigzag.core import hosts
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays
-from zigzag.disk.checkpoint import RunFolder
+from zigzag.disk.checkpoint import RunFolder, run_record
 from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files
@@ -40,7 +40,7 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     are done). `weights`, `record`, `tokenizer` and `log` are fit's. At the end, wait for the last
     save."""
     config, plan = program.config, program.plan
-    record = record or (first_example(task) if config.out else {})
+    record = record or (first_example(task, config.out) if config.out else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(tokenizer) if tokenizer else {})}
     hosts.assert_same_everywhere(trainer.record_of(config) | facts)
@@ -62,17 +62,19 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
         yield loop, step
 
 
-def first_example(task: Task) -> dict[str, str]:
-    """A fact about examples of which nothing is recorded: a digest of the first one's row. {} if
-    collate makes another row of it each time."""
-    def digest():
-        rows = batch_arrays(task.collate, [task.examples[0]])
-        return hashlib.sha256(b"".join(
-            name.encode() + np.ascontiguousarray(rows[name]).tobytes() for name in sorted(rows))
-        ).hexdigest()
+def first_example(task: Task, out: str) -> dict[str, str]:
+    """A fact about examples of which nothing else is recorded: a digest of the first one's row. (If
+    collate makes another row of it each time, the digest that the run has.)"""
+    def digest(rows):
+        return hashlib.sha256(b"".join(name.encode() + np.ascontiguousarray(rows[name]).tobytes()
+                                       for name in sorted(rows))).hexdigest()
 
-    found = digest()
-    return {"first_example": found} if digest() == found else {}
+    found = old = digest(task.first_row)
+    if (Path(out) / "config.json").exists():
+        old = run_record(out, "--out").get("first_example", found)
+    if old != found and digest(batch_arrays(task.collate, [task.examples[0]])) != found:
+        found = old
+    return {"first_example": found}
 
 
 def has_own_weights(program: Program, trainer: Trainer) -> bool:

@@ -156,7 +156,7 @@ def bench(config: Any, trainer: Trainer, mesh: Any, task: Task, make_batch: Call
     that was there before, which shows what the loader costs."""
     config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
     say, (init, loss, _) = BenchReporter(WARM + TIMED), trainer.language(config)
-    shapes = batch_shapes(config.batch, task.collate, task.examples)
+    shapes = batch_shapes(config.batch, task.first_row)
     program = trainer.build(config, mesh, init, loss, shapes)
     next_batch = functools.partial(make_batch, config, mesh, task, shapes)
     loop = Loop(program, task, None, say, lambda at: numbers_at(

@@ -21,10 +21,11 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 import numpy as np
 
-from zigzag.core.errors import RunError, human_bytes
+from zigzag.core.errors import ConfigError, RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter, options_text
+from zigzag.disk.batches import batch_arrays
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
 from zigzag.parallel.attention import asked_in, describe
@@ -73,6 +74,13 @@ class Task:
     samples: Samples | None = None
     flops: float | None = None          # of an update, for MFU
     bits_per_nat: float | None = None   # turns the held-out loss into bits per byte
+
+    @functools.cached_property
+    def first_row(self) -> dict[str, np.ndarray]:
+        """The batch of the first example alone, from which the shapes of all follow."""
+        if not len(self.examples):
+            raise ConfigError("there are no examples to train on")
+        return batch_arrays(self.collate, [self.examples[0]])
 
 
 class Learned(NamedTuple):

@@ -38,7 +38,7 @@ TOP = {
     "networks/": EVERY - {"run", "measure"} | {"shard"} | FILES_OF_NETWORKS,
     "networks": EVERY - {"run", "measure"} | {"shard", "model"} | FILES_OF_NETWORKS,
     "sample": EVERY | {"shard", "data", "model"} | FILES_OF_NETWORKS,
-    "tasks/": EVERY | {"shard", "data", "model", "sample"} | FILES_OF_NETWORKS,
+    "tasks/": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
     "train": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
 }
 RECIPES = {*TOP, "recipes/"}

@@ -32,10 +32,10 @@ VALUES = {
     "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",
     "metric": "f1", "beams": "2", "best": "smallest:eval_loss", "sample_prompts": "a.txt",
     "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "plot": "run",
-    "profile": "2", "edited": "true", "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
+    "profile": "2", "edited": "true",
+    "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9"}
-# What is read on all kinds of data, and beside which commands. `elsewhere` are options of one
-# command, and those of the processes; they are read before any data is.
+# {kind of data: the options that only some kinds use, and this one does}
 MODES = {
     "text": {"weights", "pack", "eval_tokens", "sample_temperature", "sample_prompts"},
     "pairs": {"fields", "metric", "beams", "sample_prompts"},

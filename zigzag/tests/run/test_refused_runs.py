@@ -113,9 +113,12 @@ def test_other_data_for_fit_are_noticed(tmp_path):
     changed = dataclasses.replace(change(config, steps=5), change=("data",))
     assert learn(changed, examples=other)[1].step == 5
     # (A record of one's own says which data these are.)
-    assert begin.first_example(train.Task(
-        collate=lambda e: {"x": np.random.default_rng().normal(size=(len(e), 2))},
-        examples=[1])) == {}, "another row each time"
+    rng, run = np.random.default_rng(0), str(tmp_path / "run")
+    found = [begin.first_example(train.Task(collate=collate, examples=[1]), run) for collate in (
+        lambda e: {"x": rng.normal(size=(len(e), 2))}, lambda e: {"x": np.ones((len(e), 2))})]
+    recorded = json.loads((tmp_path / "run/config.json").read_text())["first_example"]
+    assert found[0] == {"first_example": recorded}, "another row each time"
+    assert found[1] != found[0]
 
 
 def test_another_peak_says_what_the_rate_will_be(tmp_path, text, capsys):
