@@ -174,8 +174,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # One sum over the devices with other rows (fsdp has summed what it splits): gradients; and
-        # the loss's sum, count and other sums.
+        # One sum over devices with other rows (fsdp has summed what it splits), of all of these.
         grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
