@@ -138,10 +138,12 @@ OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
-                     needs: Sequence[str] = (), change: Sequence[str] = ()) -> None:
+                     needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
+                     ) -> None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
     facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
-    anything is written. read_old(out) returns the facts of the existing run."""
+    anything is written. read_old(out) returns the facts of the existing run. If the weights differ
+    (the fact `shapes`), the message says which, for the shapes `params` of now."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
@@ -160,6 +162,10 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     if not differs:
         return
     was, how, network = [], "continue it with what it was", differs.pop("network", None)
+    if differs.pop("shapes", None):
+        was.append(f"with other weights ({_other_weights(folder, params)})")
+        how = "continue it with the code that it began with"
+        differs.pop("base_weights", None)       # (a fingerprint of some of them)
     if network:
         was.append(f"of the network {network[0]}, and this command trains the network {network[1]}")
         how = "leave --model out to continue it"
@@ -169,6 +175,16 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
     raise ConfigError(f"--out {out} holds a run {'; '.join(was)}: {how}, or give another --out"
                       + (f"; --change {words} changes that on purpose" if words else ""))
+
+
+def _other_weights(folder, params):
+    """Which weights of a run are not those of now, as its newest readable checkpoint says."""
+    for step in _saved_steps(folder):
+        with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
+            meta = json.loads((folder / f"checkpoints/{step}/meta/metadata").read_text())
+            if found := _differences(meta.get("leaves", {}), {"params": params}):
+                return found
+    return "no checkpoint says which"
 
 
 def _shown(value):
@@ -199,7 +215,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.best = None        # step of the best checkpoint
         self.samples = None     # samples.jsonl, opened at the first sample
         check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                         change=change)
+                         change=change, params=state["params"])
         word = secrets.token_hex(8)
         if self.is_process_0:
             self._take(word, lambda: self._note_changes(read_old, [
@@ -442,6 +458,24 @@ def _kinds(tree):
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
 
 
+def _differences(saved, item):
+    """How the arrays of one item, {name: a tree}, differ from those that a checkpoint's description
+    lists (`saved`, empty in a checkpoint of the first version), as text; '' if they do not."""
+    (name,), now = item, _kinds(item)
+    before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
+
+    def change(path):
+        if path not in before:
+            return f"is new: {now[path]}"
+        return f"was {before[path]} and is {now[path]}" if path in now else (
+            f"is gone: it was {before[path]}")
+
+    paths = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
+    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths if before]
+    more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
+    return "; ".join(found[:6] + more)
+
+
 def checksum(x: Array) -> Array:
     """A number (uint32) that changes if any one bit of x changes, and that does not depend on the
     mesh: the sum over elements of their bits times (2 * index + 1), modulo 2**32."""
@@ -579,13 +613,14 @@ def _read_items(folder, wanted, whose):
                                                barrier_sync_key_prefix=str(me))
     with _reading(folder, "its description cannot be read"):
         meta = json.loads((folder / "meta" / "metadata").read_text())
-        kinds, step = meta.get("leaves"), meta["step"]
+        saved, step = dict(meta.get("leaves") or {}), meta["step"]
     if str(step) != folder.name:
         raise CorruptCheckpoint(f"its description says step {step}")
-    for path, kind in _kinds(wanted).items():
-        if kinds and kinds.get(path) != kind:
-            raise ConfigError(f"{whose}: checkpoint {step} has {path} as "
-                              f"{kinds.get(path, 'nothing')}, and this run as {kind}")
+    for name, tree in wanted.items():
+        if differs := _differences(saved, {name: tree}):
+            what = "weights than this model" if name == "params" else "arrays than this run"
+            raise ConfigError(f"{whose}: checkpoint {step} holds other {what} has ({differs}); "
+                              f"undo the edit of the code that makes them, or train a new run")
     with _reading(folder, "it cannot be read"), ocp.StandardCheckpointer(
             multiprocessing_options=alone) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta

@@ -5,6 +5,7 @@ or kills".
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -21,10 +22,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 import data
+import model
 import networks
 import sample
 import train
 from networks import transformer
+from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
 from zigzag.tests.common import (
@@ -41,6 +44,7 @@ from zigzag.tests.common import (
     until_step,
     without_times,
 )
+from zigzag.weights.table import Weight
 
 
 @pytest.fixture(scope="module")
@@ -350,12 +354,65 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(run):
     was = json.loads(meta.read_text())
     leaves = {**was["leaves"], "params.embed": "bfloat16[128, 32]"}
     meta.write_text(json.dumps({**was, "leaves": leaves}))
-    with pytest.raises(ConfigError, match="params.embed as bfloat16.* float32"):
+    with pytest.raises(ConfigError, match="embed was bfloat16.* and is float32"):
         learn(make(steps=9, save_every=9, out=str(run)))
     sums = {**was["checksums"], "params.embed": 1}
     meta.write_text(json.dumps({**was, "checksums": sums}))
     rows, _ = learn(make(steps=7, save_every=9, verify="off", out=str(run)))
     assert rows[0]["step"] == 7
+
+
+def edit_weights(monkeypatch, change):
+    """model.py with another table of weights."""
+    def weights(c):
+        table = usual(c)
+        change(table["layers"], lambda *size: Weight(("L", "D", "F")[:len(size)], size, 0.1, -1))
+        return table
+
+    usual = model.weights
+    network = dataclasses.replace(model.NETWORK, weights=weights)
+    monkeypatch.setattr(model, "NETWORK", network)
+    monkeypatch.setitem(networks.NETWORKS, "decoder", network)
+
+
+def of_any_weights(params, batch):
+    return sum(jnp.sum(w) for w in jax.tree.leaves(params)), jnp.float32(1)
+
+
+EDITS = {
+    "a new weight": (lambda w, make: w.update(extra=make(2, 32)),
+                     "layers.extra is new: float32[2, 32]"),
+    "no gate": (lambda w, make: w.pop("w_gate"),
+                "layers.w_gate is gone: it was float32[2, 32, 64]"),
+    "a wider one": (lambda w, make: w.update(w_up=make(2, 32, 96)),
+                    "layers.w_up was float32[2, 32, 64] and is float32[2, 32, 96]"),
+    "many": (lambda w, make: w.update({f"more_{i}": make(2) for i in range(9)}), "; and 3 more)")}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_weights_that_were_edited_are_named(run, capsys, monkeypatch, name):
+    """A run of a model.py whose weights have changed since: a checkpoint called damaged, or set
+    aside, or two hashes of all shapes."""
+    change, says = EDITS[name]
+    before = sorted(run.rglob("*"))
+    edit_weights(monkeypatch, change)
+    with pytest.raises(ConfigError) as e:
+        networks.load_run(run)
+    assert says in str(e.value) and "--run" in str(e.value) and "checkpoint 6" in str(e.value)
+    with pytest.raises(ConfigError) as e:
+        learn(make(steps=8, save_every=2, out=str(run)), loss=of_any_weights)
+    assert says in str(e.value) and "holds a run with other weights (layers." in str(e.value)
+    assert flags.exit_line(e.value)[0] == 2 and "\n" not in str(e.value)
+    assert sorted(run.rglob("*")) == before and "damaged" not in capsys.readouterr().err
+
+
+def test_weights_of_which_no_checkpoint_is_left(run, monkeypatch):
+    """A traceback, or a hash, where no description of the old weights can be read."""
+    for step in (2, 4, 6):
+        largest(run / f"checkpoints/{step}/meta").write_text("{")
+    edit_weights(monkeypatch, EDITS["no gate"][0])
+    with pytest.raises(ConfigError, match="with other weights .no checkpoint says which.: conti"):
+        learn(make(steps=8, save_every=2, out=str(run)), loss=of_any_weights)
 
 
 def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
