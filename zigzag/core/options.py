@@ -16,6 +16,7 @@ import functools
 import inspect
 import io
 import math
+import re
 import textwrap
 import tokenize
 import types
@@ -76,6 +77,10 @@ def _kind(annotation):
     return typing.get_origin(annotation) or annotation, False
 
 
+# A heading above options: a few small words. (Other comments there are for readers alone.)
+HEADING = re.compile(r"[a-z]+( [a-z]+){0,2}( \(rare\))?")
+
+
 class Comment(NamedTuple):
     """What the source says beside and above an option."""
     help: str = ""
@@ -104,8 +109,9 @@ def _comments_of(cls):
     for node in ast.parse(source).body[0].body:
         if not isinstance(node, ast.AnnAssign):
             continue
-        if text.get(node.lineno - 1, (None,))[0] == " " * node.col_offset:
-            heading = text[node.lineno - 1][1]
+        before, above = text.get(node.lineno - 1, (None, ""))
+        if before == " " * node.col_offset and HEADING.fullmatch(above):
+            heading = above
         lines = [text[n][1] for n in range(node.lineno, node.end_lineno + 1) if n in text]
         line = node.end_lineno + 1
         while line in text and text[line][0].isspace() and len(text[line][0]) > node.col_offset:

@@ -1,4 +1,4 @@
-"""Options of a run, besides those that train.py itself reads (train.Config)."""
+"""Further options of a run. (The first ones to know stand in train.Config.)"""
 
 import dataclasses
 from typing import Any
@@ -107,8 +107,8 @@ class MoreOptions:
     save: str = flag("", recorded=False)
                                     # with --plot: a picture to write instead (.png, .pdf, .svg)
 
-    # many hosts, each of which gets the same command (rare)
-    coordinator: str = flag("", recorded=False)     # HOST:PORT where process 0 listens
+    # many hosts (rare)
+    coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
     processes: int = flag(0, recorded=False)        # number of processes
     process_id: int = flag(-1, least=-1, recorded=False)
                                     # the number of this process, from 0
