@@ -296,7 +296,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         program = check_program(
             functools.partial(build, config, mesh, init, loss, shapes, overrides,
                               schedule=schedule),
-            task, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch, say)
+            task, TRAINER, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch,
+            say)
         with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, step):
             run_loop(loop, step, stop)
         if not stop:
@@ -365,8 +366,8 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 # The command line
 
 language = tasks.language
-TRAINER = Trainer(config=Config, networks=networks, learning_rate=learning_rate,
-                  optimizer=optimizer, language=language, build=build)
+TRAINER = Trainer(config=Config, networks=networks, optimizer=optimizer, build=build,
+                  learning_rate=lambda *args: learning_rate(*args), language=language)
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
@@ -382,10 +383,10 @@ def compile_step(config: Config) -> jax.stages.Compiled:
 def main(argv: Sequence[str] | None = None) -> None:
     with hosts.exit_together():
         given = command_line.read_flags(argv, Config, networks)
-        if given.get("topology"):       # (programs for absent hardware are not cached)
-            return commands.dry_run(TRAINER.config_of_flags(given), TRAINER)
         config = continuing.continued(given, TRAINER, tasks.needs)
-        command_line.check_used(given, Config, tasks.kind_of(config))
+        command_line.check_used(given, config, tasks.kind_of(config))
+        if config.topology:             # (programs for absent hardware are not cached)
+            return commands.dry_run(config, TRAINER)
         config, mesh = commands.on_machine(config, TRAINER)
         with tasks.opened(config, TRAINER) as learned:
             config, task, (init, loss, _) = learned.config, learned.task, language(learned.config)

@@ -8,6 +8,7 @@
     --checkpoint STEP   its checkpoint of this step, or best (without: the newest)
     --shards N          devices to split the model over
     --mesh AXIS=N,...   or a mesh; data takes the remaining devices
+    --edited true       load a published model into an edited model.py
 
 These flags are sample.py's. All other flags go to lm_eval's own command. (A row with the ids to
 score fits into seq_len. So the context is one token shorter than that of lm_eval's model hf.)
@@ -46,7 +47,8 @@ from tqdm import tqdm
 import sample
 
 # The flags of sample.py that say which model, and those that its tasks may set.
-FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str}
+FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str,
+         "edited": lambda text: text.lower() in ("true", "1", "yes")}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

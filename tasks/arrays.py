@@ -2,12 +2,12 @@
 themselves; zigzag/disk/examples.py reads them."""
 
 import contextlib
-import hashlib
 from pathlib import Path
 from typing import Any, Iterator
 
 import data
 import networks
+from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.run import schedules
 from zigzag.run.loop import Learned, Task
@@ -20,11 +20,12 @@ def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: floa
     network = networks.network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
     own = examples.open_arrays(config.data, shapes, limits, whole=bool(config.held_out))
-    held_out, description, digest = own.held_out, str(own), own.fingerprint
-    if config.held_out:
-        other = examples.open_arrays(config.held_out, shapes, limits, "--held_out", whole=True)
-        held_out, description = other.train, f"{own}\n         evaluated on {other}"
-        digest = hashlib.sha256(f"{digest} {other.fingerprint}".encode()).hexdigest()
+    other = examples.open_arrays(config.held_out, shapes, limits, "--held_out",
+                                 whole=True) if config.held_out else None
+    if other and other.arrays.keys() != own.arrays.keys():
+        raise ConfigError(f"--held_out {config.held_out[0]}: has the arrays "
+                          f"{', '.join(other.arrays)}; --data has {', '.join(own.arrays)}")
+    held_out, description, digest = examples.beside(own, other)
     config = schedules.with_steps(config, len(own.train))
     task = Task(collate=examples.collate_arrays, examples=own.train, held_out=held_out,
                 flops=networks.flops_of_update(config))

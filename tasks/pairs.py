@@ -3,7 +3,6 @@ zigzag/disk/examples.py reads them."""
 
 import contextlib
 import functools
-import hashlib
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -29,11 +28,8 @@ def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: floa
     tokenizer = tokenizer or data.Bytes()
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields)
     own = read(config.data, whole=bool(config.held_out))
-    held_out, description, digest = own.held_out, str(own), own.fingerprint
-    if config.held_out:
-        other = read(config.held_out, whole=True)
-        held_out, description = other.train, f"{own}\n         evaluated on {other}"
-        digest = hashlib.sha256(f"{digest} {other.fingerprint}".encode()).hexdigest()
+    other = read(config.held_out, whole=True) if config.held_out else None
+    held_out, description, digest = examples.beside(own, other)
     config = checks.check_vocabulary(config, tokenizer.vocab_size)
     config = schedules.with_steps(config, len(own.train))
     record = {"fingerprint": digest, "tokenizer_sha256": "", **data.tokenizer_record(tokenizer)}

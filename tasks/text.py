@@ -80,8 +80,8 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
                                    Sampling(config.sample_temperature), config.seed)
 
     # What an evaluation shows: the first question of a held-out conversation, or a few tokens.
-    asked = (row for name, parts in sources.evaluated.items() if parts[0][0].is_learned_in_part
-             for row in held_out[name])
+    asked = (row for name, parts in sources.evaluated.items() for row in held_out[name]
+             if pack == "documents" and parts[0][0].is_learned_in_part)
     predict, show = preview(tokenizer, write, begin,
                             question_in(asked, max(room // 2, room - NEW_IDS)))
     return Task(collate=lambda examples: data.collate(examples, T), predict=predict,

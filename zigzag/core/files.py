@@ -33,45 +33,67 @@ def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
 
 
-@contextlib.contextmanager
-def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
-    """A function put(source, name) that moves a file or a folder into the folder of a run, and
-    returns its new path. If the run has not begun at the end (config.json is the one that was
-    there), everything is taken back: a refused run leaves its folder as it found it."""
-    is_new, before, moved = not run.exists(), _stamp(run / "config.json"), []
+class Placed:
+    """What a command has put into the folder of a run that has not begun yet."""
 
-    def put(source, name):
-        target, old = run / name, run / f"{name}.before"
+    def __init__(self, run: Path):
+        self.run, self.is_new, self.moved = run, not run.exists(), []
+
+    def put(self, source: Path, name: str) -> Path:
+        """Move a file or a folder into the run's folder. Returns its new path."""
+        target, old = self.run / name, self.run / f"{name}.before"
+        _remove(old)            # (of a process that was killed)
+        self.moved.append((target, old if target.exists() else None))
         if target.exists():
-            _remove(old)
             os.replace(target, old)
         os.replace(source, target)
-        moved.append((target, old))
         return target
 
-    try:
-        yield put
-    finally:
-        has_begun = _stamp(run / "config.json") != before
-        for target, old in reversed(moved):
-            if has_begun:
+    def keep(self) -> None:
+        """Leave everything where it was put: the run has begun."""
+        for _, old in self.moved:
+            if old:
                 _remove(old)
-                continue
+        self.moved, self.is_new = [], False
+
+    def take_back(self) -> None:
+        """Make the folder as it was."""
+        while self.moved:
+            target, old = self.moved.pop()
             _remove(target)
-            if old.exists():
+            if old and old.exists():
                 os.replace(old, target)
-        if is_new:
+        if self.is_new:
             with contextlib.suppress(OSError):
-                run.rmdir()                 # (only if it is empty)
+                self.run.rmdir()            # (only if it is empty)
 
 
-def _stamp(path):
-    """A value that changes when a file is written anew; None without the file."""
+_placed: list[Placed] = []
+
+
+@contextlib.contextmanager
+def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
+    """The function Placed.put for the folder of a run. Unless run_has_begun is called before the
+    end, everything is taken back: a refused run leaves its folder as it found it."""
+    placed = Placed(run)
+    _placed.append(placed)
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+        yield placed.put
+    finally:
+        _placed.remove(placed)
+        placed.take_back()
+
+
+def run_has_begun() -> None:
+    """Keep what was put into the folder of this command's run."""
+    for placed in _placed:
+        placed.keep()
+
+
+def take_back_all() -> None:
+    """Take back what was put, before this process ends without unwinding."""
+    for placed in reversed(_placed):
+        placed.take_back()
 
 
 def _remove(path):

@@ -32,6 +32,7 @@ from jax._src import distributed  # (the processes' key-value store has no publi
 from jax.experimental import multihost_utils
 
 from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.files import take_back_all
 from zigzag.core.flags import exit_line
 
 CONTINUES = "when all have ended, the same command in each continues from the last checkpoint"
@@ -245,6 +246,7 @@ def _listen(reader, numbers, old, out, gives_up):
         if count > (1 if is_before else 2):
             gives_up.set()
             status, line = exit_line(KeyboardInterrupt())
+            take_back_all()
             _say(line)
             if not (hasattr(sys, "ps1") or sys.flags.interactive):
                 os._exit(status)
@@ -288,15 +290,21 @@ LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nc
                   "coordination service|unavailable|deadline.exceeded|barrier", re.I)
 
 
+_depth = 0      # of contexts of exit_together
+
+
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
     """A context around everything that a command does. If one of several processes fails, it prints
-    the message of flags.run_main and exits at once, without waiting for the others."""
+    the message of flags.run_main and exits at once, without waiting for the others. (Of several
+    contexts inside each other, the outermost one does.)"""
+    global _depth
+    _depth += 1
     try:
         yield
         watchdog.arm("")
     except (Exception, KeyboardInterrupt) as e:
-        if not jax.distributed.is_initialized():
+        if not jax.distributed.is_initialized() or _depth > 1:
             raise
         status, line = exit_line(e)
         if not line and LOST.search(str(e)):
@@ -307,3 +315,5 @@ def exit_together() -> Iterator[None]:
         if distributed.global_state.process_id == 0:
             time.sleep(1)       # the others exchange messages through this process
         os._exit(status)
+    finally:
+        _depth -= 1

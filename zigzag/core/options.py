@@ -65,8 +65,18 @@ def options(cls: type) -> dict[str, Option]:
     is a configuration itself is none.)"""
     kinds, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
     fields = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)
-    return {f.name: Option(f.name, *_kind(kinds[f.name]), f.default, **f.metadata)
-            for f in fields if not dataclasses.is_dataclass(f.default)}
+    found = {}
+    for f in fields:
+        if not dataclasses.is_dataclass(f.default):
+            kind, is_optional = _kind(kinds[f.name])
+            kind = kind if kind in KINDS else type(f.default)       # (Any, Literal["a", "b"] ...)
+            is_negative = kind in (int, float) and f.default is not None and f.default < 0
+            found[f.name] = Option(f.name, kind, is_optional, f.default, **{
+                "least": -math.inf if is_negative else 0, **f.metadata})
+    return found
+
+
+KINDS = (int, float, str, bool, tuple)
 
 
 def _kind(annotation):

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
-from zigzag.core.files import appears, lock, write_json, write_whole
+from zigzag.core.files import appears, lock, run_has_begun, write_json, write_whole
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
 from zigzag.core.options import fits, options
@@ -119,7 +119,8 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
-    if isinstance(found := record.get("format"), int) and found > FORMAT:
+    found = record.get("format", FORMAT)
+    if not isinstance(found, int) or found > FORMAT:
         raise ConfigError(f"{flag} {folder}: a run of a later version (format {found} of "
                           f"config.json; this version reads up to {FORMAT})")
     record = {RENAMED.get(name, name): value for name, value in record.items()}
@@ -255,6 +256,7 @@ class RunFolder(contextlib.AbstractContextManager):
             os.fsync(held.fileno())
             note_changes()
             write_json(self.folder / "config.json", self.record)
+            run_has_begun()
         except BlockingIOError:
             raise ConfigError(f"--out {self.out}: another run is writing there; give another "
                               f"--out, or wait for it to end") from None
@@ -516,23 +518,17 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 
 
-def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run"
-                 ) -> dict[str, Any]:
-    """The weights of a run's newest (or given) step, as shapes in nested dicts."""
+def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run") -> Any:
+    """The weights of a run's newest (or given) step, as shapes: the tree that was saved, in dicts
+    and lists."""
     at = step if step is not None else run_steps(folder, flag)[0]
-    path, tree = Path(folder).resolve() / f"checkpoints/{at}/meta/metadata", {}
-    with _reading(path.parent, "its description cannot be read"):
-        leaves = json.loads(path.read_text())["leaves"]
-    for name, kind in leaves.items():
-        first, *outer, last = name.split(".")
-        if first == "params":
-            dtype, sizes = kind.removesuffix("]").split("[")
-            inner = tree
-            for key in outer:
-                inner = inner.setdefault(key, {})
-            shape = tuple(map(int, filter(None, sizes.split(","))))
-            inner[last] = jax.ShapeDtypeStruct(shape, dtype)
-    return tree
+    path = Path(folder).resolve() / f"checkpoints/{at}"
+    ocp = _orbax()
+    with _reading(path, "its description cannot be read"), ocp.StandardCheckpointer() as reader:
+        found = reader.metadata(path / "params")
+    for name in ("item_metadata", "tree"):          # (of some versions of orbax)
+        found = getattr(found, name, found)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
 
 
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:

@@ -225,7 +225,10 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
                 raise
             if changes:         # (until config.json says otherwise, the old data stays in use)
                 made = run / f"{name}-{corpus.fingerprint[:12]}"
-            if corpus.fingerprint != fingerprint:
+            if made.exists() and not (made / "data.json").exists():
+                raise ConfigError(f"--out {run}: {made.name} in it is not what a run made there; "
+                                  f"give another --out")
+            if corpus.fingerprint != fingerprint or not made.exists():
                 corpus.folder = put(part, made.name)
             yield corpus
         finally:

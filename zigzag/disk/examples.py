@@ -57,6 +57,15 @@ def _split(example, is_held_out, what, whole):
     return Part(example, np.flatnonzero(~marks)), Part(example, np.flatnonzero(marks))
 
 
+def beside(own: Any, other: Any = None) -> tuple[Part, str, str]:
+    """(the held-out examples, a description, a digest) of a data set, evaluated on `other` if that
+    is given."""
+    if other is None:
+        return own.held_out, str(own), own.fingerprint
+    digest = hashlib.sha256(f"{own.fingerprint} {other.fingerprint}".encode()).hexdigest()
+    return other.train, f"{own}\n         evaluated on {other}", digest
+
+
 def _existing(path):
     path = Path(path)
     if not path.exists():
@@ -72,7 +81,6 @@ class Pairs:
     """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
     A pair is held out by the hash of its source. So adding a line moves no other, and training
     never sees the source of a held-out pair."""
-    prompt_flags = '--prompt "..."'     # of sample.py
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
                  fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0,

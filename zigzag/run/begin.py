@@ -46,7 +46,7 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     hosts.assert_same_everywhere(trainer.record_of(config) | facts)
     schedule = plan.schedule or functools.partial(trainer.learning_rate, config)
     continuing.check_rates(config, lambda old: plan.schedule or functools.partial(
-        trainer.learning_rate, old), trainer.old_config)
+        trainer.learning_rate, old), trainer.old_config, plan.schedule is not None)
     first, of_first = frozen_state(program, weights)
     folder = open_folder(program, trainer, facts | of_first, continuing.rates(config, schedule),
                          say, tokenizer)
@@ -74,7 +74,7 @@ def first_example(task: Task, out: str) -> dict[str, str]:
         old = run_record(out, "--out").get("first_example", found)
     if old != found and digest(batch_arrays(task.collate, [task.examples[0]])) != found:
         found = old
-    return {"first_example": found}
+    return {"first_example": hosts.process_allgather(found)[0]}
 
 
 def has_own_weights(program: Program, trainer: Trainer) -> bool:
@@ -105,14 +105,15 @@ def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates
     return folder
 
 
-def check_program(build: Callable, task: Task, make_gradients: Callable, make_evaluate: Callable,
-                  make_batch: Callable, say: Reporter) -> Program:
+def check_program(build: Callable, task: Task, trainer: Trainer, make_gradients: Callable,
+                  make_evaluate: Callable, make_batch: Callable, say: Reporter) -> Program:
     """The program of a task: build(), after comparing a custom loss, or an edited one, on the mesh
     with one device. Where they differ, build(typed=False) makes a program in which every device
     computes the loss as one device would, and the loss is refused if that differs too.
     make_gradients(plan) and make_evaluate(plan) are train.py's, and make_batch(config, mesh, task,
     shapes, update)."""
     program = build()
+    hosts.assert_same_everywhere(trainer.record_of(program.config))
     check_task(program.config, program, task)
     if not must_compare(program.plan, say.line):
         return program

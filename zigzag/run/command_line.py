@@ -19,8 +19,8 @@ from zigzag.core.options import comments, options
 from zigzag.run import help, plots
 from zigzag.weights.network import Network
 
-# What these commands do not use: groups of options, and single ones. (--out and what else a whole
-# training command has may stand there: one asks how it would run.)
+# What these commands do not use: groups of options, and single ones. (Beside them may stand what
+# says how to train, and --out: one asks how a training command would run.)
 NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile")),
             "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped"))}
 # {kind of data (a file in tasks/): how a message calls it}
@@ -59,16 +59,13 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str
 
 
 def _check_commands(given, run):
-    """Refuse flags that have no effect on --bench or --topology, or with --eval_every 0."""
+    """Refuse flags that have no effect on --bench or --topology."""
     if given.get("bench") and given.get("topology"):
         raise ConfigError(f"--bench measures here, and --topology {given['topology']} compiles for "
                           f"hardware that is not here: give one of them")
     for command in NOT_USED:
         if given.get(command):
             check_command(given, run, command, f"with --{command}")
-    if given.get("eval_every") == 0:
-        _refuse([name for name in given if name != "eval_every"
-                 and _group(name, run) == "evaluation"], given, "with --eval_every 0")
 
 
 def check_command(given: dict[str, Any], run: type, command: str, where: str) -> None:
@@ -82,14 +79,18 @@ def _group(name, run):
     return comments(run)[name].group if name in names_of(run) else ""
 
 
-def check_used(given: dict[str, Any], run: type, kind: str) -> None:
-    """Refuse flags that have no effect on this kind of data."""
+def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
+    """Refuse flags that have no effect on this kind of data, or in a run without evaluations."""
+    run = type(config)
+    if config.eval_every == 0:      # (--held_out says that all of --data is learned)
+        _refuse([name for name in given if given[name] and _group(name, run) == "evaluation"
+                 and name != "held_out"], given, "with --eval_every 0")
     known = options(run)
     names = [name for name in given if name in known and known[name].of
              and kind not in known[name].of]
     of = dict.fromkeys(KINDS[which] for name in names for which in known[name].of)
-    _refuse(names, given, f"on {KINDS[kind]}, which this model learns from: {_is(names)} for "
-                          f"{' or '.join(of)}")
+    _refuse(names, given, f"on {KINDS.get(kind, kind)}, which this model learns from: "
+                          f"{_is(names)} for {' or '.join(of)}")
 
 
 def _is(names):

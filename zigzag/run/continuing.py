@@ -31,9 +31,9 @@ from zigzag.run.trainer import Trainer
 def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
     left out have the run's values, and a flag that decides the run's numbers is refused if its
-    value is not the run's. needs(config) are the facts that the run must have. (--bench looks at
-    no run.)"""
-    if given.get("bench"):
+    value is not the run's. needs(config) are the facts that the run must have. (--bench and
+    --topology look at no run.)"""
+    if given.get("bench") or given.get("topology"):
         return trainer.config_of_flags(given)
     out = given.get("out", trainer.config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
@@ -68,6 +68,8 @@ def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
+    if given.get("eval_every") == 0:            # (what evaluations would have done)
+        dropped |= {"best", "metric", "eval_first"}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
 
 
@@ -125,24 +127,32 @@ def rates(config: Any, schedule: Callable) -> dict[str, float]:
     return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
 
 
-def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
+# A schedule given to fit may be made of these: if one of them is another, so is its rate.
+OF_GIVEN = ("steps", "lr", "warmup")
+
+
+def check_rates(config: Any, schedule_of: Callable, read: Callable, is_given: bool) -> None:
     """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
     asks for one: what the run recorded is compared with schedule_of(its configuration). Runs that
-    recorded no rates are not compared."""
+    recorded no rates are not compared. `is_given`: the schedule is an argument of fit."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             Path(config.out) / "config.json").exists():
         return
-    recorded = run_record(config.out, "--out").get("rates")
+    recorded, old = run_record(config.out, "--out").get("rates"), read(config.out)
     if not isinstance(recorded, dict) or not newest_step(config.out):
         return
-    schedule = schedule_of(read(config.out))
+    if is_given and any(getattr(old, name) != getattr(config, name) for name in OF_GIVEN):
+        return
+    schedule = schedule_of(old)
     for step, rate in recorded.items():
+        if not step.isdecimal() or not isinstance(rate, (int, float)):
+            raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
         now = float(schedule(jnp.int32(int(step))))
-        if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-12):
+        if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-6 * config.lr):
             raise ConfigError(
                 f"--out {config.out}: its learning rate at step {int(step) + 1} was {rate:.3e} and "
                 f"is {now:.3e} now: the schedule was edited, or fit was given another; --lr "
-                f"{config.lr:g} --change lr goes on with this one")
+                f"{config.lr!r} --change lr goes on with this one")
 
 
 def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterator[str]:

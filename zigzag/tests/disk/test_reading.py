@@ -19,6 +19,7 @@ import pytest
 
 import data
 from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.files import run_has_begun
 from zigzag.disk import corpus as corpus_file
 from zigzag.disk import encoding, output, reading
 from zigzag.tests.common import ROOT, refused
@@ -156,6 +157,7 @@ def test_the_encoding_of_a_run_goes_on(tmp_path, monkeypatch, small_tasks):
         with contextlib.suppress(KeyboardInterrupt if stops else ()):
             with corpus_file.opened([str(tmp_path / path)], tmp_path / "run"):
                 assert not stops
+                run_has_begun()
         return len(begun)
 
     encode("in", stops=True)

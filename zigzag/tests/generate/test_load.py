@@ -70,8 +70,8 @@ def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
     config = make(steps=2, out=str(tmp_path / "run"))
     _, result = learn(
         config, "data=2,fsdp=2", examples=[np.ones(4, np.float32)] * 16,
-        init=lambda key: {"m": {"w": jnp.ones((4, 3))}, "b": jnp.zeros(())},
-        loss=lambda p, b: (jnp.sum((b["x"] @ p["m"]["w"] + p["b"])**2), len(b["x"])),
+        init=lambda key: {"m": [{"w.1": jnp.ones((4, 3))}], "b": jnp.zeros(())},
+        loss=lambda p, b: (jnp.sum((b["x"] @ p["m"][0]["w.1"] + p["b"])**2), len(b["x"])),
         collate=lambda rows: {"x": np.stack(rows)})
     found, _, tokenizer = sample.load(tmp_path / "run", mesh and mesh_of(mesh))
     assert tokenizer is None and jax.tree.all(jax.tree.map(

@@ -328,8 +328,8 @@ def test_an_edited_model_begins_with_published_weights_only_if_it_is_told_to(
     assert capsys.readouterr().out.startswith("7 and")
     fine_tune(*words[:-4], "--edited", "--out", out, mesh="")
     assert json.loads((out / "config.json").read_text())["edited"]
-    config = train.continued(train.read_flags(["--out", str(out), "--steps", "5"]))
-    assert config.edited and train.first_weights(config)
+    config = continued("--out", out, "--steps", 5)
+    assert config.edited and tasks.first_weights(config)
     assert "give --model FOLDER" in refused(capsys, "--edited", "--run", out, main=sample.main)
     for source in ([], ["--init_from", str(out)]):
         with pytest.raises(ConfigError, match="--edited .* give --model FOLDER"):
