@@ -46,7 +46,7 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     hosts.assert_same_everywhere(trainer.record_of(config) | facts)
     schedule = plan.schedule or functools.partial(trainer.learning_rate, config)
     continuing.check_rates(config, lambda old: plan.schedule or functools.partial(
-        trainer.learning_rate, old), trainer.old_config, plan.schedule is not None)
+        trainer.learning_rate, old), trainer.old_config)
     first, of_first = frozen_state(program, weights)
     folder = open_folder(program, trainer, facts | of_first, continuing.rates(config, schedule),
                          say, tokenizer)

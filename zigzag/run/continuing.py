@@ -127,23 +127,17 @@ def rates(config: Any, schedule: Callable) -> dict[str, float]:
     return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
 
 
-# A schedule given to fit may be made of these: if one of them is another, so is its rate.
-OF_GIVEN = ("steps", "lr", "warmup")
-
-
-def check_rates(config: Any, schedule_of: Callable, read: Callable, is_given: bool) -> None:
+def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
     """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
     asks for one: what the run recorded is compared with schedule_of(its configuration). Runs that
-    recorded no rates are not compared. `is_given`: the schedule is an argument of fit."""
+    recorded no rates are not compared."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             Path(config.out) / "config.json").exists():
         return
-    recorded, old = run_record(config.out, "--out").get("rates"), read(config.out)
+    recorded = run_record(config.out, "--out").get("rates")
     if not isinstance(recorded, dict) or not newest_step(config.out):
         return
-    if is_given and any(getattr(old, name) != getattr(config, name) for name in OF_GIVEN):
-        return
-    schedule = schedule_of(old)
+    schedule = schedule_of(read(config.out))
     for step, rate in recorded.items():
         if not step.isdecimal() or not isinstance(rate, (int, float)):
             raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
@@ -151,8 +145,9 @@ def check_rates(config: Any, schedule_of: Callable, read: Callable, is_given: bo
         if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-6 * config.lr):
             raise ConfigError(
                 f"--out {config.out}: its learning rate at step {int(step) + 1} was {rate:.3e} and "
-                f"is {now:.3e} now: the schedule was edited, or fit was given another; --lr "
-                f"{config.lr!r} --change lr goes on with this one")
+                f"is {now:.3e} now: the schedule was edited, or fit was given another (or one of "
+                f"other --steps); --lr {config.lr!r} --change lr goes on with this one (in Python: "
+                f"change=('lr',))")
 
 
 def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterator[str]:
