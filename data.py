@@ -157,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not paths:
         raise ConfigError("no PATH given: python data.py PATH ... --out DIR, with text files or "
                           "folders of them")
+    if config.tokenizer and config.vocab_size != Config.vocab_size:
+        raise ConfigError(f"--vocab_size {config.vocab_size}: --tokenizer {config.tokenizer} has "
+                          f"its own; give one of them")
     tokenizer = tokenizer_at(config.tokenizer) if config.tokenizer else None
     vocab_size = 0 if tokenizer else config.vocab_size
     if vocab_size and vocab_size < 300:

@@ -55,6 +55,7 @@ from zigzag.generate.prompts import (
     GROUPS,
     Config,
     Prompt,
+    check_used,
     given_text,
     prompt_texts,
     step_of,
@@ -514,6 +515,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
         check_shards(given)
         config = Config(**given)
+        check_used(given)
         keep_compiled(least=0)
         has_input = "prompt" in given or bool(config.prompts or config.source or config.score
                                               or config.choices or config.bench)

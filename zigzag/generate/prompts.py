@@ -88,6 +88,12 @@ GROUPS = {
                   "stop_at_context", "beams", "length_penalty", "seed"),
     "output": ("json", "logprobs", "batch"),
 }
+# {flag: the flags that have no effect beside it}
+OF_NEW_IDS = [name for name in GROUPS["which ids"] if name not in ("beams", "length_penalty")]
+NOT_USED = {"score": (*OF_NEW_IDS, "logprobs"), "choices": (*OF_NEW_IDS, "logprobs"),
+            "bench": (*OF_NEW_IDS, "beams", "prompt", "prompts", "source", "system", "json",
+                      "logprobs", "batch"),
+            "beams": ("temperature", "seed")}
 # The flags that are also fields of Sampling.
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -138,6 +144,17 @@ def _check_flags(config):
         except UnicodeEncodeError as e:
             raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character {e.start}; "
                               f"expected text in UTF-8") from None
+
+
+def check_used(given: dict[str, Any]) -> None:
+    """Refuse flags that were given and have no effect on what is asked for."""
+    for one, names in NOT_USED.items():
+        # (A beam search draws nothing, as with temperature 0.)
+        found = [f"--{name}" for name in given if given.get(one) and name in names
+                 and not (one == "beams" and name == "temperature" and given[name] == 0)]
+        if found:
+            raise ConfigError(f"{' and '.join(found)}: no effect with --{one}; leave "
+                              f"{'it' if len(found) == 1 else 'them'} out")
 
 
 def step_of(run: str, step: str) -> int | None:

@@ -289,6 +289,14 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "--beams and --score" in says("--beams", 2, "--score", tmp_path / "latin")
     assert "takes no --top_k" in says("--beams", 2, "--top_k", 5)
     assert "give --beams too" in says("--length_penalty", 2)
+    no_effect = "--stop and --tokens and --temperature: no effect with --{}; leave them out"
+    for flag in ("score", "choices", "bench"):
+        words = ("--stop", "x", "--tokens", 3, "--temperature", 0)
+        assert no_effect.format(flag) in says(f"--{flag}", tmp_path / "a.jsonl" if flag != "bench"
+                                              else "true", *words)
+    assert "--prompt: no effect with --bench" in says("--bench", "--prompt", "x")
+    assert "--temperature and --seed: no effect with --beams" in says(
+        "--beams", 2, "--temperature", 0.5, "--seed", 1, "--prompt", "x")
     FakeModel(monkeypatch, [])
     assert "a.jsonl line 2: not JSON" in says("--prompts", tmp_path / "a.jsonl")
     assert "no field 'prompt'" in says("--prompts", tmp_path / "b.jsonl")
