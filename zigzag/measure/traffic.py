@@ -17,46 +17,66 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.mesh import WITHOUT_TENSOR, full_spec, platform, row_groups, spec_axes
+from zigzag.core.mesh import (
+    AXES,
+    WITHOUT_TENSOR,
+    entry_axes,
+    full_spec,
+    platform,
+    row_groups,
+    spec_axes,
+)
 from zigzag.measure.hlo import Collective, add_up
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
-from zigzag.rule.rule import zero1_specs
+from zigzag.rule.rule import matrices_of_layers, zero1_specs
+
+NEWTON_SCHULZ = 5       # optax's steps
+UNKNOWN = None          # in place of bytes: there is no formula
 
 
 def expected_traffic(plan: Any) -> list[Collective]:
     """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
-    those of the weights and, if the loss is one of our decoders', those of the activations (between
-    blocks and stages, around the ring, to experts)."""
-    config, run = plan.config, _Run(plan.config, plan.mesh)
-    weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
-    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
-            *_overridden(weights, run)]
-    if plan.network and config.step == "shard_map":
-        if not is_complete(plan):
-            return add_up(_that_send(rows, run.sizes))
-        blocks = plan.network.block_traffic(config.network)
-        rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
-                 *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
-        if config.experts:
-            rows += _experts(run)
-    else:       # the reductions that the rule counted
-        rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
-                 for _, decision in weights for cost in decision.reductions]
-    return add_up(_that_send(rows, run.sizes))
+    those of the weights and of the optimizer and, if the loss is one of our decoders', those of the
+    activations (between blocks and stages, around the ring, to experts). Where there is no formula
+    for a part of what goes over some axes in one kind of collective, that one is left out."""
+    rows = list(_that_send(_rows(plan), plan.mesh.shape))
+    unknown = {row[:2] for row in rows if row[-1] is UNKNOWN}       # (kind, axes)
+    return add_up(row for row in rows if row[:2] not in unknown)
 
 
 def is_complete(plan: Any) -> bool:
-    """Whether there are formulas for a model's activations too: for our decoders only."""
+    """Whether there are formulas for all that an update sends: for the activations of our decoders
+    only, and for the optimizer on most meshes."""
+    return _knows_activations(plan) and all(row[-1] is not UNKNOWN for row in _rows(plan))
+
+
+def _knows_activations(plan):
     return not plan.network or plan.network.block_traffic(plan.config.network) is not None
+
+
+def _rows(plan):
+    config, run = plan.config, _Run(plan.config, plan.mesh)
+    weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
+    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
+            *_overridden(weights, run), *_optimizer(weights, run)]
+    if not plan.network or config.step != "shard_map":      # the reductions that the rule counted
+        rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
+                 for _, decision in weights for cost in decision.reductions]
+    elif _knows_activations(plan):
+        blocks = plan.network.block_traffic(config.network)
+        rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
+                 *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
+        rows += _experts(run) if config.experts else []
+    return rows
 
 
 def _that_send(rows, sizes):
     """The rows for add_up that send something, without axes of size 1."""
     for kind, axes, count, size in rows:
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
-        if names and count * size:
+        if names and (size is UNKNOWN or count * size):
             yield kind, "+".join(names), math.prod(sizes[a] for a in names), count, size
 
 
@@ -159,6 +179,92 @@ def _overridden(weights, run):
                 if axis != "tensor" and decision.is_trained:    # (tensor's have equal gradients)
                     itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
                     yield run.scatter(axis, run.config.accumulate, whole * itemsize)
+
+
+# -------------------------------------------------------------------------------------------
+# The optimizer
+
+def _optimizer(weights, run):
+    """What Muon sends for the matrices of the layers. (Adam sends nothing, and clipping a few
+    numbers.)"""
+    if run.config.optimizer != "muon":
+        return
+    trained = [(leaf, decision) for leaf, decision in weights if decision.is_trained]
+    dims = matrices_of_layers([decision for _, decision in trained])
+    for (leaf, decision), dims in zip(trained, dims):
+        if dims:
+            spec = decision.spec if not run.config.zero else zero1_specs(
+                leaf, decision.spec, run.mesh, run.config.fsdp_min)
+            yield from _newton_schulz(leaf.shape, spec, dims, run)
+
+
+def _newton_schulz(shape, spec, dims, run):
+    """What the compiler sends to make each matrix of a weight orthogonal. The weight is first
+    reshaped to x [B, m, n], with B matrices and m <= n. Only the first of the dimensions that
+    become one can stay split; another one (the experts of layers) is gathered.
+
+    The axes P split m, Q split n, and `idle` split neither. In each step
+      x xT  is a sum over n: an all-reduce over Q of a device's part [m/P, m]
+      x xT, a a and b x, where a and b are [m, m], need all of m of one of their two factors, which
+            is split along m over P: see _meet."""
+    shape, sizes = list(shape), run.sizes
+    split = [[a for a in entry_axes(e) if sizes[a] > 1] for e in full_spec(spec, len(shape))]
+    groups = [[d for d in range(len(shape)) if d not in {*dims[0], *dims[1]}], *dims]
+    first = [next((d for d in group if shape[d] > 1), None) for group in groups]
+
+    def parts(axes):
+        return math.prod(sizes[a] for a in axes)
+
+    for d in reversed(range(len(shape))):
+        if split[d] and d not in first:
+            whole, split[d] = split[d], []
+            if whole != ["data"]:       # (--zero 1: in place of the new weights' gather, in _data)
+                yield "all-gather", _joined(whole), 1, 4 * math.prod(shape) // parts(sum(split, []))
+    (B, over), (m, P), (n, Q) = [
+        (math.prod(shape[d] for d in group), [] if d is None else split[d])
+        for group, d in zip(groups, first)]
+    B //= parts(over)
+    if m > n:
+        m, n, P, Q = n, m, Q, P
+    idle = [a for a in sizes if sizes[a] > 1 and a not in (*over, *P, *Q)]
+    p, q = parts(P), parts(Q)
+
+    yield "all-reduce", _joined(P), 1, 4 * B        # the norm
+    yield "all-reduce", _joined(Q), 1, 4 * B
+    yield "all-reduce", _joined(Q), NEWTON_SCHULZ, 4 * B * m * m // p
+    if P:
+        # A TPU's products are of 16-bit factors, and x, which is in two products, is sent once.
+        on_tpu = platform(run.mesh) == "tpu"
+        again = not on_tpu or Q and parts(idle) % p == 0
+        for others, width, kind, moves in ((idle, n // q, "all-gather", True),
+                                           (idle + Q, m, "all-reduce", True),
+                                           (idle, n // q, "all-reduce", again)):
+            yield from _meet(P, p, others, parts(others), m, B * width, kind, moves,
+                             2 if on_tpu else 4)
+
+
+def _meet(P, p, idle, count, m, width, kind, moves, itemsize):
+    """What the compiler sends for a product whose result is split along m over P ([m/P, width]
+    numbers), and of which a factor with all of m is needed that is split along m over P too. The
+    axes `idle` do not split the result. If their `count` is a multiple of P's, the compiler does
+    not gather the factor over P: it moves the parts, so that m is split over `idle`, and then
+    gathers them there, or multiplies parts and sums over `idle`. moves=False: it was sent for
+    another product already."""
+    if count % p:
+        yield "all-gather", _joined(P), NEWTON_SCHULZ * moves, m * width * itemsize
+    elif m % count:         # the compiler pads the parts, and exchanges more
+        for name, axes in (("collective-permute", P + idle), ("collective-permute", P),
+                           (kind, idle)):
+            yield name, _joined(axes), NEWTON_SCHULZ, UNKNOWN
+    else:
+        yield ("collective-permute", _joined(P + idle), NEWTON_SCHULZ * moves,
+               m // count * width * itemsize)
+        yield kind, _joined(idle), NEWTON_SCHULZ, (
+            m * width * itemsize if kind == "all-gather" else m // p * width * 4)
+
+
+def _joined(axes):
+    return "+".join(a for a in AXES if a in axes)
 
 
 # -------------------------------------------------------------------------------------------

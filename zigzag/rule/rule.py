@@ -98,6 +98,14 @@ class Decision:
         return self.spec if self.used_as is None else self.used_as
 
 
+def matrices_of_layers(decisions: Any) -> Any:
+    """The matmul_dims of each weight that is a matrix of a layer (of any matrix, if there are no
+    layers), and None for the others. Muon makes the former orthogonal."""
+    has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
+    return jax.tree.map(lambda d: d.matmul_dims if all(d.matmul_dims) and (
+        d.stacked or not has_layers) else None, decisions)
+
+
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096) -> Any:
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.

@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import optax
 
+from zigzag.rule.rule import matrices_of_layers
+
 
 def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
     """Muon, scaled to AdamW's rates, for the matrices of the layers (the rule knows which of their
     dimensions are contracted with activations), and Adam with Nesterov for the rest."""
-    has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
-    dims = jax.tree.map(
-        lambda d: optax.contrib.MuonDimensionNumbers(*d.matmul_dims)
-        if all(d.matmul_dims) and (d.stacked or not has_layers) else None, decisions)
+    dims = jax.tree.map(lambda _, dims: dims and optax.contrib.MuonDimensionNumbers(*dims),
+                        decisions, matrices_of_layers(decisions))
     return optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims,
                               adam_b1=config.beta1, adam_b2=config.beta2)

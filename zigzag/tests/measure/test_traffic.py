@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import train
 from zigzag.core.mesh import by_path
 from zigzag.measure.hlo import collectives
-from zigzag.measure.traffic import expected_traffic
+from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
 from zigzag.tests.common import make, mesh_of, net, program_of, slow
 from zigzag.weights.table import count
@@ -101,6 +101,20 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
         # The compiler joins reductions; what a ring sends that no layer changes it sends once.
         if key[0] != "all-reduce" and key[1] != "seq":
             assert sent[key].count == expected[key].count, key
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)), slow("fsdp=4", dict(fsdp_min=64)),
+    slow("data=2,tensor=2", dict(zero=1, fsdp_min=64)), slow("pipe=2,tensor=2", {}),
+    slow("expert=2,tensor=2", dict(experts=4))])
+def test_muon_sends_what_is_expected(mesh, changes):
+    """Ten times the bytes that were expected: making matrices orthogonal that are split."""
+    program = program_of(make(optimizer="muon", layers=4, vocab_size=128, **changes), mesh)
+    assert is_complete(program.plan)
+    agree(program)
+    adam = program_of(make(layers=4, vocab_size=128, **changes), mesh).plan
+    more, less = (sum(c.bytes for c in expected_traffic(plan)) for plan in (program.plan, adam))
+    assert more > 1.5 * less
 
 
 def test_of_another_model_the_rules_reductions_are_expected():
