@@ -67,7 +67,8 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
         run / "metrics.jsonl"))]
     rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
-    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; and ends at step 9" \
+    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; the decay goes on and " \
+        "ends at step 9" \
         in lines[1] and float(rates[6]) > float(rates[5])
     assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,")
                for line in lines)

@@ -21,7 +21,7 @@ from zigzag.core.mesh import mesh_sizes
 from zigzag.disk.batches import batch_shapes
 from zigzag.parallel import attention
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
-from zigzag.run import custom_loss
+from zigzag.run import begin, custom_loss
 from zigzag.tests.common import full, learn, make, mesh_of, net, program_of, slow, tokens_of
 
 
@@ -580,7 +580,7 @@ def test_differences_are_counted_in_what_rounding_may_do():
 
 def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
     """Commands for the transformer that compile twice."""
-    monkeypatch.setattr(train, "check_loss", None)
+    monkeypatch.setattr(begin, "check_loss", None)
     learn(make(steps=1), "data=2")
     with pytest.raises(TypeError):
         learn(make(steps=1), "data=2", loss=lambda p, b: net.loss(p, b, make()))
