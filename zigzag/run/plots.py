@@ -131,12 +131,10 @@ def _wrapped(note, width):
 
 
 def _tokenizer_of(run):
-    """(kind, digest, number of ids) from a run's config.json; None if that does not say."""
+    """(kind, digest, vocabulary size) from a run's config.json; None if that does not say."""
     try:
         record = json.loads((Path(run) / "config.json").read_bytes())
-        kind, size = record["tokenizer"], int(record["vocab_size"])
-        # (The other tokenizers have their ids whatever --vocab_size is.)
-        return kind, record.get("tokenizer_sha256", ""), size if kind == "ids" else 0
+        return record["tokenizer"], record.get("tokenizer_sha256", ""), int(record["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

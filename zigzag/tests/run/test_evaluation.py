@@ -648,7 +648,7 @@ def test_samples_have_their_own_temperature(tmp_path, text, capsys):
     want = sample.generate(params, [ids, ids[:4]], config.network, 6, temperature=0)
     assert [row.tolist() for row in found] == want
     assert "--sample_temperature -1" in refused(capsys, "--sample_temperature", -1)
-    assert "--sample_temperature 0.5: is for a decoder" in refused(
+    assert "--sample_temperature 0.5 has no effect on pairs of texts" in refused(
         capsys, "--sample_temperature", 0.5, "--model", "transformer", "--encoder_layers", 1,
         "--source_len", 8, "--out", tmp_path / "out", "--data", text)
 
