@@ -59,8 +59,12 @@ def _knows_activations(plan):
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
+    optimizer = [*_optimizer(weights, run)]
+    if not _knows_activations(plan):    # which may be sent in the same collectives
+        optimizer = [row if {"data", "fsdp"} & {*row[1].split("+")} else (*row[:3], UNKNOWN)
+                     for row in optimizer]
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
-            *_overridden(weights, run), *_optimizer(weights, run)]
+            *_overridden(weights, run), *optimizer]
     if not plan.network or config.step != "shard_map":      # the reductions that the rule counted
         rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
                  for _, decision in weights for cost in decision.reductions]

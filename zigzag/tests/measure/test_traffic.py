@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import train
 from zigzag.core.mesh import by_path
+from zigzag.core.report import Reporter
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
@@ -105,6 +106,10 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 @pytest.mark.parametrize("mesh, changes", [
     ("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)), slow("fsdp=4", dict(fsdp_min=64)),
+    # Axes that split neither side, over which the compiler moves what it would gather.
+    slow("data=2,fsdp=2,tensor=2", dict(fsdp_min=64)), slow("data=4,tensor=2", dict(kv_heads=2)),
+    slow("data=2,fsdp=2", dict(zero=1, fsdp_min=64)),
+    slow("expert=2,fsdp=2,tensor=2", dict(experts=4)),
     slow("data=2,tensor=2", dict(zero=1, fsdp_min=64)), slow("pipe=2,tensor=2", {}),
     slow("expert=2,tensor=2", dict(experts=4))])
 def test_muon_sends_what_is_expected(mesh, changes):
@@ -115,6 +120,28 @@ def test_muon_sends_what_is_expected(mesh, changes):
     adam = program_of(make(layers=4, vocab_size=128, **changes), mesh).plan
     more, less = (sum(c.bytes for c in expected_traffic(plan)) for plan in (program.plan, adam))
     assert more > 1.5 * less
+
+
+@pytest.mark.parametrize("mesh, changes, unknown, known", [
+    # 18 rows in 4 parts: the compiler pads them.
+    ("data=4,fsdp=2", dict(d_model=18, heads=2, head_dim=10, fsdp_min=0),
+     {("collective-permute", "data+fsdp"), ("collective-permute", "fsdp"), ("all-gather", "data"),
+      ("all-reduce", "data")}, ("all-gather", "fsdp")),
+    # No formula for the activations, which are summed over tensor too.
+    ("fsdp=2,tensor=2", dict(encoder_layers=1, source_len=16, fsdp_min=0),
+     {("all-reduce", "tensor"), ("all-gather", "tensor")}, ("collective-permute", "fsdp+tensor"))])
+def test_where_muons_bytes_are_not_known_none_are_expected(mesh, changes, unknown, known, capsys):
+    """A wrong number beside the right one, where a part has no formula."""
+    program = program_of(make(optimizer="muon", vocab_size=128, **changes), mesh)
+    sent, expected = sent_and_expected(program)
+    assert not is_complete(program.plan) and not unknown & expected.keys()
+    assert unknown <= sent.keys()
+    assert sent[known].bytes == pytest.approx(expected[known].bytes, rel=0.02)
+    Reporter(1).collectives(sent.values(), expected.values(), is_complete(program.plan))
+    lines = capsys.readouterr().out
+    for kind, axis in unknown:
+        assert f"{kind} over {axis}\n" in lines, lines
+    assert f"{known[0]} over {known[1]} (expected: " in lines
 
 
 def test_of_another_model_the_rules_reductions_are_expected():
