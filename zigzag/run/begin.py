@@ -43,13 +43,15 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     record = record or (first_example(task, config.out) if config.out else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(tokenizer) if tokenizer else {})}
-    hosts.assert_same_everywhere(trainer.record_of(config) | facts)
-    schedule = plan.schedule or functools.partial(trainer.learning_rate, config)
-    continuing.check_rates(config, lambda old: plan.schedule or functools.partial(
-        trainer.learning_rate, old), trainer.old_config)
+    hosts.assert_same_everywhere(facts)     # (check_program has compared the configurations)
+
+    def schedule_of(config):
+        return plan.schedule or functools.partial(trainer.learning_rate, config)
+
+    continuing.check_rates(config, schedule_of, trainer.old_config)
     first, of_first = frozen_state(program, weights)
-    folder = open_folder(program, trainer, facts | of_first, continuing.rates(config, schedule),
-                         say, tokenizer)
+    rates = continuing.rates(config, schedule_of(config))
+    folder = open_folder(program, trainer, facts | of_first, rates, say, tokenizer)
     with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
         loop = Loop(program, task, folder, say, lambda at: numbers_at(
             task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
