@@ -134,7 +134,7 @@ def test_without_a_record_nothing_is_trusted(small, break_it):
 def test_a_command_compares_what_was_edited(tmp_path, text):
     """The steps above that do not add up to what README says: an edit of the positions that is
     right on one device, and trains to another loss on seq."""
-    for name in ("zigzag", "networks"):
+    for name in ("zigzag", "networks", "tasks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns(
             "tests", "__pycache__"))
     for name in (*tested.FILES, ".tested"):
