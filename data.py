@@ -3,7 +3,6 @@
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
           zigzag/disk/reading.py finds and reads files, encoding.py encodes them on all cores
           packing.py fills rows with whole documents, mixture.py mixes several sources
-    *.jsonl --zigzag/disk/examples.py: Pairs--> (source ids, target ids) --collate_pairs--> batch
 
 On disk, tokens are plain arrays of uint16 (uint32 above 65,536 ids) beside a small JSON file. They
 are memory-mapped, never loaded whole. The examples in a step's batch are a pure function of (seed,
@@ -22,19 +21,10 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random
 from zigzag.core.flags import from_flags, run_main
-from zigzag.disk.corpus import Corpus as Corpus
 from zigzag.disk.corpus import prepare
-from zigzag.disk.corpus import tokenizer_of as tokenizer_of
-from zigzag.disk.corpus import tokenizer_record as tokenizer_record
 from zigzag.disk.encoding import summary
-from zigzag.disk.output import SPLITS as SPLITS
 from zigzag.disk.packing import Packed, collate_packed
 from zigzag.disk.reading import Options
-from zigzag.disk.shuffle import mix as mix
-from zigzag.disk.shuffle import order_at
-from zigzag.disk.tokenizers import Bytes as Bytes
-from zigzag.disk.tokenizers import Tokenizer as Tokenizer
-from zigzag.disk.tokenizers import copy_files as copy_files
 from zigzag.disk.tokenizers import tokenizer_at
 
 # -------------------------------------------------------------------------------------------
@@ -87,51 +77,6 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
         n = len(e) - 1
         tokens[row, :n], targets[row, :n], weights[row, :n] = e[:-1], e[1:], 1
     return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
-
-
-def collate_pairs(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int,
-                  target_len: int, start: int, end: int | None = None, pad: int = 0
-                  ) -> dict[str, np.ndarray]:
-    """A batch for an encoder and a decoder, from pairs (source ids, target ids): source and
-    source_mask [B, S]; tokens, targets and weights [B, T], where a weight is 0 if there is no
-    target. The decoder reads its targets shifted by one, after the id `start`, which is added
-    unless the target begins with it:
-
-        start            ids of the target    tokens             targets
-        T5: <pad>        a b </s>             <pad> a b          a b </s>
-        BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
-        (others): <s>    <s> a b </s>         <s> a b            a b </s>
-
-    Sources and targets that are too long are cut, and still end with `end` if they did."""
-    def cut(ids, length):
-        short = ids[:length].copy()
-        if end is not None and len(ids) > length and ids[-1] == end:
-            short[-1] = end
-        return short
-
-    B = len(examples)
-    source, source_mask = np.zeros((2, B, source_len), np.int32)
-    source += pad
-    tokens, targets = np.full((2, B, target_len), pad, np.int32)
-    weights = np.zeros((B, target_len), np.float32)
-    for row, (ids, target) in enumerate(examples):
-        ids = cut(ids, source_len)
-        source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
-        # (Where one id is both start and end, a target of that id alone is an empty text.)
-        if len(target) > 1 and target[0] == start:
-            target = target[1:]
-        target = cut(target, target_len)
-        n = len(target)
-        tokens[row, :n], targets[row, :n] = [start, *target[:-1]][:n], target
-        weights[row, :n] = 1
-    return {"source": source, "source_mask": source_mask, "tokens": tokens, "targets": targets,
-            "weights": weights}
-
-
-def order(count: int, seed: int, first: int, size: int) -> np.ndarray:
-    """Numbers `first` to `first + size` of an endless sequence of example numbers below `count`.
-    Each epoch is a shuffle of all examples, without repeats."""
-    return order_at(count, seed, np.arange(first, first + size))
 
 
 # -------------------------------------------------------------------------------------------

@@ -290,7 +290,6 @@ load_run, load_hf, save_hf = (functools.partial(f, NETWORK) for f in (
 
 
 if __name__ == "__main__":
-    import data
     import networks
 
-    shard.run_main(functools.partial(folders.export, networks.network_of_record, data.tokenizer_of))
+    shard.run_main(functools.partial(folders.export, networks.network_of_record))

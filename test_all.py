@@ -5,7 +5,7 @@
 Run it after each change of model.py, shard.py, train.py or sample.py. Every check is relative:
 your model on a mesh against your model on one device, your loss against your forward pass, a run
 that was stopped against one that was not. No number of today's model is in here. The tests of each
-part are in zigzag/tests.
+part are in tests.
 
 Where a mesh differs from one device, the leaves that the message names tell the place: the
 gradient of everything is wrong after a wrong sum over the loss, that of one weight after a wrong
@@ -27,25 +27,22 @@ import pytest
 
 import model
 import sample
-from zigzag.core.mesh import AXES, by_path, mesh_sizes, shardings
-from zigzag.tests.common import (
+from tests.helpers import (
     ROOT,
     KeepRows,
+    assert_same_copies,
+    assert_same_gradient,
+    assert_same_others,
     batch_of,
     learn,
     make,
     mesh_of,
+    run_updates,
     tokens_of,
     without_times,
 )
-from zigzag.tests.readme import block
-from zigzag.tests.test_layout import test_imports_follow_the_law as test_imports_follow_the_law
-from zigzag.tests.updates import (
-    assert_same_copies,
-    assert_same_gradient,
-    assert_same_others,
-    run_updates,
-)
+from tests.readme import block
+from zigzag.core.mesh import AXES, by_path, mesh_sizes, shardings
 
 # Two models between them have what behaves differently on a mesh: key heads that serve two query
 # heads each, experts, dropout.

@@ -29,7 +29,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-import data
 import model
 import networks
 import shard
@@ -41,6 +40,7 @@ from zigzag.core.options import flag
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
+from zigzag.disk.shuffle import mix
 from zigzag.parallel.storage import stored_to_used
 from zigzag.run import command_line, commands, continuing, modes, optimizers, schedules
 from zigzag.run.begin import begin, check_program
@@ -257,7 +257,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predicted: int | None = None, samples: Any = None,
         sources: dict[str, int] | None = None, weights: Callable | None = None,
         overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
-        log: Callable | None = None, tokenizer: data.Tokenizer | None = None,
+        log: Callable | None = None, tokenizer: Any = None,
         record: dict[str, Any] | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index) for
@@ -356,7 +356,7 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row, so that dropout does not depend on where a row is computed.
         place = np.arange(first, last, dtype=np.uint64)
-        seeds = data.mix(place * np.uint64(2**32) + np.uint64(config.seed))
+        seeds = mix(place * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
 
     return place_batch(mesh, make, rows or config.batch)

@@ -21,7 +21,9 @@ import model
 from networks import blip2, clip, sam, swin, transformer
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import is_derived
+from zigzag.core.mesh import best_dtype
 from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.generate.decoding import places_for_decoding
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN_OPTIONS, family_of
 from zigzag.hub.published import read_config
@@ -184,10 +186,14 @@ def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
-def read_hf(folder: str | Path, config: Any, places: Params | None = None) -> Params | None:
-    """The weights of a published model, sharded as `places` (shapes with shardings). Without
-    `places`, only checks the folder."""
-    return folders.read_hf(network_of(config), folder, config, places)
+def load_for_decoding(folder: str | Path, mesh: Any, edited: bool = False) -> tuple[Params, Any]:
+    """As load_hf, but the weights are as decoding uses them: in the precision that the devices are
+    best at, and with a list of layers (the stacks for training are never made)."""
+    network = network_of_folder(folder)
+    config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
+    folders.check_hf(network, folder, config, edited)
+    places = places_for_decoding(network, config, mesh)
+    return folders.read_hf(network, folder, config, places), config
 
 
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:

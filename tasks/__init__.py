@@ -24,13 +24,14 @@ from typing import Any, Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-import data
 import networks
 from tasks import arrays, pairs, text
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import check_run_folder, newest_step
+from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import Tokenizer
 from zigzag.run import continuing, init_from, loggers
 from zigzag.run.loop import Learned
 from zigzag.run.trainer import Trainer
@@ -61,11 +62,11 @@ def language(config: Any) -> tuple[Callable, Callable, Any]:
             functools.partial(network.loss, config=config.network), batch)
 
 
-def first_weights(config: Any) -> tuple[Callable | None, data.Tokenizer | None, dict[str, int]]:
+def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[str, int]]:
     """For a model that has weights already: how fit reads them, its tokenizer, and what config.json
     notes about them. Else None, None and {}."""
     return init_from.first_weights(config, networks.network_of(config),
-                                   data.tokenizer_of if needs(config) else None)
+                                   tokenizer_of if needs(config) else None)
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def _opened_in_turn(config, trainer):
         record = trainer.read_old(config.out)
         fingerprint = str(record.get("fingerprint", ""))
         if "data" in config.change and needs(config):
-            tokenizer = data.tokenizer_of(run, record)
+            tokenizer = tokenizer_of(run, record)
     if not is_process_0:
         fingerprint = hosts.process_allgather("")[0]
     seconds = 0 if is_process_0 else min(60, config.patience)

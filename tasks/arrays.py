@@ -5,16 +5,16 @@ import contextlib
 from pathlib import Path
 from typing import Any, Iterator
 
-import data
 import networks
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
+from zigzag.disk.tokenizers import Tokenizer
 from zigzag.run import schedules
 from zigzag.run.loop import Learned, Task
 
 
 @contextlib.contextmanager
-def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
     """The .npz or folder of .npy files of --data, and of --held_out."""
     network = networks.network_of(config)

@@ -12,9 +12,10 @@ import data
 import networks
 import sample
 from zigzag.core.errors import ConfigError
-from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.corpus import Sources, opened_sources, tokenizer_record
 from zigzag.disk.mixture import Spread, mixed
 from zigzag.disk.packing import question_in, targets_of
+from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
@@ -23,14 +24,14 @@ from zigzag.run.loop import Learned, Task
 
 
 @contextlib.contextmanager
-def opened(config: Any, tokenizer: data.Tokenizer | None, run: Path, ready: float = 0,
+def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
     """The corpora of --data and of --held_out. (`ready` and `fingerprint` are as in
     zigzag/disk/corpus.py.)"""
     with opened_sources(
             config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
             fingerprint, "data" in config.change, config.vocab_size) as sources:
-        if tokenizer and not data.tokenizer_record(tokenizer).items() <= sources.record.items():
+        if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
                               f"tokenizer of {config.init_from or config.out}; give the text "
                               f"itself")

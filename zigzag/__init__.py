@@ -11,5 +11,5 @@
     run         the plan, the loop, evaluation, metrics; read it when you change the loop
 
 A wing imports only wings listed before it, and no top-level file. The table at the top of
-zigzag/tests/test_layout.py says which, and the test holds every file to it.
+tests/test_layout.py says which, and the test holds every file to it.
 """

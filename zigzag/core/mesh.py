@@ -158,6 +158,11 @@ def platform(mesh: Any = None) -> str:
     return getattr(device, "platform", "")      # (device may be None)
 
 
+def best_dtype(mesh: Mesh) -> str:
+    """The compute precision that the mesh's devices are best at."""
+    return "float32" if platform(mesh) == "cpu" else "bfloat16"
+
+
 def time_parts() -> int:
     """The number of parts into which the manual axes of the ambient mesh may split the time."""
     sizes, manual = ambient()

@@ -12,7 +12,7 @@ Where a network's loss, shard.py or train.py was edited, the loss on a mesh may 
 data.py and sample.py are recorded with them, but no run is compared because of these two: no loss
 imports them, and the mesh and the one device would be given the same batch.
 
-test_all.py trains model.py's network. Those of networks/ have their tests in zigzag/tests/networks,
+test_all.py trains model.py's network. Those of networks/ have their tests in tests/networks,
 so a run of one of them asks for the folder networks/ in place of model.py, and test_all.py does not
 renew that entry. When these tests have passed:
 

@@ -47,6 +47,8 @@ from zigzag.core.files import appears, lock, run_has_begun, write_json, write_wh
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
 from zigzag.core.options import fits, options
+from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import Tokenizer
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
 # memory and was no faster.)
@@ -129,6 +131,12 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     return record
+
+
+def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
+    """The tokenizer of a run; None if it has none."""
+    record = run_record(folder)
+    return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
 
 
 # Facts that follow from a published folder and the version that reads it. They are not compared:

@@ -283,10 +283,13 @@ KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)
 Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson | Tiktoken | Ids
 
 
-def published_tokenizer(folder: str | Path, rows: int) -> Tokenizer:
+def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
     """The tokenizer in the folder of a published model, whose embedding has `rows` rows. Refused if
-    it has ids without a row: a lookup would silently take another one."""
+    it has ids without a row: a lookup would silently take another one. Without a tokenizer, None or
+    (if one is `needed`) refused."""
     kinds = [kind for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
+    if not kinds and not needed:
+        return None
     if not kinds:
         raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
                           f"(of a T5: spiece.model)")

@@ -1,7 +1,7 @@
-"""The state of the decoding loop, beam search, and both loops on a mesh.
+"""How an id is chosen and added to the state of decoding; decoding on a mesh.
 
-The loops carry the state, a dict of arrays. If rows are split over devices, all devices go on until
-the last row has ended, because they may have to gather weights together.
+The state is a dict of arrays (sample.py has a table of them). If rows are split over devices, all
+devices go on until the last row has ended, because they may have to gather weights together.
 
 On a mesh, a forward pass is one shard_map, as a training step is. It takes the weights, which are
 split as in training except that each device has all layers, and the state: the rows (padded to a
@@ -11,7 +11,6 @@ number that the mesh divides), the cache (zigzag/generate/cache.py), and what al
 import contextlib
 import dataclasses
 import functools
-import math
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -24,7 +23,6 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import (
     batch_spec,
     cast,
-    mark_varying,
     mesh_of,
     shardings,
     varying,
@@ -32,7 +30,7 @@ from zigzag.core.mesh import (
 )
 from zigzag.generate.cache import layer_specs, new_layer
 from zigzag.weights import lora
-from zigzag.weights.network import Layer
+from zigzag.weights.network import Layer, Network
 from zigzag.weights.table import layer_counts
 
 
@@ -58,6 +56,13 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0)
+
+
+def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
+    """The Sampling with these of its fields changed; a number is one with this temperature."""
+    if not isinstance(sampling, Sampling):
+        sampling = Sampling(temperature=sampling)
+    return dataclasses.replace(sampling, **changes) if changes else sampling
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
@@ -121,103 +126,6 @@ def any_device(x: Array) -> Array:
 
 
 # -------------------------------------------------------------------------------------------
-# Beam search: each prompt has K running beams, and the K best finished ones
-
-NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
-LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores", "lengths")       # in the state: the best beams
-
-
-def _begin_beams(logits, beams, tokens):
-    """The state before the first ids. All beams of a prompt are still equal, so only the first
-    counts."""
-    B = len(logits)
-    ids, none = jnp.zeros((B, beams, tokens), jnp.int32), jnp.zeros((B, beams), bool)
-    state = {"running": ids, "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
-             "finished": ids, "finished_scores": jnp.where(none, 0, LOWEST),
-             "lengths": ids[:, :, 0], "is_finished": none, "can_improve": ids[:, 0, 0] == 0}
-    return {**mark_varying(state, logits), "count": jnp.int32(0)}
-
-
-def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any, vocab_size: int
-                ) -> None:
-    """Refuse options of a beam search."""
-    if not 1 <= beams <= vocab_size:
-        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
-    if tokens < 1:
-        raise ConfigError(f"tokens {tokens}: must be at least 1")
-    if not math.isfinite(length_penalty):
-        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
-    if early_stop not in (True, False, "never"):
-        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
-
-
-def _gather_beams(tree, beams):
-    """Beams number `beams` [B, k] from arrays [B, K, ...]."""
-    return jax.tree.map(lambda a: jnp.take_along_axis(
-        a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
-
-
-def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, ends: Array,
-              beams: int, tokens: int, limit: Array, length_penalty: float,
-              early_stop: bool | str) -> dict[str, Any]:
-    """Beam search for at most `limit` ids, from the cache and the logits [B, V] after each prompt.
-    The options are as in sample.beam_search."""
-    def score(sums, length):
-        return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
-
-    def body(carry):
-        state, cache, logits, _ = carry
-        (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
-        # The best continuations of all beams together: enough of them that K can go on.
-        scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
-        candidates = min(max(2, 1 + len(ends)) * K, K * V)
-        scores, best = lax.top_k(scores.reshape(B, -1), candidates)
-        parents, new_ids = best // V, (best % V).astype(jnp.int32)
-        ids = lax.dynamic_update_slice_in_dim(
-            _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
-        is_end = (new_ids[..., None] == ends).any(-1)
-        stops = is_end | (count + 1 >= limit)
-
-        # The K best that go on.
-        running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
-        parents, running = _gather_beams((parents, ids), chosen)
-
-        # The K best that have finished, now or before.
-        stops_in_top = stops & (jnp.arange(candidates) < K)
-        may_finish = stops_in_top & state["can_improve"][:, None] & (scores > NEG_INF / 2)
-        if early_stop is True:
-            may_finish &= ~state["is_finished"].all(-1, keepdims=True)
-        new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
-        finished_scores, chosen = lax.top_k(
-            jnp.concatenate([state["finished_scores"], new_scores], 1), K)
-        old = state["finished"], state["lengths"], state["is_finished"]
-        new = ids, jnp.where(is_end, count, count + 1), stops_in_top
-        finished, lengths, is_finished = _gather_beams(
-            jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new), chosen)
-
-        # Can a running beam still beat the worst of these?
-        longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
-        worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), LOWEST)
-        can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
-        goes_on = can_improve & ~(is_finished.all(-1) & (early_stop is True))
-
-        state = {"running": running, "running_scores": running_scores, "finished": finished,
-                 "finished_scores": finished_scores, "lengths": lengths,
-                 "is_finished": is_finished, "can_improve": can_improve, "count": count + 1}
-        rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)
-        cache = [{name: a if name.startswith("cross") else a[rows] for name, a in layer.items()}
-                 for layer in cache]
-        logits, cache = next_logits(running[:, :, count].reshape(-1, 1), cache, slot + count)
-        return state, cache, logits, any_device(goes_on) & (count + 1 < limit)
-
-    state = _begin_beams(logits, beams, tokens)
-    cache = jax.tree.map(lambda a: jnp.repeat(a, beams, 0), cache)
-    return lax.while_loop(lambda carry: carry[3], body, (
-        state, cache, jnp.repeat(logits, beams, 0), any_device(state["can_improve"])))[0]
-
-
-# -------------------------------------------------------------------------------------------
 # Decoding on a mesh: which device has which rows, weights and parts of the cache
 
 REPLICATED = {"count", "slot", "last", "ends", "limit"}      # in a state: the same for all rows
@@ -240,10 +148,14 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
         for name, count in counts.items() for i in range(count)]}
 
 
-def decoding_specs(weight_specs: Any, table: Any) -> Any:
-    """The specs of the weights for decoding, from the specs for training and the network's
-    table."""
-    return unstack_layers(without_axis(weight_specs, "pipe"), layer_counts(table),
+@functools.cache
+def specs_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
+    """The specs of the weights for decoding: those for training, without the dimension of layers.
+    None on one device."""
+    if mesh.size <= 1:
+        return None
+    specs = without_axis(network.weight_specs(config, mesh), "pipe")
+    return unstack_layers(specs, layer_counts(network.table(config)),
                           lambda spec, i: P(*spec[1:]))
 
 
@@ -258,9 +170,11 @@ def for_decoding(params: Any, dtype: str, specs: Any) -> Any:
     return placed(params, specs)
 
 
-def decoding_shapes(dtype: str, shapes: Any, specs: Any, mesh: Any) -> Any:
+def places_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
     """The shapes of for_decoding's result, each with its sharding."""
-    shapes = jax.eval_shape(lambda params: for_decoding(params, dtype, None), shapes)
+    shapes = jax.eval_shape(lambda params: for_decoding(params, config.dtype, None),
+                            network.weight_shapes(config))
+    specs = specs_for_decoding(network, config, mesh)
     specs = jax.tree.map(lambda _: P(), shapes) if specs is None else specs
     return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes,
                         shardings(specs, mesh))

@@ -21,7 +21,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.options import check_values, flag
-from zigzag.disk.checkpoint import best_step
+from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
@@ -166,6 +166,15 @@ def step_of(run: str, step: str) -> int | None:
     if not step.isdecimal() or len(step) > 18:
         raise ConfigError(f"--checkpoint {step}: expected the number of a step, or best")
     return int(step)
+
+
+def needed_tokenizer(run: str) -> Tokenizer:
+    """The tokenizer of a run; refused if it has none."""
+    if tokenizer := tokenizer_of_run(run):
+        return tokenizer
+    raise ConfigError(f"--run {run}: a run of another task, or one without a tokenizer to read and "
+                      f"write text with (fit(tokenizer=...) keeps one; sample.load and "
+                      f"sample.generate work with ids)")
 
 
 def read_text(path: str, flag: str, expected: str = "a text on each line") -> str:
@@ -325,7 +334,7 @@ def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path
                           f"{list(network.source_shape(c))}, not a text")
     pairs, start = parse_lines(lines, ["source", "target"], path), special_ids(c, tokenizer)[0]
     targets = [tokenizer.with_ends(target) for _, target in pairs]
-    # (As in data.collate_pairs: BART's targets begin with the start id, those of others may not.)
+    # (As in tasks/pairs.py: BART's targets begin with the start id, those of others may not.)
     rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in targets]
     return ([target for _, target in pairs], rows,
             [tokenizer.with_ends(source) for source, _ in pairs])

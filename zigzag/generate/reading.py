@@ -9,36 +9,29 @@ an id and chooses the next. (The last chunk is padded. No query sees the slots o
 come after it, before real ids overwrite them.)
 """
 
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.generate import decoding
+from zigzag.generate import passes
 from zigzag.generate.cache import CHUNK
+from zigzag.generate.decoding import Sampling, empty_ids, end_ids, mesh_of_weights
+from zigzag.generate.passes import Engine
 from zigzag.generate.rows import context_of, on_host, pad_rows, seeds_of
-from zigzag.weights.network import Network
 
 # The ids in a chunk; the slots of the first cache, which doubles when it is full; and the most ids
 # of an answer in one state of decoding (a longer answer begins a new state).
 READ, SLOTS, NEW_IDS = 64, 2048, 4096
 
 
-class Passes(NamedTuple):
-    """The functions of sample.py that a Reading calls."""
-    new_cache: Callable
-    read: Callable
-    choose: Callable
-    decode: Callable
-
-
 class Reading:
     """The row of a conversation with a decoder, and its cache."""
 
-    def __init__(self, passes: Passes, network: Network, params: Any, c: Any,
-                 sampling: decoding.Sampling):
-        self.passes, self.network, self.params, self.c = passes, network, params, c
-        self.sampling, self.context = sampling, context_of(network, c)
-        self.has_windows = any(layer.window for layer in network.cache_layers(c))
+    def __init__(self, engine: Engine, params: Any, sampling: Sampling):
+        self.engine, self.params, self.sampling = engine, params, sampling
+        self.context = context_of(engine.network, engine.config)
+        self.has_windows = any(layer.window
+                               for layer in engine.network.cache_layers(engine.config))
         self.slots = self._rounded(SLOTS)
         self.ids, self.cache = [], None     # the ids whose keys and values are in the cache
         self.is_ready = False               # whether everything is compiled
@@ -54,7 +47,7 @@ class Reading:
                stop_at_context: bool = False) -> Iterator[list[list[int]] | None]:
         """Yield the new ids of the row `ids`, one at a time, in the form of sample.stream; yield
         None while the row is being read."""
-        row, ends = list(ids[-self.context:]), decoding.end_ids(stop, self.c.vocab_size)
+        row, ends = list(ids[-self.context:]), end_ids(stop, self.engine.config.vocab_size)
         written, count, has_read, self.has_rolled = None, 0, False, False
         for _ in range(tokens):
             if len(row) > self.context:
@@ -81,7 +74,8 @@ class Reading:
     def _length(self):
         """The length for positions whose scaling depends on it: the cache's. (With the text's, each
         turn would have to read all of it again.)"""
-        return self.network.decoding_length(self.c, min(self.slots, self.context), self.slots)
+        return self.engine.network.decoding_length(
+            self.engine.config, min(self.slots, self.context), self.slots)
 
     def _rounded(self, slots):
         return -(-min(slots, self.context) // READ) * READ
@@ -90,18 +84,18 @@ class Reading:
         """Read the ids of a row that are not in the cache, chunk by chunk."""
         if self.cache is None:
             self.ids = []
-            with decoding.mesh_of_weights(self.params):
+            with mesh_of_weights(self.params):
                 start = {"start": pad_rows(np.zeros(1, np.int32))}
-                self.cache = self.passes.new_cache(self.params, start, self.c, self.slots)
+                self.cache = passes.new_cache(self.engine, self.params, start, self.slots)
         length = self._length()
         for at in range(self._known(row), len(row), READ):
             part = row[at:at + READ]
             tokens = np.zeros((1, READ), np.int32)
             tokens[0, :len(part)] = part
-            with decoding.mesh_of_weights(self.params):
-                out = self.passes.read(self.params, self.cache, {
+            with mesh_of_weights(self.params):
+                out = passes.read_chunk(self.engine, self.params, self.cache, {
                     "tokens": pad_rows(tokens), "start": pad_rows(np.zeros(1, np.int32)),
-                    "slot": np.int32(at), "last": np.int32(len(part) - 1)}, self.c, length)
+                    "slot": np.int32(at), "last": np.int32(len(part) - 1)}, length)
             self.cache, self.logits, self.ids = out["cache"], out["logits"], row[:at + len(part)]
             yield
 
@@ -118,22 +112,22 @@ class Reading:
         """The state of decoding after a row has been read: with one more id than was written."""
         tokens = np.zeros((1, self.slots), np.int32)
         tokens[0, -len(row):] = row
-        with decoding.mesh_of_weights(self.params):
+        with mesh_of_weights(self.params):
             rows = {"tokens": pad_rows(tokens),
                     "start": pad_rows(np.array([self.slots - len(row)], np.int32))}
             if written is None:
-                written = decoding.empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
-                                             self.sampling, self.c.vocab_size)
+                written = empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
+                                    self.sampling, self.engine.config.vocab_size)
             state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
                                "slot": np.int32(len(row))}
-            state = self.passes.choose(state, self.logits, self.c, self.sampling)
+            state = passes.choose_ids(self.engine, state, self.logits, self.sampling)
         self.cache = state.pop("cache")
         return state
 
     def _go_on(self, row, written, count):
         """The state of decoding with one more id, after reading the last id of the row."""
-        with decoding.mesh_of_weights(self.params):
-            state = self.passes.decode(self.params, written | {"cache": self.cache},
-                                       np.int32(count + 1), self.c, self._length(), self.sampling)
+        with mesh_of_weights(self.params):
+            state = passes.decode(self.engine, self.params, written | {"cache": self.cache},
+                                  np.int32(count + 1), self._length(), self.sampling)
         self.cache, self.ids = state.pop("cache"), list(row)
         return state

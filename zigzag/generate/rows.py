@@ -8,7 +8,7 @@ and their number is padded so that it divides over the mesh.
 
 import sys
 import warnings
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import numpy as np
@@ -58,6 +58,12 @@ def _check_ids(what, rows, c):
             raise ConfigError(f"{what} {number} has the id {wrong[0]}; the model knows 0 to "
                               f"{c.vocab_size - 1}")
     return max(map(len, rows))
+
+
+def check_writes(network: Network, c: Any, what: str) -> None:
+    """Refuse a model that writes no text."""
+    if (gives := network.gives(c)) != "text":
+        raise ConfigError(f"{what}: this model gives {gives} and writes no text")
 
 
 def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
@@ -204,30 +210,3 @@ def context_of(network: Network, c: Any) -> int:
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first one in `ends`."""
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
-
-
-def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
-                        given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
-    """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
-    of them are only context and not scored). The first given[row] ids of a row, by default one, are
-    not scored. They are left out as far as the row is longer than a window."""
-    if length < 2:
-        raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
-    half = length // 2
-    for number, (ids, context) in enumerate(zip(rows, given or [1] * len(rows), strict=True)):
-        left_out = max(0, min(context - 1, len(ids) - length))
-        ids, context, begin = ids[left_out:], context - left_out, 0
-        while begin == 0 or begin + length - half < len(ids):
-            yield number, ids[begin:begin + length], context
-            begin, context = begin + half, length - half
-
-
-def scored_arrays(network: Network, windows: Sequence[tuple[int, Sequence[int], int]],
-                  sources: Any, c: Any) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
-    """(the row numbers of these windows, their arrays, a mask [B, P] of the tokens to score)."""
-    numbers, ids, context = zip(*windows)
-    sources = None if sources is None else [sources[n] for n in numbers]
-    arrays = prompt_arrays(network, ids, c, 0, sources)
-    P = arrays["tokens"].shape[1]
-    begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
-    return list(numbers), arrays, np.arange(P) >= begin[:, None]

@@ -29,6 +29,8 @@ import sys
 import threading
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from zigzag.core.errors import CONTROL, ConfigError, RunError, printable
 from zigzag.generate.prompts import Prompt, TooLong
 
@@ -100,6 +102,37 @@ class Answer:
             more["logprob"] = math.fsum(more["logprobs"])
         return {"prompt": self.prompt.text, "text": self.text, "tokens": len(self.ids),
                 "stopped": self.reason, **more}
+
+
+def stops_of(stop: Sequence[int | str], tokenizer: Any, prompts: Sequence[Sequence[int]],
+             tokens: int) -> tuple[list[int], list[Answer]]:
+    """(the ids in `stop`; an Answer for each prompt that ends before any of its texts, or [] if
+    there are none)."""
+    stop = [stop] if np.ndim(stop) == 0 else stop
+    texts = [text for text in stop if isinstance(text, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    return [i for i in stop if i not in texts], [
+        Answer(tokenizer.decode, Prompt("", prompt), tokens, texts) for prompt in prompts if texts]
+
+
+def collected(answers: Sequence[Answer], pieces: Iterable[Sequence[tuple[list, list]]]
+              ) -> list[tuple[list[int], list[float]]]:
+    """(ids, log-probabilities) of each prompt, from the pieces of a stream; as many as each of the
+    answers has, if there are any."""
+    results = []
+    for new in pieces:
+        results = results or [([], []) for _ in new]
+        for (ids, logs), (new_ids, new_logs) in zip(results, new):
+            ids.extend(new_ids)
+            logs.extend(new_logs)
+        for answer, (new_ids, _) in zip(answers, new):
+            answer.add(new_ids)
+        if answers and all(answer.reason for answer in answers):
+            break
+    if answers:
+        return [(i[:len(a.ids)], p[:len(a.ids)]) for a, (i, p) in zip(answers, results)]
+    return results
 
 
 # -------------------------------------------------------------------------------------------

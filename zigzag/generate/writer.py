@@ -5,37 +5,93 @@ import sys
 from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import check_shards, parse_flags
+from zigzag.core.mesh import keep_compiled
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate import chat, choices, terminal
+from zigzag.generate.bench import bench
 from zigzag.generate.decoding import Sampling
+from zigzag.generate.passes import Engine
 from zigzag.generate.prompts import (
+    GROUPS,
     SAMPLING_FLAGS,
+    Config,
+    check_used,
     counted_repeats,
+    given_text,
     make_prompts,
     max_new_tokens,
+    prompt_texts,
     scored_texts,
     split_lines,
 )
-from zigzag.generate.reading import Passes, Reading
+from zigzag.generate.reading import Reading
 from zigzag.generate.rows import context_of
+from zigzag.generate.scores import score
+from zigzag.generate.search import beam_search
 from zigzag.generate.terminal import Answer
 from zigzag.hub.llama import special_ids
 from zigzag.weights.network import Network
 
 
+class Asked(NamedTuple):
+    """What a command line asks for."""
+    config: Config
+    text: str               # of the file of prompts, or of what is to be scored
+    has_input: bool         # whether prompts come from elsewhere than the standard input
+    is_chat: bool           # whether a person types
+
+
+def parse(argv: Sequence[str] | None) -> Asked:
+    given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
+    check_shards(given)
+    config = Config(**given)
+    check_used(given)
+    keep_compiled(least=0)
+    has_input = "prompt" in given or bool(config.prompts or config.source or config.score
+                                          or config.choices or config.bench)
+    is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
+    if config.system and not (is_chat or config.chat):
+        raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
+                          "--chat")
+    return Asked(config, given_text(config), has_input, is_chat)
+
+
 class Writer(NamedTuple):
-    """The command, with the functions of sample.py that it calls (zigzag/ imports no top-level
-    file), the flags, and a model."""
+    """The command, with the two functions of sample.py that it calls (zigzag/ imports no top-level
+    file), a model, and what is asked of it."""
     generate: Callable
     stream: Callable
-    beam_search: Callable
-    score: Callable
-    passes: Passes
-    config: Any
-    network: Network
-    params: Any
-    c: Any
+    engine: Engine
+    params: Any             # as decoding uses them
     tokenizer: Tokenizer
+    asked: Asked
+
+    @property
+    def config(self) -> Config:
+        return self.asked.config
+
+    @property
+    def network(self) -> Network:
+        return self.engine.network
+
+    @property
+    def c(self) -> Any:
+        return self.engine.config
+
+    def run(self) -> None:
+        """Do what is asked for."""
+        config, text = self.config, self.asked.text
+        if config.bench:
+            bench(self.stream, self.params, self.c, config.model)
+        elif config.score:
+            self.score_texts(text)
+        elif config.choices:
+            self.score_choices(text)
+        elif self.asked.is_chat:
+            self.converse()
+        else:
+            self.write(prompt_texts(config, text, self.asked.has_input))
 
     @property
     def has_source(self) -> bool:
@@ -61,8 +117,8 @@ class Writer(NamedTuple):
                 if tokens < config.tokens:
                     terminal.note(f"--tokens {config.tokens}: a beam search ends with the context, "
                                   f"after {tokens}")
-                best = self.beam_search(params, ids, c, config.beams, tokens, self.ends, source,
-                                        config.length_penalty)
+                best = beam_search(self.engine, params, ids, config.beams, tokens, self.ends,
+                                   source, config.length_penalty, early_stop=False)
                 rows = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new,
                          {"score": score})
                         for prompt, beams in zip(some, best) for new, score in beams]
@@ -112,7 +168,7 @@ class Writer(NamedTuple):
         """Hold a conversation by the model's chat template. Without one, each line is a prompt."""
         talk = self._conversation()
         reading = None if self.has_source else Reading(
-            self.passes, self.network, self.params, self.c,
+            self.engine, self.params,
             Sampling(**{name: getattr(self.config, name) for name in SAMPLING_FLAGS}))
 
         def answer(line, pressed):
@@ -166,24 +222,25 @@ class Writer(NamedTuple):
 
     def score_texts(self, text: str) -> None:
         """Print the log-probability of each text of the file --score."""
-        config, params, c, tokenizer = self.config, self.params, self.c, self.tokenizer
-        texts, rows, sources = scored_texts(self.network, c, tokenizer, text, config.score,
-                                            config.by == "line")
+        config = self.config
+        texts, rows, sources = scored_texts(self.network, self.c, self.tokenizer, text,
+                                            config.score, config.by == "line")
         parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
-        found = (pair for part in parts for pair in self.score(
-            params, rows[part], c, sources and sources[part], config.batch))
+        found = (pair for part in parts for *pair, _ in score(
+            self.engine, self.params, rows[part], sources and sources[part], config.batch))
         terminal.show_scores(texts, found, config.json)
 
     def score_choices(self, text: str) -> None:
         """Print how many questions of the file --choices the model answers right."""
-        config, c = self.config, self.c
+        config = self.config
         items = choices.read_items(split_lines(text, config.choices, "--choices"))
         if self.has_source:
             raise ConfigError(f"--choices {config.choices}: expected a decoder; this model has an "
                               f"encoder")
 
-        def score(rows, given):
-            return self.score(self.params, rows, c, batch=config.batch, given=given)
+        def scored(rows, given):
+            found = score(self.engine, self.params, rows, None, config.batch, given)
+            return [(total, count) for total, count, _ in found]
 
-        choices.show(items, choices.logprobs(score, self.tokenizer, items, config.batch),
+        choices.show(items, choices.logprobs(scored, self.tokenizer, items, config.batch),
                      config.json)

@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
 from zigzag.core.mesh import cast, make_mesh
-from zigzag.disk.checkpoint import read_newest, run_config, run_record, saved_shapes
+from zigzag.disk.checkpoint import (
+    read_newest,
+    run_config,
+    run_record,
+    saved_shapes,
+    tokenizer_of_run,
+)
 from zigzag.disk.tokenizers import copy_files
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
@@ -158,18 +164,15 @@ class Export:
             raise ConfigError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
 
 
-def export(network_of_record: Callable, tokenizer_of: Callable, argv: Sequence[str] | None = None
-           ) -> None:
-    """Run the command. network_of_record(config.json) is the network of a run; tokenizer_of is
-    data.py's."""
+def export(network_of_record: Callable, argv: Sequence[str] | None = None) -> None:
+    """Run the command. network_of_record(config.json) is the network of a run."""
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")
-    record, out = run_record(options.run), Path(options.export)
-    network = network_of_record(record)
+    network, out = network_of_record(run_record(options.run)), Path(options.export)
     params, config = load_run(network, options.run)
     save_hf(network, out, params, config, options.dtype)
-    tokenizer = tokenizer_of(Path(options.run), record) if "tokenizer" in record else None
+    tokenizer = tokenizer_of_run(options.run)
     files = copy_files(tokenizer, out) if tokenizer else []
     without = "its tokens are bytes" if tokenizer else "the run has none"
     print(f"{out}: the weights of {options.run} in {options.dtype}, "

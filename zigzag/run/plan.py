@@ -26,6 +26,7 @@ from zigzag.core.mesh import (
     WITHOUT_TENSOR,
     abstract_mesh,
     batch_spec,
+    best_dtype,
     by_path,
     cast,
     compiler_options,
@@ -337,8 +338,7 @@ def _check_sums_of_parts(plan, weights, rows):
 
 def resolve_dtype(config: Any, mesh: Any) -> Any:
     """The configuration with the compute precision that the mesh's devices are best at."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return change(config, dtype=config.dtype or ("float32" if on_cpu else "bfloat16"))
+    return change(config, dtype=config.dtype or best_dtype(mesh))
 
 
 def _check_floats(params):

@@ -1,0 +1,337 @@
+"""What several test files use beside helpers.py: peers, exact gradients, commands in processes of
+their own, runs that are killed.
+"""
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import networks
+import tasks
+import train
+from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times
+from zigzag.core import flags
+from zigzag.core import mesh as mesh_tools
+from zigzag.disk.batches import place_batch
+from zigzag.disk.shuffle import order_at
+from zigzag.run import checks, command_line, continuing
+from zigzag.run.plan import resolve_dtype
+
+
+def peer(name):
+    """A package to compare with, or an optional one: where it is missing the test skips; in .ci/run
+    it fails."""
+    if os.environ.get("ZIGZAG_CI"):
+        return importlib.import_module(name)
+    return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
+
+
+def mean_loss(loss, config):
+    """The mean loss, as a function of weights and a batch."""
+    def mean(params, batch):
+        total, count = loss(params, batch, config)
+        return total / count
+
+    return mean
+
+
+def published_files(folder, text):
+    """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
+    of the files in `text`."""
+    package = peer("tokenizers")
+    made = package.Tokenizer(package.models.BPE())
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = package.decoders.ByteLevel()
+    made.train([str(path) for path in sorted(text.iterdir())], package.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet()))
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+def digit_pairs(path, count, digits=8, seed=0):
+    """A file of pairs with something to learn in them: up to so many digits, and the same ones from
+    the last to the first."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(map(str, rng.integers(0, 10, rng.integers(1, digits + 1))))
+             for _ in range(count)]
+    path.write_text("".join(json.dumps({"source": w, "target": w[::-1]}) + "\n" for w in words))
+    return path
+
+
+def order(count, seed, first, size):
+    """The numbers, below `count`, of the examples at places `first` to `first + size`."""
+    return order_at(count, seed, np.arange(first, first + size))
+
+
+def slow(*values):
+    """Parameters of a test that only .ci/run and .ci/full run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def full(*values):
+    """Parameters of a test that only .ci/full runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+# -------------------------------------------------------------------------------------------
+# Training in this process
+
+class net:
+    """The functions of whichever network a configuration is of, a run's or its own."""
+
+    @staticmethod
+    def loss(params, batch, config, specs=None, with_aux=False):
+        result = networks.network_of(config).loss(params, batch, config, specs)
+        return result if with_aux else result[:2]
+
+    @staticmethod
+    def forward(params, tokens, config, **more):
+        return networks.network_of(config).forward(params, tokens, config, **more)
+
+    @staticmethod
+    def flops(config, tokens):
+        return networks.network_of(config).training_flops(config, tokens)
+
+    def _named(name):
+        return staticmethod(lambda config, *args, **more: getattr(
+            networks.network_of(config), name)(config, *args, **more))
+
+    init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
+    parameters, batch_shapes = _named("parameters"), _named("batch_shapes")
+    plan_weights, tensor_dims = _named("plan_weights"), _named("tensor_dims")
+
+
+def gradients_of(config, mesh, batch):
+    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
+        patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
+        program = program_of(config, mesh)
+        with jax.set_mesh(program.mesh):
+            state = program.start(jax.random.key(0))
+            before = jax.device_get(state["params"])
+            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                                 config.batch)
+            state, metrics = program.step(state, placed)
+            after = jax.device_get(state["params"])
+    return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
+
+
+@contextlib.contextmanager
+def in_float64():
+    """Our code with twice the digits."""
+    cast = mesh_tools.cast
+
+    def as_it_is(tree, dtype):
+        return tree
+
+    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
+        for module in list(sys.modules.values()):       # who imported it has it by name
+            if getattr(module, "cast", None) is cast:
+                patch.setattr(module, "cast", as_it_is)
+        patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
+        yield patch
+
+
+# (The plain formula knows nothing of sums over devices, or of how they are cut.)
+NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
+                      "zero", "fsdp_min", "sum_dtype")
+
+
+@functools.lru_cache(maxsize=None)
+def _of_the_formula(config):
+    """(sum, count, aux), gradients: autodiff of net.loss where there is no mesh, in float64."""
+    def loss(params, batch):
+        sums = net.loss(params, batch, config, with_aux=True)
+        return sums[0], sums
+
+    params, batch = _exact_inputs(config)
+    (_, sums), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+    return jax.device_get((gradients, sums))
+
+
+@functools.lru_cache(maxsize=None)
+def _exact_inputs(config):
+    """First weights, and a batch in which rows have different numbers of targets."""
+    params = jax.jit(functools.partial(net.init, config))(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
+    if getattr(config, "head", "tokens") != "classes":
+        return jax.device_get(params), batch_of(config, weights=masks)
+    shapes = net.batch_shapes(config, config.batch) | {
+        "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
+    limits = {"tokens": config.vocab_size, "labels": config.labels, "seeds": 2**31}
+    batch = {name: rng.normal(size=x.shape) if name == "source" else masks.astype(x.dtype)
+             if name == "mask" else rng.integers(0, limits[name], x.shape).astype(x.dtype)
+             for name, x in shapes.items()}
+    return jax.device_get(params), batch
+
+
+def sums_and_gradients(config, mesh, params, batch):
+    """What the training step computes before its update: (gradients, (sum, count, aux)), of the
+    whole batch."""
+    program = program_of(config, mesh)
+    gradients = train.make_step(program.plan, None)[1]
+    with jax.set_mesh(program.mesh):
+        placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
+                              program.weights(program.state))
+        rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                           config.batch)
+        options = mesh_tools.compiler_options(program.mesh)
+        trained, frozen = program.plan.in_two(program.permute(placed))
+        found, sums = jax.jit(gradients, compiler_options=options)(trained, rows, frozen)
+        return jax.device_get((program.permute(found, back=True), sums))
+
+
+def assert_same_on(mesh, rtol=1e-9, **changes):
+    """The step on this mesh finds the sum, the count, the other sums and every gradient that
+    autodiff finds of the plain formula without a mesh: in float64, so that what remains is no
+    rounding."""
+    config = make(**changes)
+    with in_float64():
+        plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
+        want = _of_the_formula(plain)
+        got = sums_and_gradients(config, mesh, *_exact_inputs(plain))
+    size = float(optax.tree.norm(want[0]))
+    for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
+        error = np.linalg.norm(a - b)
+        assert error <= rtol * (np.linalg.norm(b) + 1e-3 * size), (path, error, np.linalg.norm(b))
+
+
+def refused(capsys, *words, main=None):
+    """The error of a command line that ends with exit status 2 and one line."""
+    with pytest.raises(SystemExit) as e:
+        flags.run_main(lambda: (main or train.main)([str(w) for w in words]))
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+# -------------------------------------------------------------------------------------------
+# Commands: in this process, or each in one of its own
+
+SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
+
+WORDS = ["a".join(parts) for parts in itertools.product(
+    ("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"), ("s", "t"))]
+
+
+def continued(*words):
+    """The configuration that a command line of train.py asks for."""
+    given = command_line.read_flags([str(w) for w in words], train.Config, networks)
+    return continuing.continued(given, train.TRAINER, tasks.needs)
+
+
+def check_network(config, mesh):
+    """Refuse a network that this mesh cannot train, as train.py does."""
+    checks.check_network(config, networks.network_of(config), mesh)
+
+
+def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
+    """--data of a configuration, opened for the run in this folder: a Learned."""
+    kind = tasks.KINDS[tasks.kind_of(config)]
+    return kind.opened(config, tokenizer, run, ready, fingerprint)
+
+
+def train_here(config, mesh):
+    """Train on --data, as train.py does, on this mesh."""
+    with tasks.opened(resolve_dtype(config, mesh), train.TRAINER) as learned:
+        init, loss, _ = train.language(learned.config)
+        return train.fit(learned.config, init, loss=loss, mesh=mesh, record=learned.record,
+                         weights=learned.weights, say=learned.say, **vars(learned.task))
+
+
+def go(*words):
+    """train.py in this process, on one device."""
+    config = continued(*words)
+    train_here(config, mesh_of(""))
+    return config
+
+
+def command(*words, file="train.py", env=None, **more):
+    """Run a command in a process of its own, and wait for its end."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / file), *map(str, words)], text=True, capture_output=True,
+        timeout=600, cwd=more.pop("cwd", ROOT),
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
+
+
+def started(*words, file="train.py", cwd=ROOT):
+    """Start a command and do not wait for it."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / file), *map(str, words)], text=True, cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def until_step(at, out, *runs):
+    """Wait until a run has written that many steps, or a process has ended."""
+    while all(run.poll() is None for run in runs):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
+                break
+        time.sleep(0.02)
+
+
+def hosts(count, *words, own=lambda i: (), cwd=lambda i: ROOT, port=None, **more):
+    """Start the same command in several processes; own(i) is what only process i is given, and
+    cwd(i) is where it runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = port or free.getsockname()[1]
+    return [started(*words, *own(i), "--coordinator", f"127.0.0.1:{port}", "--processes", count,
+                    "--process_id", i, cwd=cwd(i), **more) for i in range(count)]
+
+
+def ends(runs, within=240):
+    """(status, stdout, stderr) of each process, when all have ended by themselves."""
+    begin, results = time.monotonic(), []
+    try:
+        for run in runs:
+            out, error = run.communicate(timeout=max(1, within - (time.monotonic() - begin)))
+            results.append((run.returncode, out, error))
+    finally:
+        for run in runs:
+            run.kill()
+    return results
+
+
+def survives_kills(seed, kills, folder, start):
+    """A command runs to its end; and once more while it is killed (-9 or SIGTERM) so many times, at
+    any moment: while it starts, compiles, steps, saves or restores. Both have the same metrics.
+    start(folder) gives its processes."""
+    rng, begin = np.random.default_rng(seed), time.monotonic()
+    assert all(status == 0 for status, *_ in ends(start(folder / "whole")))
+    length = time.monotonic() - begin
+    for _ in range(kills):
+        runs, begin = start(folder / "run"), time.monotonic()
+        wait = rng.uniform(0, length)
+        while time.monotonic() - begin < wait and all(run.poll() is None for run in runs):
+            time.sleep(0.01)
+        if any(run.poll() is not None for run in runs):     # what goes on has less left to do
+            length = time.monotonic() - begin
+        runs[rng.integers(len(runs))].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        for status, _, error in ends(runs):
+            assert "Traceback" not in error, error
+    for status, _, error in ends(start(folder / "run")):
+        assert status == 0, error
+    assert without_times(folder / "run/metrics.jsonl") == without_times(
+        folder / "whole/metrics.jsonl")

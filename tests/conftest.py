@@ -1,0 +1,55 @@
+"""Fixtures that several test files use. Importing `common` here fixes the devices for all tests."""
+
+import collections
+import gc
+import itertools
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.common import WORDS
+from tests.helpers import learn, make
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """.ci/run takes the first slow case of a test, the 13th and so on; .ci/full takes all."""
+    cases = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % 12:
+                item.add_marker(pytest.mark.full)
+            cases[name] += 1
+
+
+MAPS = Path("/proc/self/maps")
+counter = itertools.count(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Forget compiled programs before there are too many. Each has several memory mappings, of
+    which Linux allows a process 65,530; beyond that jax's compiler crashes. (A test of generation
+    leaves 390, so a worker died after 150 of them.)"""
+    if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 10_000:
+        jax.clear_caches()
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of 40 small text files."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("".join(
+            f"{WORDS[(i * j) % 50]} {i} and {WORDS[(i + j) % 50]} {j} are {i + j}\n"
+            for j in range(60)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """A run of the small transformer on one device: rows of metrics, and what fit gives."""
+    return learn(make())

@@ -1,0 +1,304 @@
+"""The command line: refusals of one line that name what would be accepted, help, exit statuses."""
+
+import dataclasses
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+import model
+import sample
+import train
+from networks import NETWORKS
+from tests.common import SMALL, command, refused
+from tests.helpers import ROOT
+from zigzag.core import errors, familiar, flags
+from zigzag.core.options import comments
+from zigzag.generate import prompts
+from zigzag.run import help
+
+
+@dataclasses.dataclass(frozen=True)
+class Few:
+    """a command with few flags"""
+    # A comment before the first field is nobody's.
+    size: int = 3               # how large; what does not fit in the line
+                                # goes on here, and "# here"
+    rate: float = 0.5           # how fast
+    name: str = ""              # what it is called
+
+    # Nor is a heading between fields.
+    path: tuple[str, ...] = ()  # where
+    tied: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class More(Few):
+    """a command with more flags"""
+    rate: float = 0.25          # how slowly
+    last: int = 0               # the last one
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--layer", 3], "--layers"), (["--layers", "three"], "whole number"),
+    (["--lr", "nan"], "finite"), (["--lr", "-1"], "at least 0"), (["--shards", 3], "8"),
+    (["--layers"], "needs a value"), (["layers=3"], "alone"), (["--heads", 5], "divide"),
+    (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
+    (["--heads", 4, "--kv_heads", 3], "kv_heads"), (["--mesh", "tensr=2"], "'tensor'"),
+    (["--mesh", "tensor=0"], "at least 1"), (["--mesh", "tensor=2", "--shards", 4], "disagree"),
+    (["--mesh", "expert=8", "--experts", 4], "expert=4"), (["--mesh", "pipe=8"], "--layers 8"),
+    (["--mesh", "seq=8", "--seq_len", 60], "--seq_len 64"),
+    (["--mesh", "tensor=8", "--microbatches", 3], "--microbatches 2"),
+    (["--mesh", "pipe=2,tensor=4", "--seq_len", 63], "--seq_len 64"),
+    (["--chunks", 2], "interleaved"), (["--zero", 2], "fsdp"),
+    (["--schedule", "interleaved"], "--chunks"), (["--schedule", "1f1"], "'1f1b'"),
+    (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
+    (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
+    (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
+    (["--tied", "maybe"], "true or false"),
+    (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
+    (["--best", "smallest:a", "--best", "largest:b"], "given twice"),
+    (["--beams", 4], "it is for pairs of texts (a model with an encoder)"),
+    (["--fields", "a", "b", "--pack", "stream"], "--fields a b has no effect on text"),
+    (["--model", "transformer", "--head", "classes", "--labels", 3], "--causal false"),
+    (["--qk_norm", "true"], "--model transformer has it"),
+    (["--model", "transformer", "--shared_experts", 1], "--experts"),
+    (["--model", "transformer", "--qk_norm_wide", "true"], "--qk_norm true"),
+    (["--model", "transformer", "--rotary_layers", "rl"], "a letter for each layer, r"),
+    (["--model", "transformer", "--rotary_layers", "rn", "--positions", "none"], "rotary"),
+    (["--model", "transformer", "--norm_place", "out", "--parallel_block", "true"], "before it"),
+    (["--optimizer", "sgd"], "adamw or muon"),
+    (["--processes", 2], "need all of --coordinator"),
+    (["--coordinator", "here", "--processes", 2, "--process_id", 0], "HOST:PORT"),
+    (["--coordinator", "a:70000", "--processes", 2, "--process_id", 0], "HOST:PORT"),
+    (["--coordinator", "a:7000", "--processes", 2, "--process_id", 2], "0 to 1"),
+    (["--coordinator", "a:7000", "--processes", 2, "--process_id", 0, "--distributed"],
+     "one of them"),
+    (["--shards", 0], "at least 1"), (["--out", "gs://bucket/run"], "that every process sees"),
+    (["--sum_dtype", "float23"], "'float32'"),
+    (["--step", "jit", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"),
+    (["--override", "w_up"], "REGEX=axis"), (["--override", "w_up=-,tensr"], "'tensor'"),
+    (["--override", "w_upp=-"], "'layers.w_up'"),
+    (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),
+    (["--override", "_norm=-,data", "w_up=data", "--mesh", "data=8"], "splits 4 into 8"),
+    (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"),
+    (["--seq_len", "1e3"], "whole number")])
+def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
+    """A traceback, or a folder left behind by a run that was refused."""
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, "--out", tmp_path / "out", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dashes_equals_and_presets():
+    """A preset's width that is kept although another is given; a value after = read as a flag."""
+    a = train.parse(["--d-model=64", "--heads", "4", "--data", "a", "b", "--tied",
+                     "--mesh=tensor=2"])
+    assert (a.d_model, a.head_dim, a.data, a.tied, a.mesh) == (64, 16, ("a", "b"), True, "tensor=2")
+    b = train.parse(["--model", "llama-7b", "--layers", "2"])
+    assert (b.d_model, b.d_ff, b.layers, b.lr) == (4096, 11008, 2, 0.5 / 4096)
+    assert train.parse(["--tied", "false"]).tied is False
+
+
+def test_flags_of_any_dataclass():
+    """A tuple given twice that loses its first values; = that does not begin a tuple; words without
+    a flag where none are expected; a missing value that is not noticed."""
+    argv = ["a", "--path=x", "y", "--tied", "no", "--path", "z", "-"]
+    given, words = flags.parse_flags(More, argv, "PATH")
+    assert given == {"path": ("x", "y", "z", "-"), "tied": False} and words == ["a"]
+    assert flags.from_flags(More(), ["--rate", "-1", "--tied"]) == More(rate=-1.0, tied=True)
+    assert flags.from_flags(Few(size=4), ["b"], "PATH") == (["b"], Few(size=4))
+    for argv, says in ((["--path"], "at least one value"), (["--size"], r"needs a value \(int\)"),
+                       (["--size", "--tied"], "needs a value"), (["--siz", "1"], "mean --size"),
+                       (["--q", "1"], "--help lists the options")):
+        with pytest.raises(errors.ConfigError, match=says):
+            flags.parse_flags(More, argv)
+
+
+def help_of(capsys, *words, main=train.main):
+    with pytest.raises(SystemExit) as e:
+        main(list(words))
+    assert e.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
+    """A flag without help, or whose comment is no longer beside it in the source; --data in line
+    86, after flags that few people need; a flag without a group."""
+    text, whole = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
+    shown = re.findall(r"^  --(\w+) +\S", text, re.M)
+    own = {name: comment for c in (model.Config, train.Config)
+           for name, comment in comments(c).items()}
+    assert set(shown) == {name for name, comment in own.items() if not comment.is_rare}
+    assert all(comment.help and comment.group for comment in own.values())
+    assert len(shown) <= 45 and {"data", "lr", "seq_len"} <= set(re.findall(
+        r"--(\w+) ", "\n".join(text.splitlines()[:25])))
+    assert "context length" in text and text.splitlines()[-1] == help.LAST
+    all_shown = re.findall(r"^  --(\w+) +\S", whole, re.M)
+    assert set(all_shown) == set(own) | {f.name for network in NETWORKS.values()
+                                    for f in dataclasses.fields(network.config)}
+    assert len(all_shown) == len(set(all_shown))
+    gpt2 = help_of(capsys, "--help", "--model", "gpt2")
+    assert gpt2 == help_of(capsys, "--model", "gpt2", "--help")
+    names = re.findall(r"^  --(\w+) +\S", gpt2, re.M)
+    assert names[:len(shown)] == shown and "--qk_norm" not in text
+    assert re.search(r"--layers +how many blocks +\[12\]", gpt2), "gpt2's, not the default"
+    assert "--qk_norm" in gpt2.partition("options of the network transformer:")[2]
+    shown = re.findall(r"^  --(\w+) +\S", help_of(capsys, "--help", main=sample.main), re.M)
+    assert sorted(shown) == sorted(f.name for f in dataclasses.fields(prompts.Config))
+
+
+def test_a_flag_of_a_fork_is_in_the_help():
+    """A fork's field that is missing from --help, because no table of groups has it."""
+    @dataclasses.dataclass(frozen=True)
+    class Own(model.Config):
+        mine: int = 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Run(train.Config):
+        also: int = 0
+        # data
+        third: int = 0
+
+    groups = help.groups_of(Own, Run)
+    assert "mine" in groups["model"] and "also" in groups["training"]
+    assert "third" in groups["data"]
+
+
+def test_a_reader_may_close_the_pipe(tmp_path):
+    """A BrokenPipeError after `--help | head -3`, in print or when Python exits."""
+    file = tmp_path / "prints.py"
+    file.write_text("import sys\nfrom zigzag.core import flags\ndef main():\n    print('done')\n"
+                    "    sys.stdout.write('x' * int(sys.argv[1]))\nflags.run_main(main)\n")
+    for words, status in ((["train.py", "--help"], 0), ([file, 9], 0), ([file, 10**6], 1)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+                            "PYTHONUNBUFFERED": ""})
+        os.close(writer)
+        assert done.returncode == status and done.stderr.count("\n") == status, done.stderr
+
+
+WORDS = {"block_size": "--seq_len", "context_length": "--seq_len", "n_layer": "--layers",
+         "num_attention_heads": "--heads", "hidden-size": "--d_model", "n_kv_head": "--kv_heads",
+         "batch_size": "--batch", "learning-rate": "--lr", "max_iters": "--steps",
+         "gradient_accumulation_steps": "--accumulate", "output_dir": "--out", "dataset": "--data",
+         "eval_interval": "--eval_every", "tensor_parallel": "--shards", "tp": "--shards"}
+
+
+@pytest.mark.parametrize("main, words, says", [
+    *((train.main, [f"--{word}", 1], f"did you mean {flag}?") for word, flag in WORDS.items()),
+    (train.main, ["--resume"], "--out RUN alone"), (train.main, ["--max_epochs", 3], "--epochs"),
+    (train.main, ["--wandb"], "metrics.jsonl"), (train.main, ["--device", "cpu"], "JAX_PLATFORMS"),
+    (train.main, ["--fsdp", 2], "--mesh fsdp=N"), (train.main, ["--warmpu", 2], "--warmup"),
+    (sample.main, ["--max_new_tokens", 9], "--tokens?"),
+    (sample.main, ["--num_samples", 9], "--prompts"),
+    (sample.main, ["--max_length", 9], "--tokens?"),
+    (data.main, ["--data", "x"], "python data.py PATH"),
+    (data.main, ["--dim", 1], "--help lists the options"),
+    (data.main, ["nosuch", "--out", "d"], "error: nosuch: no such file"),
+    (train.main, ["--data", "nosuch"], "--data nosuch: no such file")])
+def test_words_of_other_codebases_lead_to_our_flags(capsys, tmp_path, monkeypatch, main, words,
+                                                    says):
+    """--block_size that leads to --vocab_size, --resume that leads to --remat; a message of data.py
+    about a flag of train.py; a flag of another command."""
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *words, main=main)
+
+
+def test_familiar_words_lead_to_flags_that_exist():
+    """A table that a renamed flag makes wrong; a word that hides a flag of ours."""
+    commands = [{f.name for c in classes for f in dataclasses.fields(c)} for classes in (
+        (model.Config, train.Config), (prompts.Config,), (data.Config,))]
+    targets = {*familiar.WORDS, *(flag for flag, *_ in familiar.SENTENCES)} - {"PATH"}
+    assert targets <= set().union(*commands)
+    for flags_of_one in commands:
+        words = [word for flag, words in familiar.WORDS.items() if flag in flags_of_one
+                 for word in words.split()]
+        assert not flags_of_one.intersection(words)
+        assert len(words) == len(set(words))
+
+
+def test_help_is_the_comment_with_all_its_lines():
+    """Half a sentence, from a comment of several lines; a heading read as help; the help of a
+    parent class for a field that is defined again."""
+    rows = flags.flag_rows(More)
+    assert sorted(rows) == [
+        ("last", "0", "the last one"), ("name", "", "what it is called"), ("path", "", "where"),
+        ("rate", "0.25", "how slowly"),
+        ("size", "3", 'how large; what does not fit in the line goes on here, and "# here"'),
+        ("tied", "False", "")]
+    own = list(More.__annotations__)        # (what is inherited comes after what is a class's own)
+    assert [name for name, *_ in rows][:len(own)] == own
+    assert f"  --{'rate':18} how slowly  [0.25]" in flags.help_text(More).splitlines()
+
+
+def test_the_users_flags_are_kept(tmp_path, text):
+    """XLA_FLAGS overwritten, and with it the 8 devices that the user asked for."""
+    done = command(*SMALL, "--shards", 3, "--data", text, "--out", tmp_path / "o",
+                   env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert done.returncode == 2 and "there are 8 (cpu)" in done.stderr
+
+
+def test_a_path_of_any_bytes_can_be_printed(monkeypatch):
+    """A traceback after all work is done, because of one character of a file's name."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="utf-8", errors="strict"))
+    flags.run_main(lambda: print("caf\udce9"))
+    assert raw.getvalue() == b"caf\\udce9\n"
+
+
+def test_a_bug_stays_a_traceback():
+    """A bug reported in one line, which cannot be found without its traceback."""
+    def main():
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError):
+        flags.run_main(main)
+
+
+@pytest.mark.parametrize("error, status, line", [
+    (errors.ConfigError("two\n  lines"), 2, "error: two lines"),
+    (KeyboardInterrupt(), 130, "interrupted: "),
+    (type("JaxRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: 9 GB\nmore"), 1,
+     "error: out of memory: RESOURCE_EXHAUSTED: 9 GB; a larger --mesh")])
+def test_each_end_has_its_status_and_one_line(capsys, error, status, line):
+    """A wrong exit status: schedulers restart by it, and would retry a refusal with status 1 for
+    ever."""
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as e:
+        flags.run_main(main)
+    said = capsys.readouterr().err
+    assert e.value.code == status and said.startswith(line) and said.count("\n") == 1
+
+
+def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
+    """Output lost in Python's buffers by os._exit."""
+    file = tmp_path / "fault.py"
+    file.write_text("from zigzag.core import errors, flags\n"
+                    "def main():\n    print('before')\n    raise errors.RunError('full disk')\n"
+                    "flags.run_main(main)\n")
+    done = command(file=file, env={"PYTHONPATH": str(Path(train.__file__).parent)})
+    assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", "error: full disk\n")
+
+
+def test_former_names_of_flags_work_with_a_warning(capsys, tmp_path):
+    """A script for an earlier version that fails because a flag was renamed."""
+    for word in ("--parallel", "--parallel-block"):
+        assert train.parse(["--model", "transformer", word, "true"]).parallel_block
+    assert capsys.readouterr().err == "warning: --parallel is now --parallel_block\n"
+    for word, warning in (("--step=x", "warning: --step is now --checkpoint\n"),
+                          ("--checkpoint=x", "")):
+        (tmp_path / "config.json").write_text('{"layers": 2, "tokenizer": "bytes"}')
+        with pytest.raises(errors.ConfigError, match="--checkpoint x"):
+            sample.main(["--run", str(tmp_path), "--prompt", "a", word])
+        assert capsys.readouterr().err == warning

@@ -1,0 +1,555 @@
+"""Several processes, connected by gloo: real processes, real signals.
+
+Tests that are not marked slow need one process.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import data
+import networks
+from tests.common import SMALL, command, ends, hosts, started, survives_kills, until_step
+from zigzag.core import hosts as hosts_lib
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import flatten
+from zigzag.disk.checkpoint import run_steps
+
+TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
+
+
+# -------------------------------------------------------------------------------------------
+# In this process
+
+def test_a_port_in_use_is_refused_before_jax_crashes():
+    """A segmentation fault in jax, without a message."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "192.0.2.1"):    # (the last is never this machine's)
+            with pytest.raises(ConfigError, match=f"{host}:{port}: port {port} is in use"):
+                hosts_lib._bind_address(f"{host}:{port}")
+    assert hosts_lib._bind_address(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    assert hosts_lib._bind_address(f"localhost:{port}") == f"localhost:{port}"
+
+
+def test_process_0_listens_where_others_reach_it(monkeypatch):
+    """Others that wait for ever, because this host's own name means 127.0.1.1, or because the
+    address is forwarded from another machine and is not one of this machine's."""
+    assert hosts_lib._bind_address("192.0.2.1:0") is None
+    assert hosts_lib._bind_address("no.such.host.invalid:0") is None
+    real = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: real(
+        ("127.0.0.1", 0) if address[0] == "node-a" else address))
+    assert hosts_lib._bind_address("node-a:0") is None
+
+
+def test_one_process_agrees_with_itself():
+    """A wait for processes that do not exist."""
+    assert hosts_lib.process_allgather({"a": 1}) == [{"a": 1}]
+    hosts_lib.assert_same_everywhere({"a": 1})
+
+
+def test_facts_that_differ_are_named(monkeypatch):
+    """Processes of different runs that silently train together."""
+    monkeypatch.setattr(hosts_lib, "process_allgather",
+                        lambda facts: [facts, facts, {"lr": 0.5, "seed": 1}])
+    with pytest.raises(ConfigError, match="process 2 has seed 1 and process 0 has None"):
+        hosts_lib.assert_same_everywhere({"lr": 0.5})
+
+
+def test_the_watchdogs_limit_follows_from_what_was_measured(monkeypatch):
+    """A limit that ends a slow run, or one that a stalled run never reaches."""
+    dog, now = hosts_lib.Watchdog(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hosts_lib.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    dog.arm("a step")
+    assert dog.limit == math.inf, "with one process it is never started"
+    dog.patience = 7
+    for what, limit, took in (
+            ("a step", 3607, 2), ("a step", 27, 3), ("a save", 3607, 1), ("a step", 37, 1),
+            ("a save", 3607, 1), ("", math.inf, 1)):
+        dog.arm(what)
+        assert dog.limit == limit, what
+        now[0] += took
+    dog.arm("waiting", 5)
+    assert dog.limit == 5
+
+
+@pytest.fixture
+def signals(monkeypatch, capfd):
+    """raise_and_read(number, words): raise a signal here, and return what was printed about it."""
+    def raise_and_read(number, words):
+        signal.raise_signal(number)     # (os.kill may reach another thread, and later)
+        said, begin = "", time.monotonic()
+        while words not in said and time.monotonic() - begin < 60:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        return said
+
+    monkeypatch.setattr(hosts_lib, "TOGETHER", 0)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)    # (ignored in background)
+    yield raise_and_read
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_signals_are_as_before_when_a_run_has_ended(signals):
+    """A second run, or whoever calls fit, that cannot be interrupted; an event loop around fit that
+    never hears of its own signals."""
+    before, user = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGUSR1, lambda *_: None)
+    reader, writer = os.pipe()
+    for end in reader, writer:
+        os.set_blocking(end, False)
+    old = signal.set_wakeup_fd(writer)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stop = []
+            with hosts_lib.stop_on_signals(stop):
+                signal.raise_signal(signal.SIGUSR1)
+                assert "stopping: planning; a second" in signals(number, "nothing is lost\n")
+                assert stop == [number]
+            assert os.read(reader, 99) == bytes([signal.SIGUSR1])
+            assert signal.getsignal(signal.SIGTERM) == before
+            assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.set_wakeup_fd(old) == writer
+    finally:
+        signal.set_wakeup_fd(old)
+        signal.signal(signal.SIGUSR1, user)
+        os.close(reader)
+        os.close(writer)
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_listen)")]
+
+
+def test_the_third_signal_interrupts_a_notebook_and_does_not_end_it(signals, monkeypatch):
+    """All that a notebook holds, lost with its process; a fit that cannot be interrupted there. The
+    second signal changes nothing."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    stop = []
+    with pytest.raises(KeyboardInterrupt), hosts_lib.stop_on_signals(stop, "some/folder"):
+        hosts_lib.watchdog.arm("a step")
+        said = signals(signal.SIGINT, "\n")
+        assert said == ("stopping: finishing a step, then saving in some/folder; a second Ctrl-C "
+                        "changes nothing, a third ends at once and loses what is not saved\n")
+        hosts_lib.watchdog.arm("a save")
+        assert signals(signal.SIGTERM, "\n") == (
+            "stopping: still saving in some/folder; one more SIGTERM ends at once and loses what "
+            "is not saved\n")
+        assert stop == [signal.SIGINT]
+        assert signals(signal.SIGINT, "\n").startswith("interrupted: the same command continues")
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once(signals, monkeypatch):
+    """A run that a launcher ends without saving: the terminal sends Ctrl-C to both, and the
+    launcher passes it on."""
+    monkeypatch.setattr(hosts_lib, "TOGETHER", 1e9)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)      # (or a mistake ends this process)
+    stop = []
+    with hosts_lib.stop_on_signals(stop):
+        said = signals(signal.SIGINT, "\n")
+        for _ in range(4):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)
+    assert said.count("stopping: ") == 1 and len(stop) == 1
+
+
+def test_a_worker_that_was_forked_does_not_hold_up_the_end():
+    """A fit that never returns, because a loader's processes have the pipe open, too."""
+    with hosts_lib.stop_on_signals([]):
+        pipe = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(pipe)
+        held = os.dup(pipe)
+    os.close(held)
+
+
+def test_a_run_in_a_thread_leaves_signals_alone():
+    """A ValueError from a fit that a server calls in a thread of its own."""
+    found = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def run():
+        with hosts_lib.stop_on_signals([]):
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+# train.py, in which a step or a compilation is long: inside C, where no Python code of the main
+# thread runs, until a file is there.
+LONG = """
+import ctypes, os, sys, threading, time
+sys.path.insert(0, os.getcwd())
+import train
+from zigzag.core import flags
+from zigzag.run import loop
+C, mutex, where, free = ctypes.CDLL(None), ctypes.create_string_buffer(64), {!r}, {!r}
+def unlock():
+    while not os.path.exists(free):
+        time.sleep(0.02)
+    C.pthread_mutex_unlock(mutex)
+def wait():
+    print("long", flush=True)
+    C.pthread_mutex_lock(mutex)
+    threading.Thread(target=unlock, daemon=True).start()
+    C.pthread_mutex_lock(mutex)         # (a signal does not end this)
+run, compiled, made = train.run_loop, loop.compiled, []
+def long_step(step):
+    def one(state, batch):
+        made.append(1)
+        if len(made) == 6:
+            wait()
+        return step(state, batch)
+    return one
+if where == "step":
+    train.run_loop = lambda loop, step, stop: run(loop, long_step(step), stop)
+else:
+    loop.compiled = lambda program: wait() or compiled(program)
+flags.run_main(train.main)
+"""
+
+
+@contextlib.contextmanager
+def in_something_long(folder, text, where):
+    """A run that is inside of it. Also press(): send Ctrl-C, and the line about it; and go_on()."""
+    file, free = folder / "long.py", folder / "free"
+    file.write_text(LONG.format(where, str(free)))
+    run = started(*SMALL, "--mesh", "data=1", "--steps", 8, "--save_every", 3, "--eval_every", 100,
+                  "--data", text, "--out", folder / "run", file=file)
+    stuck = threading.Timer(240, run.kill)      # (so that nothing below waits for ever)
+    stuck.start()
+
+    def press():
+        time.sleep(1.5 * hosts_lib.TOGETHER)
+        run.send_signal(signal.SIGINT)
+        return run.stderr.readline()
+
+    try:
+        while (line := run.stdout.readline()) != "long\n":
+            assert line, run.stderr.read()
+        yield run, press, free.touch
+    finally:
+        stuck.cancel()
+        run.kill()
+        run.communicate()
+
+
+def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_path, text):
+    """Ctrl-C that seems to do nothing for the minute that a step takes, so that a person presses it
+    again, and loses all since the last save."""
+    with in_something_long(tmp_path, text, "step") as (run, press, go_on):
+        assert press().startswith(f"stopping: finishing a step, then saving in {tmp_path}/run; a "
+                                  f"second Ctrl-C changes nothing")
+        assert press().startswith("stopping: still finishing a step, then saving in ")
+        go_on()
+        said, error = run.communicate()
+    assert run.returncode == 0 and not error, error
+    assert "stopped at step 6 by SIGINT, saved in" in said
+    assert (tmp_path / "run/checkpoints/6").is_dir()
+
+
+@pytest.mark.slow
+def test_a_third_signal_ends_a_long_step_at_once(tmp_path, text):
+    """A run that only kill -9 ends, because its step hangs; a traceback; another exit status."""
+    with in_something_long(tmp_path, text, "step") as (run, press, _):
+        assert "a third ends at once and loses what is not saved" in press()
+        assert "one more Ctrl-C ends at once" in press()
+        assert press() == ("interrupted: the same command continues from the last checkpoint, if "
+                           "there is one\n")
+        assert run.wait(timeout=120) == 130 and not run.stderr.read()
+    assert run_steps(tmp_path / "run") == [3]
+
+
+@pytest.mark.slow
+def test_a_second_signal_before_the_first_update_ends_the_run(tmp_path, text):
+    """A person who waits for the compiler, to save weights that have learned nothing."""
+    with in_something_long(tmp_path, text, "compile") as (run, press, _):
+        assert press().startswith(f"stopping: compiling, then saving in {tmp_path}/run; a second "
+                                  f"Ctrl-C ends at once, and nothing is lost")
+        assert press().startswith("interrupted: ")
+        assert run.wait(timeout=120) == 130 and not run.stderr.read()
+
+
+def test_alone_a_failing_command_ends_as_any_does():
+    """An exit that hides the exception from whoever called main."""
+    with pytest.raises(KeyError), hosts_lib.exit_together():
+        raise KeyError("ours")
+
+
+# -------------------------------------------------------------------------------------------
+# In several processes
+
+# train.py, in which process 1 does something when it makes a batch: the 12th, unless another is
+# given. (The first batch is only for its shape, before the checkpoint is read.)
+AWRY = """
+import os, signal, sys, time
+sys.path.insert(0, os.getcwd())
+import train, data, jax
+from zigzag.core import errors, flags
+collate, made = data.collate, []
+def other(examples, length):
+    made.append(1)
+    if len(made) == {} and jax.process_index() == 1:
+        {}
+    return collate(examples, length)
+data.collate = other
+flags.run_main(train.main)
+"""
+
+
+def awry(folder, what, batch=12):
+    file = folder / "awry.py"
+    file.write_text(AWRY.format(batch, what))
+    return file
+
+
+# After the restore: writes every array, as the devices of all processes have it, to a file.
+STATE = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import numpy as np
+import train, jax
+from jax.experimental import multihost_utils
+from zigzag.core import flags, mesh
+from zigzag.disk import checkpoint
+restore = checkpoint.RunFolder.restore
+def other(self, say):
+    state = restore(self, say)
+    paths, leaves, _ = mesh.flatten(state)
+    leaves = multihost_utils.process_allgather(leaves, tiled=True)
+    if jax.process_index() == 0:
+        np.savez(self.folder / "state.npz", **dict(zip(paths, leaves)))
+    return state
+checkpoint.RunFolder.restore = other
+flags.run_main(train.main)
+"""
+
+# Process 1 alone finds a checkpoint damaged.
+ONE_CANNOT_READ = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train, jax
+from zigzag.core import errors, flags
+from zigzag.disk import checkpoint
+read = checkpoint._read_items
+def other(folder, *rest):
+    if folder.name == "6" and jax.process_index() == 1:
+        raise errors.CorruptCheckpoint("for one")
+    return read(folder, *rest)
+checkpoint._read_items = other
+flags.run_main(train.main)
+"""
+
+
+def metrics(folder):
+    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+
+@pytest.mark.full
+def test_one_run_on_any_number_of_processes(tmp_path, text):
+    """A run that changes with the number of processes. Two processes with two devices each are
+    ended by a SIGTERM to one, after the same step; four processes with one device each, and one
+    with four, continue from the same bits with the same losses."""
+    words = (*TWO, "--steps", 40, "--save_every", 15, "--dropout", 0.1, "--data", text)
+    results = ends(hosts(2, *words, "--out", tmp_path / "whole"))
+    assert all(status == 0 for status, *_ in results)
+    assert len(re.findall(r"^devices  process \d on \S+: 2 x cpu", results[0][1], re.M)) == 2
+    whole = metrics(tmp_path / "whole")
+    alone = command(*words, "--out", tmp_path / "alone")
+    assert alone.returncode == 0 and " in 2 processes" not in alone.stdout
+    for a, b in zip(whole, metrics(tmp_path / "alone"), strict=True):
+        assert a.get("loss", a.get("eval_loss")) == pytest.approx(
+            b.get("loss", b.get("eval_loss")), rel=1e-5)
+
+    sigterm = "os.kill(os.getpid(), signal.SIGTERM)"
+    (a, said, _), (b, nothing, _) = ends(hosts(2, *words, "--out", tmp_path / "run",
+                                               file=awry(tmp_path, sigterm)))
+    assert a == b == 0 and "stopped at step" in said and " in 2 processes" in said
+    # (Gloo itself prints.)
+    assert not re.search("step|loss|mesh|weights|data |devices", nothing), nothing
+    step = metrics(tmp_path / "run")[-1]["step"]
+    assert 11 <= step < 40 and (tmp_path / f"run/checkpoints/{step}").is_dir()
+
+    # A signal before the first step of a run that goes on is not lost.
+    shutil.copytree(tmp_path / "run", tmp_path / "early")
+    early = ends(hosts(2, *words, "--out", tmp_path / "early", file=awry(tmp_path, sigterm, 1)))
+    assert [status for status, *_ in early] == [0, 0]
+    assert int(re.search(r"stopped at step (\d+) ", early[0][1])[1]) - step in (0, 1, 2, 3)
+    file, states = tmp_path / "state.py", []
+    file.write_text(STATE)
+    for count in 4, 1:
+        out = tmp_path / f"by-{count}"
+        shutil.copytree(tmp_path / "run", out)
+        go = (*words, "--out", out)
+        for status, _, error in ends(hosts(count, *go, file=file) if count > 1
+                                     else [started(*go, file=file)]):
+            assert status == 0, error
+        states.append(dict(np.load(out / "state.npz")))
+        for got, want in zip(metrics(out), whole, strict=True):
+            assert got["step"] == want["step"]
+            assert got.get("loss", 0) == pytest.approx(want.get("loss", 0), rel=1e-5)
+    for path, leaf in states[0].items():
+        np.testing.assert_array_equal(leaf, states[1][path], path)
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
+    for path, leaf in zip(*flatten(params)[:2]):
+        np.testing.assert_array_equal(leaf, states[0]["params." + path])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(tmp_path, text):
+    """A process that ignores Ctrl-C, or that leaves the others waiting."""
+    runs = hosts(2, *TWO, "--steps", 2000, "--data", text, "--out", tmp_path / "run")
+    until_step(5, tmp_path / "run", *runs)
+    runs[1].send_signal(signal.SIGINT)
+    (first, said, _), (second, _, error) = ends(runs)
+    assert first == second == 0, error
+    assert re.search(f"^stopping: finishing a step, then saving in {tmp_path}/run; ", error, re.M)
+    assert "stopped at step" in said and int(run_steps(tmp_path / "run")[0]) < 2000
+
+
+@pytest.mark.full
+def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
+    """Two processes that continue from different steps; one that waits for the other for ever."""
+    words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3,
+             "--data", text, "--out", tmp_path / "run")
+    assert all(status == 0 for status, *_ in ends(hosts(2, *words, "--steps", 6)))
+    file = tmp_path / "one.py"
+    file.write_text(ONE_CANNOT_READ)
+    (first, said, error), (second, _, other) = ends(
+        hosts(2, *words, "--steps", 8, "--patience", 5, file=file), 60)
+    assert first == second == 0, (error, other)
+    assert "checkpoint 6 is damaged (for one)" in said and "at step 3" in said
+    assert (tmp_path / "run/checkpoints/damaged-6").is_dir()
+
+
+@pytest.mark.full
+def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
+    """A folder that two processes cannot continue, after a kill of one at some moment."""
+    words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
+             "--eval_every", 15, "--dropout", 0.1, "--data", text)
+    survives_kills(1, int(os.environ.get("KILLS", 2)), tmp_path,
+                   lambda out: hosts(2, *words, "--out", out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what, says", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "another process has ended"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "another process has ended, or cannot be reached"),
+    ("raise KeyError('broken')", "another process has ended"),
+    ("raise errors.ConfigError('a bad row')", "another process has ended"),
+    ("time.sleep(600)", "a step took more than")])
+def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
+    """A process that waits for ever for one that is gone. All must end in 15 seconds, or, if one is
+    stalled, 15 seconds after the limit, which depends on the previous steps."""
+    file = awry(tmp_path, what)
+    words = (*TWO, "--save_every", 5, "--data", text, "--out", tmp_path / "run")
+    runs = hosts(2, *words, "--steps", 500, "--patience", 10, file=file)
+    until_step(9, tmp_path / "run", *runs)
+    begin = time.monotonic()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        runs[0].wait(timeout=60)
+    took, stalled = time.monotonic() - begin, "sleep" in what
+    if "SIGSTOP" in what:
+        runs[1].kill()
+    (first, _, error), (second, _, broken) = ends(runs, 15)
+    assert first == 1 and second != 0 and took < (60 if stalled else 15), (took, first, error)
+    if stalled and "a step took" in broken:         # the one that sleeps may be the first to notice
+        error = broken
+    assert says in error
+    assert "the same command in each continues from the last checkpoint" in error
+    assert (" in fit\n" in error) == stalled        # a stack only where it is known where
+    assert "KeyError" not in what or "KeyError: 'broken'" in broken
+    assert "ConfigError" not in what or (
+        second == 2 and broken.splitlines()[-1] == "error: a bad row")
+    if stalled:
+        assert ends(hosts(2, *words, "--steps", 14))[0][0] == 0
+
+
+@pytest.mark.slow
+def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
+    """A save that is lost because it is still in progress, on a slow disk."""
+    file = awry(tmp_path, "batch = collate(examples, length); "
+                          "batch['weights'] *= float('nan'); return batch")
+    slow = ("rename = os.rename\n"
+            "os.rename = lambda *a, **k: (time.sleep(3), rename(*a, **k))\n")
+    file.write_text(file.read_text().replace("flags.run_main(", slow + "flags.run_main("))
+    words = (*TWO, "--steps", 40, "--save_every", 10, "--max_skipped", 1, "--data", text,
+             "--out", tmp_path / "run")
+    results = ends(hosts(2, *words, file=file))
+    at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row",
+                       results[0][2])[1])
+    assert [status for status, *_ in results] == [1, 1] and 10 < at < 13
+    assert networks.load_run(tmp_path / "run", step=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, says", [
+    ("port", "is in use"), ("missing", "waiting for 2 processes at"),
+    ("lr", "process 1 has lr 0.25 and process 0 has 0.5"), ("data", "process 1 has fingerprint"),
+    ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
+def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
+    """Different runs that train as one; a wait without a message."""
+    made, more = tmp_path / "made", {}
+    words = [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
+    with socket.socket() as taken:
+        if case == "port":
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            more["port"] = taken.getsockname()[1]
+        elif case == "lr":
+            more["own"] = lambda i: ("--lr", 0.5 / (i + 1))
+        elif case == "out":
+            more["own"] = lambda i: ("--out", tmp_path / f"run{i}")
+        elif case == "run":         # of the same name, on another machine
+            data.prepare([str(text)], made)
+            text = made
+            for i in range(2):
+                (tmp_path / str(i)).mkdir()
+            more = dict(own=lambda i: ("--out", "run"), cwd=lambda i: tmp_path / str(i))
+        elif case == "data":
+            for i in range(2):
+                data.prepare([str(text / f"{j}.txt") for j in range(3 + i)], tmp_path / f"{i}/made")
+            more = dict(own=lambda i: ("--data", "made"), cwd=lambda i: tmp_path / str(i))
+        runs = hosts(2, *words, *(() if case == "data" else ("--data", text)), **more)
+        if case == "missing":
+            runs.pop().kill()
+        results = ends(runs, 60)
+    # (One that waits for another that has ended may be aborted by jax before it has begun: -6.)
+    statuses = {status for status, *_ in results}
+    assert statuses <= {1, 2, -6} and statuses & {1, 2}, results
+    assert any(line.startswith("error: ") and says in line
+               for _, _, error in results for line in error.splitlines()), results
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkeypatch):
+    """Processes of SLURM that are not found with --distributed; a run on a laptop that looks for
+    them. (jax reads SLURM's variables.)"""
+    def one(i):
+        for name, value in {
+                "SLURM_JOB_ID": str(20000 + os.getpid() % 20000), "SLURM_PROCID": str(i),
+                "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_LOCALID": str(i),
+                "SLURM_STEP_NUM_NODES": "1"}.items():
+            monkeypatch.setenv(name, value)
+        return started(*SMALL, "--mesh", "data=2", "--steps", 1, "--data", text,
+                       "--out", tmp_path / "run", "--distributed")
+
+    results = ends([one(0), one(1)])
+    assert [status for status, *_ in results] == [0, 0], results
+    assert " in 2 processes" in results[0][1]

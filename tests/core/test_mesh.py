@@ -1,0 +1,132 @@
+"""The mesh, and the types that say over which axes values differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shard
+from tests.helpers import mesh_of
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import (
+    AXES,
+    drop_trivial_axes,
+    keep_on_first,
+    make_mesh,
+    mark_varying,
+    pmean_all,
+    untyped,
+    vary_like,
+    varying,
+)
+
+# -------------------------------------------------------------------------------------------
+# Meshes
+
+@pytest.mark.parametrize("sizes, shape", [
+    ({}, (8, 1, 1, 1, 1, 1)), ({"tensor": 4}, (2, 1, 1, 1, 1, 4)),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1, 1, 1, 2))])
+def test_data_takes_the_devices_that_are_left(sizes, shape):
+    """A mesh in which tensor is not innermost, where neighbours are the closest devices."""
+    mesh = make_mesh(**sizes)
+    assert mesh.devices.shape == shape and mesh.axis_names == AXES
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize("sizes, words", [
+    ({"tensor": 3}, ("tensor=3", "8", "1, 2, 4, 8")), ({"tensor": 16}, ("16", "8")),
+    ({"tensr": 2}, ("tensr", "'tensor'"))])
+def test_an_impossible_mesh_names_the_numbers(sizes, words):
+    """An error from inside jax, or one that does not say what would be accepted."""
+    with pytest.raises(ConfigError) as e:
+        make_mesh(**sizes)
+    assert all(w in str(e.value) for w in words), e.value
+
+
+def test_axes_of_one_device_are_in_no_spec():
+    """Axes of size 1 in specs: the compiler fails on them, or emits collectives of whole gradients
+    within groups of one device."""
+    mesh = mesh_of("fsdp=2,tensor=2")
+    assert drop_trivial_axes(P(("data", "fsdp", "expert"), "seq", "tensor"), mesh) == P(
+        "fsdp", None, "tensor")
+    assert drop_trivial_axes(P("data", ("pipe", "seq")), mesh) == P()
+
+
+# -------------------------------------------------------------------------------------------
+# Varying types
+
+def types_in(mesh, fn, *specs):
+    """The result of fn for arrays of these specs, inside a shard_map."""
+    found = []
+
+    def local(*args):
+        found.append(fn(*args))
+        return 0
+
+    with jax.set_mesh(mesh_of(mesh)):
+        jax.eval_shape(jax.shard_map(local, in_specs=specs, out_specs=P()),
+                       *[jax.ShapeDtypeStruct((8, 8), jnp.float32) for _ in specs])
+    return found[0]
+
+
+def test_what_a_loop_carries_is_never_marked_over_tensor():
+    """An unsplit weight marked as varying over tensor, like the activations that it meets, and then
+    taken for one part of a split weight."""
+    def fn(rows, weight, split):
+        return [varying(a) for a in (*vary_like((rows, weight), rows, split),
+                                     mark_varying(weight, split, also={"seq"}))]
+
+    assert types_in("data=2,tensor=2,seq=2", fn, P("data"), P(), P(None, "tensor")) == [
+        {"data"}, {"data"}, {"tensor", "seq"}]
+
+
+def test_a_mark_makes_gradients_stay_local():
+    """A weight's gradient summed over devices in every micro-batch, because the mark (whose
+    transpose is a sum) is inside the differentiated function instead of before it."""
+    def fn(x, w):
+        inside = jax.grad(lambda w: jnp.sum(mark_varying(w, x)[0] * x))(w)
+        before = jax.grad(lambda w: jnp.sum(w[0] * x))(mark_varying(w, x))
+        return varying(inside), varying(before)
+
+    assert types_in("data=2", fn, P("data"), P()) == (set(), {"data"})
+
+
+def test_a_value_that_is_equal_on_all_devices_is_counted_once():
+    """A sum over an axis of equal values, which is too large by the number of devices."""
+    def local(rows, whole):
+        sums = keep_on_first((rows.sum(), whole.sum()), {"data", "seq"})
+        assert [varying(x) for x in sums] == [{"data", "seq"}] * 2
+        return shard.sum_gradients(sums, {"data", "seq"})
+
+    with jax.set_mesh(mesh_of("data=2,seq=2")):
+        rows, whole = jax.jit(jax.shard_map(local, in_specs=(P("data"), P()), out_specs=P()))(
+            jnp.ones((2, 8)), jnp.ones(8))
+    assert (rows, whole) == (16, 8)
+
+
+def test_equal_copies_become_one_value():
+    """A sum of the copies, or the value of a device that has another one."""
+    def local(x):
+        return pmean_all({"a": mark_varying(jnp.float32(3.0), x), "b": jnp.float32(2.0)})
+
+    with jax.set_mesh(mesh_of("data=2,tensor=2")):
+        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P()))(jnp.ones((2, 8)))
+    assert got == {"a": 3.0, "b": 2.0}
+
+
+def test_untyped_is_what_one_device_computes():
+    """A function of shard.py that communicates although every device should compute by itself."""
+    seen = []
+
+    def fn(x):
+        seen.append((dict(jax.sharding.get_abstract_mesh().shape), varying(x)))
+        return jnp.sin(x).sum()
+
+    def local(x):
+        return fn(x)[None] - untyped(fn)(x)[None]
+
+    with jax.set_mesh(mesh_of("data=2")):
+        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"),
+                                    check_vma=False))(jnp.arange(16.0))
+    assert not np.any(got) and seen[1] == ({}, set()) and seen[0][0]["data"] == 2

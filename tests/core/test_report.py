@@ -1,0 +1,298 @@
+"""The output of a run: devices, configuration, collectives, steps and evaluations."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from tests.common import SMALL, command
+from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from zigzag.core import report
+from zigzag.core.errors import human_bytes
+from zigzag.run import commands, loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields that a header reads."""
+    dtype: str = "float32"
+    step: str = "shard_map"
+    topology: str = ""
+
+
+def fake_mesh(processes, each, kind="TPU v5 lite", platform="tpu"):
+    """A stand-in for a mesh with everything that a header reads, with ids like JAX's for processes
+    on CPU."""
+    devices = np.array([SimpleNamespace(id=2048 * p + i, process_index=p, device_kind=kind,
+                                        platform=platform)
+                        for p in range(processes) for i in range(each)]).reshape(processes, each)
+    return SimpleNamespace(devices=devices, size=devices.size,
+                           shape={"data": processes, "tensor": each})
+
+
+def test_the_header_has_a_line_for_each_process(capsys):
+    """A header that does not show that a host is missing, or has fewer devices than the others."""
+    reporter = report.Reporter(steps=10)
+    reporter.header(Config(), fake_mesh(2, 2), "5 parameters", "the table", "the timeline",
+                    ["node-a", "node-b"], ["the sizes", "", "the options"])
+    assert capsys.readouterr().out.splitlines() == [
+        "=== zigzag on 4 x TPU v5 lite in 2 processes | float32 | step by shard_map ===",
+        "devices  process 0 on node-a: 2 x TPU v5 lite (0, 1)",
+        "devices  process 1 on node-b: 2 x TPU v5 lite (2048, 2049)",
+        "mesh     data=2 tensor=2", "the sizes", "the options", "weights  5 parameters",
+        "the table", "the timeline"]
+    reporter.header(Config(), fake_mesh(1, 2, "cpu", "cpu"), "", "", "", ["laptop"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("=== zigzag on 2 simulated CPU devices, no accelerator was found |")
+    assert lines[1] == "devices  process 0 on laptop: 2 x cpu (0, 1)"
+    reporter.header(Config(topology="v5e:2x2"), fake_mesh(1, 4), "", "", "", ["laptop"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "that are not here: compiled, not run" in lines[0] and lines[1].startswith("mesh")
+
+
+def test_only_process_0_prints(capsys):
+    """Every line printed once for each process."""
+    reporter = report.Reporter(steps=1)
+    reporter.is_quiet = True
+    reporter.line("text")
+    reporter.line("text", live=True)
+    assert not capsys.readouterr().out
+
+
+def test_each_process_keeps_its_lines_in_a_file(capsys, tmp_path):
+    """A file without the first lines, or with the thousand that a terminal overwrites; a file that
+    a continued run begins anew; no file of a process that prints nothing."""
+    row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    for start, goes_on in enumerate((False, True)):
+        reporter = report.Reporter(steps=100)
+        reporter.is_quiet, reporter.is_terminal = start == 0, start == 1
+        reporter.line(f"start {start}")
+        reporter.log_to(tmp_path / "log-0.txt", goes_on)
+        for at in range(1, 8):
+            reporter.step({**row, "step": at}, 0.5, 10)
+    text = (tmp_path / "log-0.txt").read_text()
+    said = capsys.readouterr().out
+    assert "start 1" in said and "start 0" not in said
+    for part, start in zip(text.split("\n\n"), (0, 1), strict=True):
+        time, first, *steps = part.splitlines()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) and first == f"start {start}"
+        assert [re.match(r"step +(\d+)/100  loss", line)[1] for line in steps] == ["1", "5"]
+    reporter.log_to(tmp_path / "log-0.txt", False)
+    reporter.is_quiet = True
+    reporter.line("caf\udce9")      # (a path of other bytes than UTF-8)
+    text = (tmp_path / "log-0.txt").read_text()
+    assert "start 0" not in text and "caf\\udce9" in text
+
+
+def test_the_options_are_those_that_somebody_has_changed():
+    """A start of seventeen lines for a command with three flags; an option that was given and is
+    not shown; a derived option that is shown as if it had been given."""
+    assert report.options_text(train.parse([]), set()) == ""
+    config = train.parse(["--layers", "6", "--heads", "4", "--steps", "50", "--data", "a", "b",
+                          "--tied", "--lr", "0.01", "--d_ff", "384"])
+    assert report.options_text(config, {"heads"}) == (
+        "options  layers=6 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff would be)
+    assert report.options_text(dataclasses.replace(config, eval_tokens=4096), set()).endswith(
+        "eval_tokens=4096")
+    preset = report.options_text(train.parse(["--model", "gpt2"]), set())
+    assert " d_model=768" in preset and " norm=layer" in preset and "lr=" not in preset
+    assert all(len(line) <= 100 for line in preset.splitlines())
+
+
+def test_a_start_says_the_sizes_in_words(capsys):
+    """Sizes of a decoder shown for a custom loss, or sizes of pictures for a model of text; a
+    record without the values that the screen no longer shows."""
+    say = report.Reporter(1)
+    config = make(kv_heads=2, experts=4)
+    loop.report_header(program_of(config, "tensor=2"), say, set())
+    printed = capsys.readouterr().out
+    assert ("sizes    layers 2, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
+            "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
+            "adamw, lr up to 0.0156 after 3 steps of warmup\noptions  ") in printed
+    record = train.TRAINER.record_of(config)
+    assert "image_size" not in printed and "image_size" not in record
+    assert set(record) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
+    batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
+    custom = train.build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
+                         lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
+    loop.report_header(custom, say, set())
+    printed = capsys.readouterr().out
+    assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
+    config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
+    loop.report_header(program_of(config, ""), say, set())
+    printed = capsys.readouterr().out
+    assert re.search("sizes    layers 2 and 1 of the encoder, .*, source 12, context 16 tokens\n",
+                     printed)
+    assert re.search(r"^relative +\[32,4\]", printed, re.M), "small, and a matrix"
+
+
+def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
+    """A table in which norms and biases hide the important weights; a short table in shard.py too;
+    a matrix among the small weights; bytes that are not counted."""
+    program, say = program_of(make(optimizer="muon"), "tensor=2"), report.Reporter(1)
+    loop.report_header(program, say, set())
+    short = capsys.readouterr().out
+    loop.report_header(program, say, set(), is_short=False)
+    whole = capsys.readouterr().out
+    assert "layers.attn_norm" in whole and "small weights" not in whole
+    held = 4 * 5 * 32
+    assert re.search(rf"^3 small weights +whole +{held} B  scales and biases: attn_norm, mlp_norm, "
+                     r"norm$", short, re.M), short
+    assert "layers.w_up" in short and "layers.attn_norm" not in short
+    # (Muon's matrices have one moment. The text must say what the program's state takes.)
+    state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
+                    for x in jax.tree.leaves(program.state["opt"]))
+    assert f"{human_bytes(state)} of the optimizer's state" in short
+    commands.show_sharding(train.TRAINER, ["--optimizer", "muon", "--shards", "2",
+                                           *map(str, SMALL[2:])])
+    shown = capsys.readouterr().out
+    assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown
+
+
+def test_collectives_are_told_beside_what_was_expected(capsys):
+    """A collective that is unexpected, or missing, and not visible in the report."""
+    def collective(kind, size):
+        return SimpleNamespace(kind=kind, axis="tensor", count=3, bytes=size)
+
+    report.Reporter(steps=1).collectives(
+        [collective("all-gather", 7.1e6), collective("all-reduce", 100)],
+        [collective("all-gather", 7e6), collective("all-to-all", 50)])
+    assert capsys.readouterr().out.splitlines() == [
+        "sends     7.1 MB a device and update in 3 all-gather over tensor (expected: 7.0 MB in 3)",
+        "sends      100 B a device and update in 3 all-reduce over tensor (expected: none)",
+        "sends    nothing in all-to-all over tensor (expected: 50 B in 3)"]
+
+
+def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):
+    """A log of a million lines; a rate that includes the compilation in the first step."""
+    reporter = report.Reporter(steps=100)
+    for at in range(1, 101):
+        reporter.step({"step": at, "loss": 2.0, "mfu": None, "tokens": 100, "grad_norm": 1.0,
+                       "lr": 0.5}, 60.0 if at == 1 else 0.5, 2 * 10**6)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == ("step 100/100  loss 2.0000  200 tokens/s  mfu n/a  grad 1.00  "
+                         "lr 5.00e-01  2.0 MB  0 s left")
+    reporter.is_terminal = True
+    reporter.step({"step": 7, "loss": 2.0, "mfu": 0.25, "tokens": 100, "grad_norm": 1.0,
+                   "lr": 0.5}, 0.5, 10)
+    said = capsys.readouterr().out
+    assert said.startswith("\r\x1b[Kstep   7/100") and "mfu 25.0%" in said and "\n" not in said
+
+
+def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
+    """A speed that falls with padding, although the devices compute as much as before."""
+    reporter = report.Reporter(steps=100)
+    row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    reporter.step(row, 0.5, 10, (100, 30))
+    reporter.step(row, 0.5, 10, (100, 100))
+    reporter.step(row, 0.5, 10)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  200 tokens/s (60 learned from)  mfu" in lines[0]
+    assert "  200 tokens/s  mfu" in lines[1] and "  60 tokens/s  mfu" in lines[2]
+
+
+def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch):
+    """A time left of 0 s before an evaluation that takes longer than all steps."""
+    reporter = report.Reporter(steps=10)
+    row = {"step": 10, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    reporter.step(row, 0.5, 10, others=lambda usual: 40 * usual)
+    assert capsys.readouterr().out.endswith("  20 s left\n")
+    config = make(steps=10, eval_every=4, save_every=5, batch=8)
+    task = SimpleNamespace(held_out=[0] * 24)
+    state = SimpleNamespace(program=SimpleNamespace(config=config), task=task, folder=object(),
+                            reporter=reporter)
+    for at, count in ((1, 3), (4, 3), (5, 2), (8, 2), (9, 1), (10, 1)):
+        assert loop.seconds_of_others(state, at, 3.0) == pytest.approx(3 * count), at
+    reporter.evaluations, reporter.saves = [9.0], [2.0, 4.0, 2.0]
+    assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 3 + 2 * 2), "it compiled"
+    reporter.evaluations = [9.0, 5.0]
+    assert loop.seconds_of_others(state, 5, 3.0) == pytest.approx(2 * 5 + 2 * 2)
+    task.held_out, state.folder = [], None
+    assert loop.seconds_of_others(state, 1, 3.0) == 0
+
+
+def test_an_evaluation_is_told_beside_the_training_loss(capsys):
+    """A held-out loss without the training loss to compare it with; predictions that print escape
+    codes; a prompt that cannot be told from the model's text."""
+    reporter = report.Reporter(steps=100)
+    row = {"step": 20, "eval_loss": 2.5, "bits_per_byte": 3.6, "train_loss": 2.25}
+    reporter.evaluation(row, ["a\x1b[2Jb\nc", {"prompt": "d\n\ne", "written": "f\n"}])
+    assert capsys.readouterr().out.splitlines() == [
+        "step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
+        "training loss since the last evaluation 2.2500", "    | a\ufffd[2Jb", "    | c",
+        "    prompt  | d", "            | ", "            | e",
+        "    written | f", "            | "]
+    reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None})
+    assert capsys.readouterr().out == "step 20  held-out loss 2.5000\n"
+    reporter.end(20, "out", row)
+    reporter.end(1, "", {})
+    assert capsys.readouterr().out.splitlines() == [
+        "done     20 steps, saved in out, held-out loss 2.5000  (3.6000 bits per byte)",
+        "done     1 step"]
+
+
+def test_the_mean_loss_skips_what_is_not_finite():
+    """A mean loss of NaN because of one step without a finite loss."""
+    for losses, mean in (([1.0, float("nan"), 3.0, float("inf")], 2.0), ([float("nan")], None),
+                         ([], None)):
+        say = report.Reporter(1)
+        say.losses = losses
+        assert say.training_loss() == mean
+
+
+def test_each_evaluation_has_the_mean_of_the_losses_since_the_one_before():
+    """Means over the whole run instead of since the last evaluation; a mean without the step before
+    the evaluation."""
+    config = make(steps=7, eval_every=3)
+    rows, _ = learn(config, held_out=tokens_of(config, 8, 5))
+    losses = {r["step"]: r["loss"] for r in rows if "loss" in r}
+    found = {r["step"]: r["train_loss"] for r in rows if "eval_loss" in r}
+    for at, steps in {3: (1, 2, 3), 6: (4, 5, 6), 7: (7,)}.items():
+        assert found.pop(at) == pytest.approx(np.mean([losses[step] for step in steps]))
+    assert not found
+
+
+def test_a_continued_runs_training_loss_is_that_of_a_whole_one(tmp_path):
+    """Losses from before a restart that are missing from the mean, or counted twice."""
+    config = make(steps=8, eval_every=5, save_every=2, out=str(tmp_path / "run"))
+
+    def evaluations():
+        learn(config, held_out=tokens_of(config, 8, 5))
+        rows = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
+        return [(r["step"], r["train_loss"]) for r in rows if "eval_loss" in r]
+
+    whole = evaluations()
+    assert [step for step, _ in whole] == [5, 8]
+    shutil.rmtree(tmp_path / "run/checkpoints/8")       # it continues between two evaluations
+    assert evaluations() == whole
+
+
+def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
+    """Correct parts that the command does not use."""
+    done = command(*SMALL, "--steps", 4, "--eval_every", 2, "--mesh", "data=2", "--data", text,
+                   "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^devices  process 0 on \S+: 2 x cpu \(0, 1\)$", done.stdout, re.M)
+    assert done.stdout.splitlines()[-2].startswith(
+        f"done     4 steps, saved in {tmp_path / 'run'}, held-out loss ")
+    assert done.stdout.splitlines()[-1] == (
+        f'sample   python sample.py --run {tmp_path / "run"} --prompt "..."')
+    found = re.findall(r"^step \d  held-out loss [\d.]+  \([\d.]+ bits per byte\)  "
+                       r"training loss since the last evaluation [\d.]+$", done.stdout, re.M)
+    assert len(found) == 2, done.stdout
+
+
+def test_a_device_of_a_torus_says_where_it_lies():
+    """A header without the coordinates of chips: their numbers alone do not show which chips form
+    an axis."""
+    assert report._place(SimpleNamespace(id=3, coords=(1, 0, 2))) == "3 at 1,0,2"
+    assert report._place(SimpleNamespace(id=3)) == "3"

@@ -1,0 +1,353 @@
+"""Conversations and completions: the ids are transformers', and only the answers are learned."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import data
+import networks
+import sample
+import tasks
+import train
+from tests.common import go, peer, published_files, refused, slow
+from tests.helpers import TINY, learn, run_of
+from zigzag.core.errors import ConfigError
+from zigzag.disk import chats
+from zigzag.disk.corpus import Corpus, Sources
+from zigzag.disk.output import SPLITS
+from zigzag.disk.tokenizers import tokenizer_at
+from zigzag.generate.chat import Conversation
+
+# With and without marks around what the assistant wrote.
+MARKED = """{% for m in messages %}<{{ m.role }}>
+{%- if m.role == 'assistant' -%}
+{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+{%- else %}{{ m.content | trim }}{{ eos_token }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CHATS = [[{"role": "user", "content": f"{i} and {i + 1}?"},
+          {"role": "assistant", "content": f"  {2 * i + 1}, naïve 日本 🙂 "},
+          {"role": "user", "content": "Thanks"},
+          {"role": "assistant", "content": "Bye"}][:2 + i % 3] for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path, text):
+    """A tokenizer with a chat template that marks the answers."""
+    folder = published_files(tmp_path / "published", text)
+    (folder / "chat_template.jinja").write_text(MARKED)
+    return folder
+
+
+def write_chats(path, rows):
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+def learned_of(corpus):
+    """[(ids, which are learned)] of all conversations."""
+    found = []
+    for split in SPLITS:
+        documents = corpus.documents(split)
+        for number in range(len(documents)):
+            start = int(documents.starts[number])
+            end = start + int(documents.lengths(np.array([number]))[0])
+            found.append((documents.tokens[start:end].tolist(),
+                          documents.learned[start:end].tolist()))
+    return found
+
+
+@pytest.mark.slow
+def test_ids_and_answers_are_those_of_transformers(folder, tmp_path):
+    """Answers that begin or end one token off; a template whose blanks differ; conversations in the
+    loss that the model should only read."""
+    transformers = peer("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>",
+        chat_template=MARKED)
+    want = [theirs.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+            for row in CHATS]
+    want = sorted((w["input_ids"], w["assistant_masks"]) for w in want)
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    corpus = data.prepare([str(path)], tmp_path / "marked", tokenizer=tokenizer_at(str(folder)))
+    assert sorted(learned_of(corpus)) == want
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    corpus = data.prepare([str(path)], tmp_path / "plain", tokenizer=tokenizer_at(str(folder)))
+    got = sorted(learned_of(corpus))
+    assert [ids for ids, _ in got] == [ids for ids, _ in want]
+    # (What an answer adds to the text has the line break after it, too.)
+    assert all(np.greater_equal(a, b).all() and 0 <= sum(a) - sum(b) <= 2 * CHATS[0].__len__()
+               for (_, a), (_, b) in zip(got, want))
+    record = corpus.record["train"]
+    assert record["learned"] == sum(
+        sum(learned) for _, learned in learned_of(corpus)[:record["documents"]])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
+    """A mask that is shifted, because the text of a conversation is not its turns one after the
+    other."""
+    peer("jinja2")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ loop.length if loop.first else '' }}{{ m.content }}"
+        "{% endfor %}")
+    template = chats.Template(folder)
+    with pytest.raises(ConfigError, match="one answer, its last message"):
+        template.learned(CHATS[0])
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(folder, tmp_path):
+    """A prompt that is learned, or a completion without its end."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} and 1 are", "completion": f" {i + 1}"})
+                            + "\n" for i in range(30)))
+    tokenizer = tokenizer_at(str(folder))
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
+    texts = []
+    for ids, learned in learned_of(corpus):
+        at = learned.index(1)
+        assert learned == [0] * at + [1] * (len(ids) - at) and ids[-1] == tokenizer.ends[0]
+        texts.append((tokenizer.decode(ids[:at]), tokenizer.decode(ids[at:])))
+    assert sorted(texts) == sorted((f"{i} and 1 are", f" {i + 1}") for i in range(30))
+
+
+def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
+    """A role that the template silently leaves out; a conversation without an answer, which only
+    costs time."""
+    peer("jinja2")
+    bad = [[{"role": "bot", "content": "x"}], [{"role": "user", "content": "x"}],
+           [{"role": "user", "content": 3}, {"role": "assistant", "content": "x"}], []]
+    path = write_chats(tmp_path / "chats.jsonl", CHATS[:20] + bad)
+    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "skipped  4 lines without messages; the first is" in said and "the role 'bot'" in said
+    assert "tokens are answers" in said
+    for name, more, says in (("chats", [], "need the chat template"),
+                             ("chats", ["--tokenizer", folder, "--strict"], "(--strict)")):
+        assert says in refused(capsys, tmp_path / f"{name}.jsonl", "--out", tmp_path / "no", *more,
+                               main=data.main)
+
+
+def test_what_is_no_message_is_skipped(folder, tmp_path):
+    """Empty turns that are learned for a field of another name; Python's own notation of a list."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "tool_calls": tools}
+    question, answer = CHATS[0][:2]
+    for messages, more, says in (
+            ([{"role": "user", "value": "x"}, answer], {}, "content is not a text"),
+            ([question, {"role": "assistant"}], {}, "content is not a text"),
+            ([question, {**call, "content": [{"text": "x"}]}], {}, "content is not a text"),
+            ([question, answer], {"tools": "[1"}, "tools are not"),
+            ([question, answer], {"tools": ["add"]}, "tools are not"),
+            ([question, call, answer], {"tools": json.dumps(tools)}, ""),
+            ([question, answer], {"tools": None}, "")):
+        wrong = chats.check_record({"messages": messages}, "messages")
+        if says.startswith("tools"):
+            with pytest.raises(ConfigError, match=says):
+                chats.encode_chat({"messages": messages, **more}, chats.Template(folder),
+                                  tokenizer_at(str(folder)))
+        else:
+            assert says in wrong and bool(says) == bool(wrong)
+    (folder / "chat_template.jinja").write_text("{{ tools[0].function.name }} " + MARKED)
+    as_list, as_text = (chats.encode_chat(
+        {"messages": [question, answer], "tools": x}, chats.Template(folder),
+        tokenizer_at(str(folder)))[0].tolist() for x in (tools, json.dumps(tools)))
+    assert as_list == as_text and tokenizer_at(str(folder)).spelled(as_list).startswith("add")
+
+
+def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
+    """A run that learns nothing, with a loss of 0."""
+    long = [{**CHATS[0][0], "content": "so " * 200}, CHATS[0][1]]
+    tokenizer = tokenizer_at(str(folder))
+    path = write_chats(tmp_path / "a.jsonl", [long] * 20)
+    corpus = data.prepare([str(path)], tmp_path / "long", tokenizer=tokenizer)
+    begins = int(np.argmax(corpus.documents("train").learned))
+    for length in (64, begins - 1):
+        assert f"comes after {begins:,} tokens" in refused(
+            capsys, "--data", tmp_path / "long", "--seq_len", length, "--out", tmp_path / "no")
+    assert corpus.documents("train").unlearned(begins) == 0
+    # (Ends of the tokens: the last conversation is a long one, or a short one.)
+    for number, chats_ in enumerate(([*CHATS[:30], long], [long, *CHATS[:30]])):
+        path = write_chats(tmp_path / f"{number}.jsonl", chats_)
+        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+        lost = 1 if corpus.documents("train").unlearned(64) else 0
+        shown = Sources([corpus], [""]).described(64)
+        assert ("and cut there, 1 of them before" in shown) == bool(lost)
+        documents = corpus.documents("train")
+        last = int(documents.lengths(np.array([len(documents) - 1]))[0])
+        held = corpus.documents("held_out")
+        for length in (1, 300, 900):
+            says = "says nothing" in Sources([corpus], [""]).described(length)
+            assert says == (held.unlearned(length) == len(held)) and not (says and length == 900)
+        for length in (1, 5, 64, 300, last - 1, last):
+            want = sum(n > length and not any(marks[1:length + 1])
+                       for ids, marks in learned_of(corpus)[:len(documents)] for n in [len(ids)])
+            assert documents.unlearned(length) == want
+
+
+def test_a_preference_is_two_documents(folder, tmp_path, capsys):
+    """A rejected answer that is learned like the chosen one; a prompt that counts as an answer; one
+    of a pair that is held out."""
+    question, answers = {"role": "user", "content": "Why?"}, [
+        [{"role": "assistant", "content": word}] for word in ("Because.", "No.")]
+    before = [question, {"role": "assistant", "content": "Hm"}, question]
+    names, texts = ("chosen", "rejected"), ("Because.", "No.")
+    system = [{"role": "system", "content": "Be short"}]
+    rows = [{"prompt": before, **dict(zip(names, answers))},
+            {"prompt": "Why?", **dict(zip(names, answers))},
+            {"prompt": "Why?", **{n: [question, *a] for n, a in zip(names, answers)}},
+            {n: [*before, *a] for n, a in zip(names, answers)},
+            {"prompt": system, **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": before[:2], **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": [*system, question], **{n: [question, *a] for n, a in zip(names, answers)}},
+            {"prompt": "Why? ", **dict(zip(names, texts))},
+            {"prompt": "Why? ", **{n: "Why? " + t for n, t in zip(names, texts)}},
+            {n: "Why? " + t for n, t in zip(names, texts)}]
+    path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(str(folder))
+    template = chats.Template(folder)
+    for number, (row, messages) in enumerate(zip(rows, (
+            before, [question], [question], before, [*system, question], before,
+            [*system, question], None, None, None), strict=True)):
+        path.write_text((json.dumps(row) + "\n") * 3)
+        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+        held_out = corpus.record["held_out"]["documents"]
+        assert held_out in (0, 2) and corpus.record["documents"] == 6
+        for at, (ids, learned) in enumerate(learned_of(corpus)):
+            text = texts[at % 2]
+            whole = "Why? " + text if messages is None else template.render(
+                [*messages, {"role": "assistant", "content": text}])
+            assert tokenizer.spelled(ids).replace("</s>", "").split() == whole.replace(
+                "</s>", "").split()
+            assert tokenizer.decode(np.array(ids)[np.array(learned) > 0]).strip() == text
+    path.write_text("".join(json.dumps(row) + "\n" for row in [
+        *rows[:1], {**rows[7], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
+        {**rows[0], "chosen": "x"}, {**rows[2], "prompt": "What?"},
+        {n: [*before[:2], *a] for n, a in zip(names, (before[:1], [*before[:1], *answers[0]]))}]))
+    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "skipped  4 lines without preference; the first is" in said and "are the same" in said
+    assert "skipped  1 preference that cannot be encoded" in said and "has no answer that" in said
+    assert "made     2 documents" in said
+    assert Corpus(tmp_path / "out").record["train"]["documents"] == 2
+    assert "no task of train.py learns" in refused(capsys, "--data", tmp_path / "out")
+    assert "need the chat template" in refused(
+        capsys, path, "--out", tmp_path / "no", "--tokenizer", "bytes", main=data.main)
+
+
+@pytest.mark.parametrize("template, learned", [
+    (MARKED, "Because.</s>"), (PLAIN, "Because.</s>"),
+    # One that marks only the last answer, and one that marks two parts of each.
+    (MARKED.replace("{% generation %}", "{% if loop.last %}{% generation %}").replace(
+        "{{ eos_token }}{% endgeneration %}", "{{ eos_token }}{% endgeneration %}{% else %}"
+        "{{ m.content | trim }}{{ eos_token }}{% endif %}"), "Because.</s>"),
+    (MARKED.replace("{{ m.content | trim }}{{ eos_token }}{% endgen", "{{ m.content | trim }}"
+                    "{% endgeneration %}{% generation %}{{ eos_token }}{% endgen"),
+     "Because.</s>"),
+    # One that leaves the thoughts of earlier answers out, and marks nothing.
+    (PLAIN.replace("{{ m.content | trim }}", "{{ (m.content if loop.last else m.content.split("
+                   "'</think>')[-1]) | trim }}"), "Because.</s>")])
+def test_what_a_preference_has_in_common_is_not_learned(folder, template, learned):
+    """Marks that are counted as answers: the common answer is learned, or nothing."""
+    peer("jinja2")
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = tokenizer_at(str(folder))
+    before = [{"role": "user", "content": "Why?"},
+              {"role": "assistant", "content": "<think>Hm</think>Hm"},
+              {"role": "user", "content": "Well?"}]
+    record = {"prompt": before, **{name: [{"role": "assistant", "content": text}] for name, text
+                                   in (("chosen", "Because."), ("rejected", "No."))}}
+    (ids, marks), _ = chats.encode_preference(record, chats.Template(folder), tokenizer)
+    assert tokenizer.spelled(ids[marks].tolist()) == learned
+
+
+def test_every_byte_of_an_answer_is_learned(tmp_path, text):
+    """The first bytes of a character without a piece, left out at the beginning of an answer."""
+    peer("jinja2")
+    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "chat_template.jinja").write_text(MARKED)
+    tokenizer = tokenizer_at(str(folder))
+    ids, learned = chats.encode_chat({"messages": [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "🙂日"}]},
+        chats.Template(folder), tokenizer)
+    assert tokenizer.decode(ids[learned].tolist()) == "🙂日"
+    _, begins, ends = tokenizer.with_places("a🙂日b")
+    assert (begins < ends).all() and begins[0] == 0 and ends[-1] == 4
+
+
+def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
+    """A special token that a template spells out: one id where it was learned, several in a chat
+    (with a tokenizer that is only a tokenizer.model)."""
+    peer("jinja2")
+    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "chat_template.jinja").write_text(MARKED)
+    tokenizer, c = tokenizer_at(str(folder)), train.parse([])
+    talk = Conversation(networks.network_of(c), tokenizer, c.network)
+    ids = talk.ask("Why?", print).ids
+    learned, _ = chats.encode_chat({"messages": [
+        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]},
+        chats.Template(folder), tokenizer)
+    end = ids.index(tokenizer.ends[0]) + 1      # (after it, a piece may end elsewhere)
+    assert end > 4 and ids[:end] == learned[:end].tolist()
+
+
+def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
+    """A long fine-tuning with the loss on the wrong tokens, which nobody saw."""
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    tokenizer = tokenizer_at(str(folder))
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
+    shown = Sources([corpus], [""]).described(60)
+    record = corpus.record["train"]
+    assert f"{record['documents']} conversations, {record['learned']:,} of" in shown
+    assert "[[" in shown and "</s>]]" in shown and "longer than 60 tokens" in shown
+    (tmp_path / "prompts").write_text("1 and")
+    go("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4, "--seq_len", 64,
+       "--batch", 4, "--steps", 2, "--out", tmp_path / "run", "--sample_prompts",
+       tmp_path / "prompts", "--sample_temperature", 0)
+    said = capsys.readouterr().out
+    assert "tokens are answers" in said
+    assert said.endswith(f'--run {tmp_path / "run"} --chat --prompt "..."\n')
+    assert "--pack documents" in refused(
+        capsys, "--data", tmp_path / "out", "--pack", "stream", "--out", tmp_path / "no")
+    sample.main(["--run", str(tmp_path / "run"), "--chat", "--prompt", "1 and", "--temperature",
+                 "0", "--tokens", "3"])
+    begins = capsys.readouterr().out.rstrip("\n")
+    *_, answered = map(json.loads, open(tmp_path / "run" / "samples.jsonl"))
+    assert begins and answered["prompt"] == "1 and" and answered["text"].startswith(begins)
+    assert (tmp_path / "run" / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("mesh", ["", slow("data=2,tensor=2")])
+def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
+    """A sample that begins in the middle of a conversation, goes on past the end of its answer into
+    a turn that the model invents, or is another one on a mesh; questions of what was learned."""
+    path = write_chats(tmp_path / "chats.jsonl", CHATS)
+    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer_at(str(folder)))
+    tokenizer = corpus.tokenizer
+    asked = {tokenizer.spelled(ids[:learned.index(1)]) for ids, learned in learned_of(corpus)
+             [corpus.record["train"]["documents"]:]}
+    assert all(text.startswith("<user>") and text.endswith("<assistant>") for text in asked)
+    config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
+                       "sample_temperature": 0.0, "data": (str(tmp_path / "out"),)})
+    task = tasks.text.task_of(config, Sources([corpus], [""]))
+    _, result = learn(config, mesh, **vars(task))
+    shown = task.show(result.outputs)
+    assert list(shown) == ["question", "answer"] and shown["question"] in asked
+    begin = len(tokenizer.with_places(shown["question"])[0])
+    question, new = result.outputs[0][:begin].tolist(), result.outputs[0][begin:].tolist()
+    want, = sample.generate(jax.device_get(result.params), [question], config.network, len(new),
+                            temperature=0)
+    assert tokenizer.spelled(question) == shown["question"] and new == want
+    said = tokenizer.encode("It is.").tolist()
+    outputs = np.array([[*question, *said, *tokenizer.ends, *question]])
+    assert task.show(outputs)["answer"] == "It is."
+    # (One that is too long is cut on the left: half of the context is for the answer.)
+    short = dataclasses.replace(config, network=dataclasses.replace(config.network, seq_len=32))
+    task = tasks.text.task_of(short, Sources([corpus], [""]))
+    outputs = task.predict(result.params, {"tokens": np.zeros((1, 32), np.int32)})
+    assert outputs.shape == (1, 16 + 17) and begin > 16
+    end = tokenizer.spelled(outputs[0, :16].tolist())
+    assert any(text.endswith(end) and text != end for text in asked)

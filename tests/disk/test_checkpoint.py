@@ -1,0 +1,477 @@
+"""A run's folder: the saved state comes back, whatever happens to the process or the disk.
+
+More of the random tests: FLIPS=500 KILLS=20 pytest tests -m "slow or not slow" -k "flipped
+or kills".
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import data
+import model
+import networks
+import sample
+import train
+from networks import transformer
+from tests.common import SMALL, command, full, refused, slow, started, survives_kills, until_step
+from tests.helpers import learn, make, mesh_of, without_times
+from zigzag.core import flags
+from zigzag.core.errors import ConfigError, RunError
+from zigzag.disk import checkpoint
+from zigzag.weights.table import Weight
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run with checkpoints 2, 4 and 6, and its rows."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    rows, _ = learn(make(steps=6, save_every=2, out=str(folder)))
+    return folder, rows
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of that folder."""
+    shutil.copytree(saved[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def largest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(file, byte=None, bit=2):
+    """Change one bit of a file, in the middle or at a byte."""
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2 if byte is None else byte] ^= 1 << bit
+    file.write_bytes(raw)
+
+
+# -------------------------------------------------------------------------------------------
+# Continuing a run
+
+@pytest.mark.full       # (test_all.py stops a run, too, and the next test kills one)
+@pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])
+def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
+    """Weights, optimizer, randomness (dropout is on) or the position in the data that are lost; a
+    step that is twice in the metrics. Stopped by SIGTERM, by Ctrl-C, and by kill -9."""
+    words = (*SMALL, "--mesh", mesh, "--steps", 150, "--save_every", 20, "--eval_every", 35,
+             "--dropout", 0.1, "--data", text)
+    assert command(*words, "--out", tmp_path / "whole").returncode == 0
+    out = tmp_path / "stopped"
+    for number, at in ((signal.SIGTERM, 8), (signal.SIGINT, 48), (signal.SIGKILL, 75), (None, 0)):
+        process = started(*words, "--out", out)
+        if number:
+            until_step(at, out, process)
+            process.send_signal(number)
+        printed, error = process.communicate(timeout=300)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 0), error
+        if number in (signal.SIGTERM, signal.SIGINT):
+            assert "to continue" in printed and number.name in printed
+            step = re.search(r"stopped at step (\d+) by", printed)[1]
+            assert (out / "checkpoints" / step).is_dir()
+    assert without_times(out / "metrics.jsonl") == without_times(tmp_path / "whole/metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path, text):
+    """A folder that cannot be continued, or is continued wrongly, after kill -9 at some moment."""
+    words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
+             "--eval_every", 15, "--dropout", 0.1, "--data", text)
+    survives_kills(0, int(os.environ.get("KILLS", 4)), tmp_path,
+                   lambda out: [started(*words, "--out", out)])
+
+
+def test_a_save_is_there_whatever_comes_after_it(tmp_path):
+    """A save in flight that is lost because orbax is not closed, after an exception too."""
+    made = []
+
+    def collate(examples):
+        made.append(1)
+        if len(made) == 5:      # the first is for its shape; then two steps, a save, one more step
+            raise KeyError("ours")
+        return data.collate(examples, 16)
+
+    with pytest.raises(KeyError, match="ours"):
+        learn(make(save_every=2, out=str(tmp_path / "run")), collate=collate)
+    lines = []
+    rows, _ = learn(make(steps=4, save_every=2, out=str(tmp_path / "run")), lines=lines)
+    assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2" in lines
+
+
+def test_a_save_that_was_not_made_is_said(tmp_path, monkeypatch):
+    """A save that orbax refuses by returning False, unnoticed."""
+    monkeypatch.setattr(ocp.CheckpointManager, "save", lambda *_, **__: False)
+    with pytest.raises(RunError, match="the checkpoint of step 2 was not saved"):
+        learn(make(steps=4, save_every=2, out=str(tmp_path / "run")))
+
+
+def test_no_save_waits_for_its_checksums_to_be_compiled(tmp_path, monkeypatch):
+    """A first save that stops the devices while its checksums compile."""
+    made, real = [], checkpoint.checksums
+    monkeypatch.setattr(checkpoint, "checksums", lambda tree: made.append("sums") or real(tree))
+    learn(make(steps=2, save_every=2, out=str(tmp_path / "run")),
+          collate=lambda examples: made.append("batch") or data.collate(examples, 16))
+    assert made == ["batch", "sums", "batch", "batch", "sums"]      # (the first for its shape)
+
+
+@pytest.mark.full
+def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, text):
+    """Status 0 and no checkpoint, because the write fails in the background."""
+    out = tmp_path / "run"
+    words = ("--data", text, "--out", out, *SMALL, "--save_every", 2)
+    assert command(*words, "--steps", 4).returncode == 0
+    full = command(*words, "--steps", 8, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (30_000, 30_000)))
+    last = full.stderr.strip().splitlines()[-1]         # (tensorstore prints before it)
+    assert full.returncode == 1, full.stderr[-2000:]
+    assert last.startswith("error: ") and "too large" in last, full.stderr[-2000:]
+    again = command(*words, "--steps", 8)
+    assert again.returncode == 0 and "continuing" in again.stdout
+    assert json.loads(open(out / "metrics.jsonl").readlines()[-1])["step"] == 8
+
+
+def test_what_was_cut_short_is_cleared_away(run):
+    """A killed save that keeps its space on the disk; a truncated line of metrics (perhaps only its
+    newline is missing) that is joined to the next."""
+    shutil.copytree(run / "checkpoints/6", run / "checkpoints/5.orbax-checkpoint-tmp")
+    lines = (run / "metrics.jsonl").read_text()
+    for cut in (1, 9):
+        (run / "metrics.jsonl").write_text(lines[:-cut])
+        learn(make(steps=7, save_every=9, out=str(run)))
+        shutil.rmtree(run / "checkpoints/7")
+        steps = [json.loads(line)["step"] for line in open(run / "metrics.jsonl")]
+        assert steps[-1] == 7 and sorted(set(steps)) == steps
+        assert not list((run / "checkpoints").glob("*tmp*"))
+
+
+def test_two_runs_do_not_write_in_one_folder(run):
+    """Two runs that both write, which orbax allows, and leave a folder that cannot be read."""
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another run is writing there"):
+            learn(make(steps=8, save_every=2, out=str(run)))
+    learn(make(steps=8, save_every=2, out=str(run)))
+
+
+def test_a_run_of_another_task_is_refused(capsys, tmp_path):
+    """Weights of another task read as a transformer's, or its folder written to."""
+    task = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
+                collate=lambda e: {"x": np.stack(e)}, loss=lambda p, b: (jnp.sum(p["w"]), 1))
+    learn(make(steps=1, out=str(tmp_path / "o")), **task)
+    before = sorted(tmp_path.rglob("*"))
+    assert "another task" in refused(capsys, "--out", tmp_path / "o")
+    assert "another task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("record, says", [
+    (b"", "not a JSON object"), (b"{", "not a JSON object"), (b"[1]", "not a JSON object"),
+    (b"null", "not a JSON object"), (b"\xff", "not a JSON object"),
+    (b'{"name": 1}', "no configuration"), (None, "cannot be read"),
+    (b'{"biases": true}', "damaged: biases is True"), (b'{"layers": 1.5}', "layers is 1.5"),
+    (b'{"rope_scaling": -1}', "rope_scaling is -1"), (b'{"kernel": []}', "kernel is \\[\\]"),
+    (b'{"dropout": false}', "dropout is False"), (b'{"published": {}}', "published is {}"),
+    (b'{"layers": 2, "tokenizer": []}', "tokenizer is"),
+    (b'{"layers": 2, "published": "{}"}', "with its model_type"),
+    (b'{"layers": 2, "published": "[3"}', "with its model_type"),
+    (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])
+def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
+    """A traceback for a damaged config.json, or for a folder that is not a run's."""
+    if record is not None:
+        (tmp_path / "config.json").write_bytes(record)
+    with pytest.raises(ConfigError, match=says):
+        checkpoint.read_run(tmp_path, transformer.Config)
+
+
+def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
+    """A run of an earlier version that is continued with another value of a new field."""
+    (tmp_path / "config.json").write_text('{"layers": 2, "d_model": 64, "data": ["a"]}')
+    assert train.TRAINER.read_old(tmp_path)["layers"] == 2
+    check = functools.partial(checkpoint.check_run_folder, may={})
+    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, train.TRAINER.read_old)
+    # (head_dim followed from the width.)
+    check(str(tmp_path), {"head_dim": 8}, train.TRAINER.read_old)
+    check(str(tmp_path / "new"), {"layers": 5}, train.TRAINER.read_old)
+    for name, value in (("experts", 2), ("head_dim", 16)):
+        with pytest.raises(ConfigError, match=f"{name} .*, and {value} was given"):
+            check(str(tmp_path), {name: value}, train.TRAINER.read_old)
+    with pytest.raises(ConfigError, match="head_dim 8, and 9 was given; experts 0, and 2 was g"):
+        check(str(tmp_path), {"layers": 2, "head_dim": 9, "experts": 2}, train.TRAINER.read_old)
+    with pytest.raises(ConfigError, match="another task .it has no tokenizer"):
+        check(str(tmp_path), {}, train.TRAINER.read_old, needs=["tokenizer"])
+
+
+OLD = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32", steps=20)
+
+
+@pytest.mark.parametrize("more, network", [
+    ({}, "decoder"), (dict(tied=True, dropout=0.1, kv_heads=2, embed_scale=0.0), "decoder"),
+    (dict(window=8), "transformer"), (dict(parallel=True), "transformer"),
+    (dict(experts=4), "transformer"), (dict(encoder_layers=2), "transformer"),
+    (dict(rope_scaling='{"rope_type": "linear", "factor": 2}'), "decoder"),
+    (dict(rope_scaling='{"rope_type": "dynamic", "factor": 2, '
+                       '"original_max_position_embeddings": 16}'), "transformer"),
+    (dict(network="transformer"), "transformer"), (dict(network="decoder", experts=4), "decoder")])
+def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, more, network):
+    """A run with a window that is loaded as the plain decoder, whose weights have the same
+    shapes."""
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, **more}))
+    old = train.TRAINER.read_old(tmp_path)
+    assert old["network"] == network
+    assert networks.network_of(networks.config_of_run(tmp_path)).name == network
+    assert old["embed_scale"] == (32**0.5 if network == "decoder" else 0)
+    assert old.get("parallel_block", False) == more.get("parallel", False)
+
+
+def test_another_network_does_not_continue_a_run(tmp_path):
+    """A run with a window that continues without one, since the shapes are the same."""
+    (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
+    with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
+        checkpoint.check_run_folder(str(tmp_path), train.TRAINER.facts_of(make(**OLD)),
+                                    train.TRAINER.read_old, {})
+
+
+# -------------------------------------------------------------------------------------------
+# Damage
+
+def test_a_checksum_is_of_every_bit_and_of_no_mesh():
+    """Checksums that do not change when two elements are exchanged, or for some bits."""
+    x = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(np.float32)
+    mesh = mesh_of("data=2,tensor=4")
+    specs = [jax.P(), jax.P("data"), jax.P(None, None, "tensor"), jax.P("tensor", None, "data")]
+    sums = {int(jax.jit(checkpoint.checksum)(jax.device_put(x, jax.NamedSharding(mesh, spec))))
+            for spec in specs}
+    assert len(sums) == 1
+
+    def seen(y):
+        return int(checkpoint.checksum(jnp.asarray(y))) in sums
+
+    for bit in np.random.default_rng(1).integers(0, x.size * 32, 200):
+        y = x.copy().reshape(-1).view(np.uint32)
+        y[bit // 32] ^= np.uint32(1) << np.uint32(bit % 32)
+        assert not seen(y.view(np.float32).reshape(x.shape))
+    y = x.copy()
+    y[0, 1, 0], y[1, 0, 0] = x[1, 0, 0], x[0, 1, 0]
+    assert seen(x) and not seen(x[::-1]) and not seen(y)
+    for kind in (jnp.bfloat16, jnp.int32):
+        assert not seen(jnp.asarray(x).astype(kind))
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "meta", "empty", "renamed",
+                                  "foreign"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, run):
+    """A flipped byte that orbax restores silently; an empty folder that counts as a checkpoint."""
+    rows = saved[1]
+    newest = run / "checkpoints/6"
+    file = largest(newest / "params")
+    if harm == "flip":
+        flip(file)
+    elif harm == "truncate":
+        file.write_bytes(file.read_bytes()[:100])
+    elif harm == "delete":
+        file.unlink()
+    elif harm == "meta":
+        largest(newest / "meta").write_text("{")
+    elif harm == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    elif harm == "renamed":
+        newest = newest.rename(run / "checkpoints/7")
+    else:
+        newest = run / "checkpoints/7"
+        newest.mkdir()
+        (newest / "notes.txt").write_text("mine")
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = checkpoint.RunFolder.restore
+        patch.setattr(checkpoint.RunFolder, "restore", lambda self, say: real(self, said.append))
+        again, _ = learn(make(steps=8, save_every=2, out=str(run)), "tensor=2")
+    assert len(said) == 1 and f"checkpoint {newest.name} is damaged" in said[0]
+    assert (run / f"checkpoints/damaged-{newest.name}").is_dir()
+    assert again[0]["step"] == (7 if harm == "foreign" else 5)
+    if harm != "foreign":
+        assert again[0]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-5)
+
+
+def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
+    """A change recorded at the step of a damaged checkpoint, which was not used."""
+    largest(run / "checkpoints/6/params").unlink()
+    learn(make(steps=5, save_every=9, lr=0.001, change=("lr",), out=str(run)))
+    learn(make(steps=5, save_every=9, lr=0.001, out=str(run)))
+    record = json.loads((run / "config.json").read_text())
+    assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
+
+
+def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
+    """A run that cannot be continued because the name of its damaged checkpoint is taken."""
+    (run / "checkpoints/damaged-6").mkdir()
+    (run / "checkpoints/damaged-6-1").mkdir()
+    largest(run / "checkpoints/6/params").unlink()
+    learn(make(steps=7, save_every=9, out=str(run)))
+    assert (run / "checkpoints/damaged-6-2/meta").is_dir()
+
+
+def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(run):
+    """A new run that overwrites the metrics of one whose checkpoints are all damaged."""
+    for step in (2, 4, 6):
+        largest(run / f"checkpoints/{step}/opt").write_bytes(b"")
+    lines = (run / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match="none of the 3 checkpoints"):
+        learn(make(steps=8, save_every=2, out=str(run)))
+    assert (run / "metrics.jsonl").read_text() == lines
+
+
+def test_a_flipped_byte_passes_only_where_nobody_looks(run):
+    """Arrays of another dtype, which orbax casts silently; --verify off that verifies."""
+    meta = largest(run / "checkpoints/6/meta")
+    was = json.loads(meta.read_text())
+    leaves = {**was["leaves"], "params.embed": "bfloat16[128, 32]"}
+    meta.write_text(json.dumps({**was, "leaves": leaves}))
+    with pytest.raises(ConfigError, match="embed was bfloat16.* and is float32"):
+        learn(make(steps=9, save_every=9, out=str(run)))
+    sums = {**was["checksums"], "params.embed": 1}
+    meta.write_text(json.dumps({**was, "checksums": sums}))
+    rows, _ = learn(make(steps=7, save_every=9, verify="off", out=str(run)))
+    assert rows[0]["step"] == 7
+
+
+def edit_weights(monkeypatch, change):
+    """model.py with another table of weights."""
+    def weights(c):
+        table = usual(c)
+        change(table["layers"], lambda *size: Weight(("L", "D", "F")[:len(size)], size, 0.1, -1))
+        return table
+
+    usual = model.weights
+    network = dataclasses.replace(model.NETWORK, weights=weights)
+    monkeypatch.setattr(model, "NETWORK", network)
+    monkeypatch.setitem(networks.NETWORKS, "decoder", network)
+
+
+def of_any_weights(params, batch):
+    return sum(jnp.sum(w) for w in jax.tree.leaves(params)), jnp.float32(1)
+
+
+EDITS = {
+    "a new weight": (lambda w, make: w.update(extra=make(2, 32)),
+                     "layers.extra is new: float32[2, 32]"),
+    "no gate": (lambda w, make: w.pop("w_gate"),
+                "layers.w_gate is gone: it was float32[2, 32, 64]"),
+    "a wider one": (lambda w, make: w.update(w_up=make(2, 32, 96)),
+                    "layers.w_up was float32[2, 32, 64] and is float32[2, 32, 96]"),
+    "many": (lambda w, make: w.update({f"more_{i}": make(2) for i in range(9)}), "; and 3 more)")}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_weights_that_were_edited_are_named(run, capsys, monkeypatch, name):
+    """A run of a model.py whose weights have changed since: a checkpoint called damaged, or set
+    aside, or two hashes of all shapes."""
+    change, says = EDITS[name]
+    before = sorted(run.rglob("*"))
+    edit_weights(monkeypatch, change)
+    with pytest.raises(ConfigError) as e:
+        networks.load_run(run)
+    assert says in str(e.value) and "--run" in str(e.value) and "checkpoint 6" in str(e.value)
+    with pytest.raises(ConfigError) as e:
+        learn(make(steps=8, save_every=2, out=str(run)), loss=of_any_weights)
+    assert says in str(e.value) and "holds a run with other weights (layers." in str(e.value)
+    assert flags.exit_line(e.value)[0] == 2 and "\n" not in str(e.value)
+    assert sorted(run.rglob("*")) == before and "damaged" not in capsys.readouterr().err
+
+
+def test_weights_of_which_no_checkpoint_is_left(run, monkeypatch):
+    """A traceback, or a hash, where no description of the old weights can be read."""
+    for step in (2, 4, 6):
+        largest(run / f"checkpoints/{step}/meta").write_text("{")
+    edit_weights(monkeypatch, EDITS["no gate"][0])
+    with pytest.raises(ConfigError, match="with other weights .no checkpoint says which.: conti"):
+        learn(make(steps=8, save_every=2, out=str(run)), loss=of_any_weights)
+
+
+def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
+    """All checkpoints renamed because the disk could not be reached for a moment."""
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointer, "restore", fail)
+        with pytest.raises(RunError, match="on this machine now.*nothing was set aside"):
+            learn(make(steps=8, save_every=2, out=str(run)))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
+    assert learn(make(steps=7, save_every=9, out=str(run)))[0][0]["step"] == 7
+
+
+def test_what_reads_a_run_looks_at_what_it_reads(run, capsys):
+    """Damaged weights in sample.py and load_run: they must be skipped, with a message."""
+    want, _ = networks.load_run(run, step=4)
+    for step, says in {6: "checkpoint 6 is damaged", 4: "checkpoint 4 is damaged"}.items():
+        flip(largest(run / f"checkpoints/{step}/params"))
+        got, _ = networks.load_run(run)
+        assert says in capsys.readouterr().err
+        if step == 6:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+    flip(largest(run / "checkpoints/2/params"))
+    with pytest.raises(RunError, match="can be read"):
+        networks.load_run(run)
+
+
+class Restored(Exception):
+    """Ends a run with the state that was restored."""
+
+
+@pytest.mark.parametrize("item", ["params", full("opt"), slow("meta"), slow("")])
+def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
+    """A file, or a byte of one, that no checksum covers: either the previous checkpoint is used, or
+    the state is the saved one."""
+    real = checkpoint.RunFolder.restore
+
+    def restore(self, say):
+        raise Restored(jax.device_get(real(self, lambda _: None)))
+
+    def read():
+        with pytest.raises(Restored) as e:
+            learn(make(steps=8, save_every=2, out=str(run)))
+        return e.value.args[0]
+
+    monkeypatch.setattr(checkpoint.RunFolder, "restore", restore)
+    rng, newest, found = np.random.default_rng(len(item)), run / "checkpoints/6", 0
+    want, before = read(), int(read()["step"])
+    files = sorted(p for p in (newest / item).rglob("*") if p.is_file() and p.stat().st_size)
+    for _ in range(int(os.environ.get("FLIPS", 12)) // 4):
+        path = files[rng.integers(len(files))]
+        was, got = path.read_bytes(), None
+        flip(path, rng.integers(len(was)), int(rng.integers(8)))
+        with contextlib.suppress(ConfigError):      # it says that it holds other arrays
+            got = read()
+        aside = newest.with_name("damaged-6")
+        assert aside.is_dir() == (got is not None and int(got["step"]) == 4), path
+        if aside.is_dir():
+            aside.rename(newest)
+        elif got is not None:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+        found += got is None or int(got["step"]) == 4
+        path.write_bytes(was)
+    print(f"{item or 'anywhere'}: {found} of the flips were found, the others changed nothing")
+    assert before == 6
+
+
+def test_metrics_are_json_whatever_is_in_them():
+    """A sum that is a vector (experts' loads) with a NaN in it: bare NaN is not JSON."""
+    row = {"loss": np.nan, "load": [[1.0, np.inf], [0.5, 2]], "step": 3}
+    assert json.loads(json.dumps(checkpoint._finite(row), allow_nan=False)) == {
+        "loss": None, "load": [[1.0, None], [0.5, 2]], "step": 3}

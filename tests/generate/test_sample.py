@@ -1,0 +1,488 @@
+"""Generation with a cache, on any mesh, and refusals."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import networks
+import sample
+from tests.common import ends, full, hosts, net, slow
+from tests.helpers import learn, make, mesh_of
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
+from zigzag.core.mesh import shardings
+from zigzag.generate import decoding, passes
+from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
+
+PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    config = make(steps=60)
+    return jax.tree.map(jnp.asarray, jax.device_get(learn(config)[1].params)), config
+
+
+def test_greedy_is_the_argmax_without_a_cache(trained):
+    """A cache read at the slot that is about to be filled; padding that is seen."""
+    params, config = trained
+    got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
+    drawn = sample.generate(params, PROMPTS, config, tokens=8, temperature=1.5, seed=7)
+    forward = jax.jit(lambda row: net.forward(params, row, config))
+    for prompt, new, other in zip(PROMPTS, got, drawn):
+        row = list(prompt)
+        for _ in range(8):      # what lies after a token cannot change its logits
+            logits = forward(jnp.asarray([row + [0] * (20 - len(row))]))
+            row.append(int(jnp.argmax(logits[0, len(row) - 1])))
+        assert new == row[len(prompt):] == sample.generate_slowly(params, prompt, config, 8, 0)
+        assert new == sample.generate_simply(params, prompt, config, 8, 0)
+        if len(row) <= config.seq_len:      # (where the context is full, generate drops its half)
+            assert other == sample.generate_slowly(params, prompt, config, 8, 1.5, seed=7)
+            assert other == sample.generate_simply(params, prompt, config, 8, 1.5, seed=7)
+    assert got[0][:4] == [5, 6, 7, 8], "it has learned to count"
+
+
+# -------------------------------------------------------------------------------------------
+# On a mesh
+
+def in_all_ways(params, config):
+    """Greedy, sampled, and the beams of two prompts."""
+    return (sample.generate(params, PROMPTS, config, 8, 0),
+            sample.generate(params, PROMPTS, config, 8, 0.8, seed=3),
+            sample.beam_search(params, PROMPTS[:2], config, 3, 5, eos=7))
+
+
+def placed(params, config, mesh):
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
+
+
+def assert_generates_the_same(params, config, mesh, want):
+    greedy, sampled, beams = in_all_ways(placed(params, config, mesh_of(mesh)), config)
+    assert greedy == want[0]
+    assert sampled == want[1]
+    for got_beams, want_beams in zip(beams, want[2], strict=True):
+        for (ids, score), (want_ids, want_score) in zip(got_beams, want_beams, strict=True):
+            assert ids == want_ids and score == pytest.approx(want_score, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def generated(trained):
+    return in_all_ways(*trained)
+
+
+@pytest.mark.parametrize("mesh", [
+    "tensor=2", slow("tensor=4"), slow("tensor=8"), slow("data=2,fsdp=2,tensor=2"), slow("fsdp=8"),
+    slow("pipe=2,seq=2")])
+def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
+    """Ids chosen from only a device's own part of the vocabulary; the last position of a part taken
+    for the last one; another device's rows or keys. (8 devices divide neither 4 heads nor 4 rows.)
+    """
+    assert_generates_the_same(*trained, mesh, generated)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    slow("tensor=4", dict(heads=6, kv_heads=2, head_dim=8)),
+    slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel_block=True)),
+    slow("tensor=4", dict(heads=4, kv_heads=2)),
+    slow("expert=2,tensor=2", dict(experts=4, shared_experts=1))])
+def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
+    """A cache with other heads than the keys that are written to it, if tensor does not divide
+    them."""
+    config = make(**changes)
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
+    params = jax.device_get(jax.tree.map(lambda w: 3 * w, params))      # (so that few ids are near)
+    assert_generates_the_same(params, config, mesh, in_all_ways(params, config))
+
+
+@pytest.mark.parametrize("mesh, changes, shape", [
+    ("tensor=4", {}, (1, 32, 8)), ("tensor=4", dict(kv_heads=2), (2, 8, 8)),
+    ("tensor=2", dict(kv_rank=8, rotary_dim=4, head_dim=8, v_head_dim=8), (1, 16, 12))])
+def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
+    """A cache with all heads, or all tokens, on every device: tensor would save no memory."""
+    config = make(**changes)
+    params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
+                    mesh_of(mesh))
+    with decoding.mesh_of_weights(params):
+        rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
+        cache = passes.new_cache(sample.engine_of(config), sample.for_decoding(params, config),
+                                 rows, 32)
+    for kept in jax.tree.leaves(cache):
+        assert kept.addressable_shards[0].data.shape == (2, *shape)
+
+
+# -------------------------------------------------------------------------------------------
+# Choosing ids
+
+def test_choices_are_limited_and_seeded(trained):
+    """top_p that drops the id which crosses the share, top_k one too many; or a seed that is not
+    used."""
+    params, config = trained
+
+    def draw(**options):
+        return sample.generate(params, [[1, 2]], config, **{**dict(tokens=12), **options})
+
+    assert draw(seed=1) == draw(seed=1) != draw(seed=2, temperature=3.0)
+    assert draw(top_k=1) == draw(top_p=1e-6) == draw(temperature=0)
+
+
+def test_a_full_beam_finds_the_best_of_all_continuations(trained):
+    """A beam that continues another's past. (With a beam for each continuation nothing is pruned,
+    so the result must equal an exhaustive search.)"""
+    params, config = trained
+    config = change(config, vocab_size=8)      # the other ids can no longer be said
+    prompt = [1, 2, 3]
+    every = list(itertools.product(range(8), repeat=2))
+    rows = jnp.asarray([prompt + list(n) for n in every])
+    logp = jax.nn.log_softmax(jax.jit(lambda rows: net.forward(params, rows, config))(rows))
+    scores = {n: sum(float(logp[k, 2 + i, n[i]]) for i in range(2)) for k, n in enumerate(every)}
+    best = sorted(scores, key=scores.get, reverse=True)
+    found = sample.beam_search(params, [prompt, [4]], config, 8, 2, length_penalty=0.0)[0]
+    assert [tuple(ids) for ids, _ in found] == best[:8]
+    for ids, score in found:        # each beam must go on from its own past
+        assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
+
+
+def filtered(logits, sampling, seen=()):
+    """The distribution from which an id is drawn: one rule after the other."""
+    logits = np.array(logits, np.float64)
+    for i in seen:
+        logits[i] *= (1 / sampling.repetition_penalty if logits[i] > 0 else
+                      sampling.repetition_penalty)
+    share = np.exp(logits / sampling.temperature)
+    order = np.argsort(-share)
+    if sampling.top_k:
+        share[order[sampling.top_k:]] = 0
+    share /= share.sum()
+    share[order[1:][np.cumsum(share[order])[:-1] >= sampling.top_p]] = 0
+    share[share < sampling.min_p * share.max()] = 0
+    return share / share.sum()
+
+
+def assert_drawn_from(share, ids):
+    """Chi-square, at one in ten thousand. (Wilson and Hilferty's limit.)"""
+    found = np.bincount(ids, minlength=len(share))
+    assert not found[share == 0].any(), "an id that a filter drops"
+    want = share[share > 0] * len(ids)
+    df = len(want) - 1
+    limit = df * (1 - 2 / (9 * df) + 3.72 * (2 / (9 * df)) ** 0.5) ** 3
+    assert np.sum((found[share > 0] - want) ** 2 / want) < limit
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(temperature=0.5), dict(temperature=2.0), dict(top_k=3), dict(top_p=0.7),
+    dict(min_p=0.2), dict(repetition_penalty=1.7),
+    dict(temperature=1.5, top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.2)], ids=str)
+def test_draws_are_from_the_distribution_that_is_left(options):
+    """top_p that drops the id which crosses the share, top_k one too many; a filter that ignores
+    the previous one."""
+    sampling, seen = decoding.Sampling(**options), [0, 2, 9]
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
+    is_seen = jnp.zeros((1, 12), bool).at[0, jnp.array(seen)].set(True)
+    rows = jnp.asarray(logits)[None]
+    if sampling.repetition_penalty != 1:
+        rows = decoding.penalised(rows, is_seen, sampling.repetition_penalty)
+    keys = jax.random.split(jax.random.key(1), 20000)
+    ids = jax.jit(sample.draw, static_argnums=2)(jnp.repeat(rows, 20000, 0), keys, sampling)
+    assert_drawn_from(filtered(logits, sampling, seen), np.asarray(ids))
+
+
+@pytest.mark.parametrize("options", [
+    dict(top_p=1e-40), dict(temperature=1e-39), dict(temperature=1e-30, top_p=0.5, min_p=0.9)])
+def test_what_is_nearly_greedy_is_greedy(options):
+    """A top_p or temperature that is 0 in float32: all logits become infinite, and every id 0."""
+    logits = jnp.array([[-3e3, 5.0, 5.1, -2.0], [9.0, 1.0, 2.0, 3.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert sample.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
+
+
+@pytest.mark.slow
+def test_generate_draws_from_that_distribution(trained):
+    """Rows with equal random numbers, or with numbers that depend on each other's."""
+    params, config = trained
+    options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
+    ids = [new for seed in range(4) for new, in sample.generate(
+        params, [[1, 2]] * 5000, config, 1, **options, seed=seed)]
+    logits = net.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
+    assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
+
+
+def test_a_text_follows_from_its_prompt_and_its_seed(trained):
+    """Random numbers that depend on the index in the batch; the same text for equal prompts."""
+    params, config = trained
+    options = dict(tokens=10, temperature=2.0)
+    whole = sample.generate(params, [*PROMPTS, PROMPTS[0]], config, **options, seed=5)
+    for prompt, want in zip(PROMPTS, whole):
+        assert sample.generate(params, [prompt], config, **options, seed=5) == [want]
+    assert whole[4] != whole[0]
+    assert sample.generate(params, PROMPTS[::-1], config, **options, seed=5) == whole[3::-1]
+    seeds = sample.generate(params, PROMPTS[:3], config, **options, seed=[5, 6, 5])
+    assert [a == b for a, b in zip(seeds, whole)] == [True, False, True]
+
+
+# -------------------------------------------------------------------------------------------
+# Compiled programs
+
+def test_prompts_up_to_a_length_share_a_program(trained, caplog):
+    """A program compiled for each length of a prompt, or for each call."""
+    params, config = trained
+
+    def compiled(*given, **options):
+        caplog.clear()
+        with jax.log_compiles():
+            sample.generate(*given, tokens=9, stop=[4], **options)
+        return [r.message for r in caplog.records if r.message.startswith("Finished XLA comp")]
+
+    jax.clear_caches()      # (what other tests have compiled)
+    assert compiled(params, PROMPTS, config)
+    assert not compiled(params, PROMPTS, config, seed=1)
+    assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, seed=2)
+
+
+def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
+    """A loop that runs for all --tokens although all rows have ended, or that ends with the first
+    row."""
+    params, config = trained
+    greedy, ends = sample.generate(params, PROMPTS, config, 40, 0), []
+    decode = passes.decode
+
+    def spy(*args):
+        state = decode(*args)
+        ends.append(int(state["count"]))
+        return state
+
+    monkeypatch.setattr(passes, "decode", spy)
+    stop = [greedy[0][2], greedy[1][5], greedy[2][4], greedy[3][3]]
+    got = sample.generate(params, PROMPTS, config, 40, 0, stop=stop)
+    assert got == [list(cut_at_end(stop, ids)) for ids in greedy]
+    assert ends == [max(map(len, got)) + 1]
+
+
+@pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
+def test_the_cache_is_donated(trained, mesh):
+    """A cache that is copied in each call: twice the memory."""
+    params, config = trained
+    params = placed(params, config, mesh_of(mesh)) if mesh else params
+    with decoding.mesh_of_weights(params):
+        params = sample.for_decoding(params, config)
+        rows = prompt_arrays(networks.network_of(config), PROMPTS, config, 8, None)
+        sampling = decoding.Sampling()
+        state = decoding.empty_ids(rows, 16, seeds_of(rows, 0), (), sampling, config.vocab_size)
+        engine = sample.engine_of(config)
+        read, length = passes.prefill(engine, params, rows, 8)
+        logits = read.pop("logits")
+        state = passes.choose_ids(engine, state | read, logits, sampling)
+        limit = np.int32(8)
+        compiled = passes.decode.lower(engine, params, state, limit, length, sampling).compile()
+    assert "input_output_alias" in compiled.as_text()
+    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
+    assert compiled.memory_analysis().alias_size_in_bytes >= kept
+
+
+def test_a_text_ends_an_answer(trained):
+    """A stop text that is missed because several ids spell it; a row that continues because another
+    does."""
+    params, config = trained
+
+    class Letters:      # an id is a letter
+        @staticmethod
+        def decode(ids):
+            return "".join(chr(65 + i) for i in ids)
+
+    whole = sample.generate(params, PROMPTS, config, 24, 0, logprobs=True)
+    spelled = Letters.decode(whole[0][0][3:5])
+    got = sample.generate(params, PROMPTS, config, 24, 0, stop=[spelled], logprobs=True,
+                          tokenizer=Letters)
+    for (ids, logs), (all_ids, all_logs) in zip(got, whole, strict=True):
+        at = Letters.decode(all_ids).find(spelled)
+        count = len(all_ids) if at < 0 else at + len(spelled)
+        assert ids == all_ids[:count] and logs == all_logs[:count]
+    assert len(got[0][0]) <= 5
+
+
+# -------------------------------------------------------------------------------------------
+# Many prompts
+
+THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
+SEEDS = list(range(13))
+
+
+@pytest.mark.parametrize("mesh", [
+    slow("data=2"), pytest.param("data=8", marks=pytest.mark.full),
+    pytest.param("tensor=2", marks=pytest.mark.full)])
+def test_thirteen_prompts_are_the_same_on_any_mesh(trained, mesh):
+    """Rows of padding that count: in seeds, as repetitions, or in the result."""
+    params, config = trained
+    on = placed(params, config, mesh_of(mesh))
+    for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS)):
+        assert sample.generate(on, THIRTEEN, config, 8, **options) == sample.generate(
+            params, THIRTEEN, config, 8, **options)
+
+
+# The same in several processes, each of which writes its results to a file.
+IN_PROCESSES = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import networks, sample, train
+from zigzag.run import commands
+THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
+config = train.parse(sys.argv[1:])
+params, c = networks.load_run(config.out, commands.machine(config))
+found = [sample.generate(params, THIRTEEN, c, 8, **options)
+         for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
+scores = sample.score(params, THIRTEEN, c)
+with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
+    json.dump([found, scores], file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2"])
+def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
+    """A process with the texts of only its own rows, or that waits for ever for the other's."""
+    config = make(steps=60, out=str(tmp_path / "run"), save_every=60)
+    params = jax.device_get(learn(config)[1].params)
+    file = tmp_path / "two.py"
+    file.write_text(IN_PROCESSES)
+    results = ends(hosts(2, "--mesh", mesh, "--out", config.out, file=file))
+    assert [status for status, *_ in results] == [0, 0], results
+    want = [sample.generate(params, THIRTEEN, config, 8, **options)
+            for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS))]
+    for i in range(2):
+        found, scores = json.loads((tmp_path / f"run/by-{i}.json").read_text())
+        assert found == want
+        np.testing.assert_allclose(scores, sample.score(params, THIRTEEN, config), rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------
+# Refusals
+
+@pytest.mark.parametrize("options, words", [
+    (dict(seed=[1]), "2 prompts and 1 seeds"), (dict(seed=[1, 2, 3]), "2 prompts and 3 seeds"),
+    (dict(source=[[1]]), "no encoder"), (dict(stop=["a"]), "needs the tokenizer"),
+    (dict(temperature=-1), "temperature -1"), (dict(top_p=0), "top_p 0"),
+    (dict(min_p=2), "min_p 2"), (dict(top_k=-1), "top_k -1"),
+    (dict(repetition_penalty=0), "repetition_penalty 0")], ids=str)
+def test_bad_options_are_refused(trained, options, words):
+    """One seed silently used for all prompts; a stop text that is never found."""
+    params, config = trained
+    with pytest.raises(ConfigError, match=words):
+        sample.generate(params, [[1], [2]], config, tokens=1, **options)
+
+
+def test_what_is_too_much_is_refused(trained):
+    """A beam without a first id; a prompt that is silently cut for a beam search."""
+    params, config = trained
+    for beams in (0, 62):
+        with pytest.raises(ConfigError, match=f"beams {beams}: expected 1 to 61"):
+            sample.beam_search(params, [[1]], config, beams)
+    with pytest.raises(ConfigError, match="has 17 tokens; the model's context has 16"):
+        sample.beam_search(params, [[1] * 17], config)
+    assert sample.generate(params, [[1], [2]], config, tokens=0) == [[], []]
+    for call, words in (
+            (lambda: sample.generate(params, [[1]], config, tokens=-1), "tokens -1"),
+            (lambda: sample.beam_search(params, [[1]], config, tokens=0), "tokens 0"),
+            (lambda: sample.beam_search(params, [[1]], config, length_penalty=np.nan), "nan"),
+            (lambda: sample.beam_search(params, [[1]], config, early_stop="x"), "'never'"),
+            (lambda: sample.score(params, [[1, 2]], change(config, seq_len=1)),
+             "at least 2")):
+        with pytest.raises(ConfigError, match=words):
+            call()
+
+
+def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
+    """An end id of 2**31 or more, which a tokenizer may have, and which does not fit into 32
+    bits."""
+    params, config = trained
+    want = sample.generate(params, PROMPTS, config, 6, 0)
+    assert sample.generate(params, PROMPTS, config, 6, 0, stop=[2**32, -1, 61]) == want
+    assert sample.generate(params, PROMPTS, config, 6, 0, stop=want[0][2])[0] == want[0][:2]
+    best, = sample.beam_search(params, PROMPTS[:1], config, 2, 6, eos=2**40)[0][:1]
+    assert len(best[0]) == 6
+
+
+@pytest.mark.parametrize("length_penalty", [-100.0, -9.0, 100.0])
+def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
+    """Beams that are lost because their scores are below that of a beam that does not exist."""
+    params, config = trained
+    found, = sample.beam_search(params, PROMPTS[:1], config, 3, 30, eos=7,
+                                length_penalty=length_penalty)
+    assert len(found) == 3 and all(np.isfinite(score) for _, score in found)
+    assert len({tuple(ids) for ids, _ in found}) == 3
+
+
+# -------------------------------------------------------------------------------------------
+# Texts that are longer than the context
+
+def written_without_a_cache(params, config, prompt, tokens):
+    """The greedy ids of a loop that runs forward on the last half of each full context."""
+    forward, C = jax.jit(lambda row: net.forward(params, row, config)), config.seq_len
+    row, new = list(prompt[-C:]), []
+    for _ in range(tokens):
+        row = row if len(row) <= C else row[-(C // 2):]
+        logits = forward(jnp.asarray([row + [0] * (C - len(row))]))
+        new.append(int(jnp.argmax(logits[0, len(row) - 1])))
+        row.append(new[-1])
+    return new
+
+
+@pytest.fixture(scope="module", params=[{}, {"positions": "learned", "position_rows": 16}],
+                ids=["rotary", "learned"])
+def moved(request):
+    """Weights that never write the same id for long, with a context of 16."""
+    config = make(seq_len=16, **request.param)
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(1))
+    return jax.tree.map(lambda w: 3 * w, params), config
+
+
+LONG = [[3, 4, 5], list(range(20, 36)), [7], list(range(30, 55))]
+
+
+def test_a_full_context_goes_on_from_its_last_half(moved):
+    """Positions beyond the trained ones, where text turns to gibberish; a row that is cut when
+    another is full; the beginning of a long prompt read instead of its end."""
+    params, config = moved
+    with pytest.warns(UserWarning) as said:
+        got = sample.generate(params, LONG, config, 4 * 16, 0)
+    assert [str(w.message).split(":")[0] for w in said] == [
+        "a prompt has 25 tokens, and the context of this model is 16",
+        "the context of this model is 16 tokens"]
+    for prompt, new in zip(LONG, got):
+        assert new == written_without_a_cache(params, config, prompt, 64)
+    assert len({tuple(new[-16:]) for new in got}) > 1 and len(set(got[0])) > 8
+
+
+@pytest.mark.filterwarnings("ignore:.*context")
+@pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
+def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
+    """Rows of padding that count as full; random numbers in another order."""
+    params, config = moved
+    for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
+        want = sample.generate(params, LONG, config, 40, **options)
+        assert sample.generate(placed(params, config, mesh_of(mesh)), LONG, config, 40, **options
+                               ) == want
+        alone, = sample.generate(params, LONG[:1], config, 40, **options)
+        assert alone == want[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*context")
+def test_a_text_may_end_with_the_context(moved):
+    """Rows that all end when the first one is full, or only when the last one is."""
+    params, config = moved
+    got = sample.generate(params, LONG, config, 40, 0, stop_at_context=True)
+    assert [len(new) for new in got] == [14, 1, 16, 1]
+    assert got == [new[:len(short)] for new, short in zip(
+        sample.generate(params, LONG, config, 40, 0), got)]
+
+
+@pytest.mark.parametrize("prompts, word", [
+    (["a"], "encode a text"), ([1, 2], "into a list"), ("a", "encode a text"), ([[]], "empty"),
+    ([[61]], "61"), ([[-1]], "-1"), ([], "empty")])
+def test_a_bad_prompt_is_refused(trained, prompts, word):
+    """An id that does not exist, which would look up the last row of the table."""
+    params, config = trained
+    with pytest.raises(ConfigError, match=word):
+        sample.generate(params, prompts, config, tokens=1)

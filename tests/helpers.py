@@ -1,0 +1,216 @@
+"""What test_all.py needs: small configurations, batches, training in this process, and updates on a
+mesh to compare with the same ones on one device.
+
+Importing this file fixes how this process compiles (on 8 CPU devices, with few optimizations), so
+every test file imports it before it touches a device; conftest.py does so for all of them.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import data
+import networks
+import train
+from zigzag.core import report, tested
+from zigzag.core.mesh import by_path, make_mesh, mesh_sizes
+from zigzag.disk.batches import place_batch
+
+ROOT = Path(__file__).parents[1]
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
+# Machine code of the worst kind halves the time of tests (of jax 0.10). What programs send is the
+# same, and commands that tests start are compiled as for anybody.
+jax.config.update("jax_disable_most_optimizations", True)
+with pytest.MonkeyPatch.context() as patch:
+    if jax.__version_info__ < (0, 11):      # (later versions stop at this flag, which they removed)
+        more = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+        patch.setenv("XLA_FLAGS", more)
+    jax.devices()       # now, before a test makes another number of them
+# While a file is edited and test_all.py has not passed yet, tests compare what they say they do and
+# nothing else.
+tested.why_untested = lambda names: ""
+
+
+
+# -------------------------------------------------------------------------------------------
+# Training in this process
+
+TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", steps=20, batch=8,
+            dtype="float32", warmup=3, d_ff=64)
+
+
+def config_of(**fields):
+    """The configuration of the network that has these options: the plain decoder, if it can."""
+    return networks.config_of(fields)
+
+
+def run_of(config=None, **changes):
+    """The configuration of a run: of the network that `config` is of, or of one that has these
+    options."""
+    run = {f.name for f in dataclasses.fields(train.Config)}
+    own = {name: value for name, value in changes.items() if name not in run}
+    config = config_of(**own) if config is None else dataclasses.replace(config, **own)
+    return train.Config(network=config,
+                        **{name: value for name, value in changes.items() if name in run})
+
+
+def make(**changes):
+    """A configuration that trains in a second or two, of a run and of its network."""
+    return run_of(**{**TINY, **changes})
+
+
+def mesh_of(text):
+    """A mesh like "data=2,tensor=2" of the first devices; data is 1 unless it is given."""
+    sizes = {"data": 1, **mesh_sizes(text)}
+    return make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values())))], **sizes)
+
+
+def tokens_of(config, count=64, seed=0):
+    """Examples with something to learn in them: each id is the one before plus a step."""
+    rng = np.random.default_rng(seed)
+    start, step = rng.integers(0, 50, (count, 1)), rng.integers(1, 4, (count, 1))
+    ids = (start + step * np.arange(config.seq_len + 1)) % config.vocab_size
+    return [row.astype(np.int32) for row in ids]
+
+
+class KeepRows(report.Reporter):
+    """Prints nothing: it keeps the rows of metrics and the lines of text."""
+
+    def __init__(self, rows, lines):
+        super().__init__(steps=1)
+        self.rows, self.lines = rows, lines
+
+    def line(self, text):
+        self.lines.append(text)
+
+    def header(self, *_, **__):
+        pass
+
+    def step(self, row, *_):
+        self.rows.append(row)
+
+    def evaluation(self, row, texts):
+        self.rows.append(row)
+
+    def end(self, *_):
+        pass
+
+
+def learn(config, mesh="", lines=None, **given):
+    """Train in this process: the rows of its metrics, and what fit gives. Lines that a run would
+    print are added to `lines`."""
+    rows, lines, T = [], [] if lines is None else lines, config.seq_len
+    init, loss, _ = train.language(config)
+    result = train.fit(config, **{**dict(
+        init=init, collate=lambda examples: data.collate(examples, T), loss=loss,
+        examples=tokens_of(config), mesh=mesh_of(mesh), say=KeepRows(rows, lines)), **given})
+    return rows, result
+
+
+def program_of(config, mesh):
+    """Everything that is compiled for the transformer of this configuration on a mesh."""
+    return train.build(config, mesh_of(mesh), *train.language(config))
+
+
+def batch_of(config, seed=1, weights=None):
+    """A batch as arrays of numpy."""
+    rows = data.collate(tokens_of(config, config.batch, seed), config.seq_len)
+    rows["seeds"] = np.arange(config.batch, dtype=np.uint32)
+    if weights is not None:
+        rows["weights"] = weights.astype(np.float32)
+    return rows
+
+
+def without_times(path):
+    """The lines of a metrics.jsonl, without what depends on the machine's speed."""
+    times = ("tokens_per_second", "mfu", "save_seconds")
+    rows = [json.loads(line) for line in open(path)]
+    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows]
+
+
+# -------------------------------------------------------------------------------------------
+# Updates on a mesh
+
+class Updates(NamedTuple):
+    losses: list[float]
+    loads: list             # the tokens of each expert, in each update
+    gradient: Any           # of the first update, before clipping
+    params: Any             # after the last one
+    others: dict            # the loss's other sums in the first update, each divided by the count
+
+
+def kept_gradient():
+    """Part of an optimizer: changes nothing, and keeps the gradient in its state."""
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(gradient, kept, params=None):
+        # (Tied to what was kept before, so that it is placed as the gradient is.)
+        return gradient, jax.tree.map(lambda k, g: 0 * k + g, kept, gradient)
+
+    return optax.GradientTransformation(init, update)
+
+
+def run_updates(config, mesh, count, times=1):
+    """`count` updates by the whole step, from the start; `times` times with the same program. The
+    rows of a batch have very different masks, so that a mean of means is not the mean."""
+    weights = np.random.default_rng(0).random((config.batch, config.seq_len)) < np.linspace(
+        0.1, 1, config.batch)[:, None]
+    optimizer, runs = train.optimizer, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer", lambda *given: optax.chain(
+            kept_gradient(), optimizer(*given)))
+        program = program_of(config, mesh)
+    with jax.set_mesh(program.mesh):
+        for _ in range(times):
+            state, losses, loads = program.permute(program.start(jax.random.key(0))), [], []
+            others = {}
+            for i in range(count):
+                batch = batch_of(config, i, weights)
+                state, metrics = program.step(state, place_batch(
+                    program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                    config.batch))
+                losses.append(float(metrics["loss"]))
+                loads.append((np.asarray(metrics.get("expert_load", 0))
+                              * float(metrics["tokens"])).tolist())
+                if i == 0:
+                    gradient = jax.device_get(program.permute(state, back=True)["opt"][0])
+                    others = {name: np.asarray(metrics[name]) for name in program.plan.sums[2]}
+            runs.append(Updates(losses, loads, gradient, program.weights(state), others))
+    return runs
+
+
+def assert_same_gradient(got, want):
+    """Assert that gradients are equal up to rounding, leaf by leaf."""
+    total, want = float(optax.tree.norm(want)), by_path(want)
+    assert by_path(got).keys() == want.keys()
+    for path, a in by_path(got).items():
+        b = np.asarray(want[path])
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-7 * total, path
+
+
+def assert_same_others(got, want):
+    """Assert that the other sums of a loss, which are logged, are equal up to rounding."""
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-6 * np.abs(x).max(initial=0),
+                                   err_msg=f"the logged sum {name!r}")
+
+
+def assert_same_copies(params):
+    """Assert that devices with the same part of a weight have the same bits."""
+    for path, leaf in by_path(params).items():
+        copies = {}
+        for piece in leaf.addressable_shards:
+            copies.setdefault(str(piece.index), []).append(np.asarray(piece.data))
+        assert all((c == same[0]).all() for same in copies.values() for c in same), path

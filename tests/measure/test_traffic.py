@@ -1,0 +1,201 @@
+"""The bytes that an update should send, compared with those of compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import train
+from tests.common import net, slow
+from tests.helpers import make, mesh_of, program_of
+from zigzag.core.mesh import by_path
+from zigzag.core.report import Reporter
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic, is_complete
+from zigzag.run.plan import compiled
+from zigzag.weights.table import count
+
+
+def sent_and_expected(program):
+    """({(kind, axis): bytes} that the compiled update sends, and the expected ones)."""
+    return ({(c.kind, c.axis): c for c in rows} for rows in (
+        collectives(compiled(program)), expected_traffic(program.plan)))
+
+
+def agree(program):
+    """Assert that the bytes agree within 2%, except for some scalars."""
+    sent, expected = sent_and_expected(program)
+    for key in sent.keys() | expected.keys():
+        sizes = [rows[key].bytes if key in rows else 0 for rows in (sent, expected)]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.02, abs=200), key
+
+
+ONE_F_ONE_B = dict(schedule="1f1b")
+INTERLEAVED = dict(schedule="interleaved", chunks=2)
+HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
+THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("data=4", {}), ("fsdp=4", {}), ("tensor=4", {}), ("seq=4", {}),
+    ("pipe=4", dict(microbatches=4)), ("expert=4", dict(experts=8)),
+    ("data=2,fsdp=2,tensor=2", {}),
+    ("expert=2,fsdp=2,tensor=2", dict(experts=4, shared_experts=1)),
+    slow("pipe=2,data=2", dict(microbatches=2, **INTERLEAVED)),
+    slow("pipe=2,data=2", dict(microbatches=2, **ONE_F_ONE_B)),
+    slow("pipe=2,seq=2,fsdp=2", dict(microbatches=2)),
+    slow("data=4,seq=2", dict(remat="full", zero=1)),
+    slow("seq=2,pipe=2", ONE_F_ONE_B),
+    slow("seq=2,tensor=2", dict(kv_heads=2)),
+    slow("fsdp=2,pipe=2", dict(microbatches=2, **ONE_F_ONE_B)),
+    slow("fsdp=2,pipe=2,tensor=2", dict(microbatches=2)),
+    slow("fsdp=4", dict(remat="full")),
+    slow("tensor=4", dict(remat="full", tied=True)),
+    slow("tensor=4", dict(kv_heads=2)),
+    slow("tensor=4", dict(kv_heads=1, remat="full")),
+    slow("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
+    slow("tensor=2", dict(parallel_block=True, remat="selective")),
+    slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)),
+    slow("expert=2,tensor=2", dict(experts=4, remat="full")),
+    slow("expert=2,pipe=2", dict(experts=4, microbatches=2, **ONE_F_ONE_B)),
+    slow("expert=2,pipe=2", dict(experts=4, microbatches=2, remat="full", **ONE_F_ONE_B)),
+    slow("expert=2,seq=2", dict(experts=4, parallel_block=True)),
+    slow("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1)),
+    slow("fsdp=2,pipe=2,expert=2", dict(experts=4, **INTERLEAVED)),
+    # A layer a stage: nothing is computed again.
+    slow("pipe=4,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
+    slow("pipe=4,fsdp=2", dict(remat="selective", **ONE_F_ONE_B)),
+    slow("pipe=4,expert=2", dict(experts=4, remat="selective", **ONE_F_ONE_B)),
+    slow("pipe=4,seq=2", dict(remat="selective", **ONE_F_ONE_B)),
+    # Key heads that neither divide tensor nor are divided by it; time that it does not divide.
+    ("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
+    slow("fsdp=2,tensor=4", THREE_KEY_HEADS),
+    slow("fsdp=2,tensor=4", dict(remat="selective", **THREE_KEY_HEADS)),
+    slow("tensor=4", dict(seq_len=18, remat="full")),
+    slow("pipe=2,tensor=4", dict(seq_len=12)),
+    slow("tensor=4", dict(seq_len=18)),
+    slow("tensor=4", dict(experts=4, seq_len=18)),
+    # Heads that tensor does not divide.
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
+    slow("fsdp=2,tensor=4", dict(heads=9, head_dim=32, remat="selective")),
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, experts=4)),
+    # A norm of all heads.
+    slow("tensor=4", dict(kv_heads=2, **HEAD_NORMS)),
+    slow("fsdp=2,tensor=2", dict(remat="full", **HEAD_NORMS)),
+    slow("pipe=2,tensor=2", dict(microbatches=2, **HEAD_NORMS, **ONE_F_ONE_B)),
+    slow("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, **HEAD_NORMS)),
+    # What a CPU sends in 16 bits it sends in 32. Weights that are stored otherwise than used.
+    ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
+    slow("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
+    ("data=2,fsdp=2", dict(override=("w_up=-,data", "wo=fsdp,data"))),
+    slow("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
+    slow("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
+def test_the_transformer_sends_what_is_expected(mesh, changes):
+    """A collective that the compiler adds, or one of ours that runs in each micro-batch instead of
+    once."""
+    program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
+    sent, expected = sent_and_expected(program)
+    for key in sent.keys() | expected.keys():
+        if key not in expected:     # the sums of losses and counts, and of the norm's squares
+            assert sent[key].bytes < 200
+            continue
+        assert sent[key].bytes == pytest.approx(expected[key].bytes, rel=0.02, abs=200), key
+        # The compiler joins reductions; what a ring sends that no layer changes it sends once.
+        if key[0] != "all-reduce" and key[1] != "seq":
+            assert sent[key].count == expected[key].count, key
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)), slow("fsdp=4", dict(fsdp_min=64)),
+    # Axes that split neither side, over which the compiler moves what it would gather.
+    slow("data=2,fsdp=2,tensor=2", dict(fsdp_min=64)), slow("data=4,tensor=2", dict(kv_heads=2)),
+    slow("data=2,fsdp=2", dict(zero=1, fsdp_min=64)),
+    slow("expert=2,fsdp=2,tensor=2", dict(experts=4)),
+    slow("data=2,tensor=2", dict(zero=1, fsdp_min=64)), slow("pipe=2,tensor=2", {}),
+    slow("expert=2,tensor=2", dict(experts=4))])
+def test_muon_sends_what_is_expected(mesh, changes):
+    """Ten times the bytes that were expected: making matrices orthogonal that are split."""
+    program = program_of(make(optimizer="muon", layers=4, vocab_size=128, **changes), mesh)
+    assert is_complete(program.plan)
+    agree(program)
+    adam = program_of(make(layers=4, vocab_size=128, **changes), mesh).plan
+    more, less = (sum(c.bytes for c in expected_traffic(plan)) for plan in (program.plan, adam))
+    assert more > 1.5 * less
+
+
+@pytest.mark.parametrize("mesh, changes, unknown, known", [
+    # 18 rows in 4 parts: the compiler pads them.
+    ("data=4,fsdp=2", dict(d_model=18, heads=2, head_dim=10, fsdp_min=0),
+     {("collective-permute", "data+fsdp"), ("collective-permute", "fsdp"), ("all-gather", "data"),
+      ("all-reduce", "data")}, ("all-gather", "fsdp")),
+    # No formula for the activations, which are summed over tensor too.
+    ("fsdp=2,tensor=2", dict(encoder_layers=1, source_len=16, fsdp_min=0),
+     {("all-reduce", "tensor"), ("all-gather", "tensor")}, ("collective-permute", "fsdp+tensor"))])
+def test_where_muons_bytes_are_not_known_none_are_expected(mesh, changes, unknown, known, capsys):
+    """A wrong number beside the right one, where a part has no formula."""
+    program = program_of(make(optimizer="muon", vocab_size=128, **changes), mesh)
+    sent, expected = sent_and_expected(program)
+    assert not is_complete(program.plan) and not unknown & expected.keys()
+    assert unknown <= sent.keys()
+    assert sent[known].bytes == pytest.approx(expected[known].bytes, rel=0.02)
+    Reporter(1).collectives(sent.values(), expected.values(), is_complete(program.plan))
+    lines = capsys.readouterr().out
+    for kind, axis in unknown:
+        assert f"{kind} over {axis}\n" in lines, lines
+    assert f"{known[0]} over {known[1]} (expected: " in lines
+
+
+def test_of_another_model_the_rules_reductions_are_expected():
+    """The traffic of the transformer's blocks expected from a model without blocks."""
+    def init(key):
+        return {"embed": jnp.ones((64, 32)), "up": jnp.ones((32, 128)), "down": jnp.ones((128, 32))}
+
+    def loss(p, b):
+        y = jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]
+        return jnp.sum(y ** 2), jnp.sum(b["weights"])
+
+    program = train.build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
+    assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
+    """Three times the bytes, from weights gathered layer by layer in each micro-batch although the
+    loss gets no specs."""
+    def init(key):
+        return {"embed": jnp.ones((256, 64)), "up": jnp.ones((4, 64, 256)),
+                "down": jnp.ones((4, 256, 64))}
+
+    def loss(p, b):
+        def layer(x, w):
+            return x + jax.nn.relu(x @ w[0]) @ w[1], None
+
+        x, _ = jax.lax.scan(layer, p["embed"][b["tokens"]], (p["up"], p["down"]))
+        return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
+
+    config = make(accumulate=2, batch=16)
+    agree(train.build(config, mesh_of(mesh), init, loss, net.batch_shapes(config, 16)))
+
+
+def test_of_several_overrides_the_last_that_matches_wins():
+    """The first override that wins over a later, narrower one; a cost that is not reported."""
+    config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
+    program = train.build(config, mesh_of("data=2,fsdp=2"), *train.language(config),
+                          overrides=[("norm", P("data"))])
+    specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.plan.decisions).items()}
+    assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data")
+    assert specs["norm"] == P("data")
+    agree(program)
+
+
+def test_one_gradient_reduction_per_update_however_many_parts():
+    """A sum over devices in every micro-batch, where autodiff would put it."""
+    rows = {}
+    for parts in (1, 4):
+        program = program_of(make(batch=32, accumulate=parts), "data=8")
+        rows[parts] = collectives(compiled(program))
+    size = 4 * count(program.plan.params) + 2 * 4       # the loss and the count too
+    assert {r.kind for r in rows[4]} == {"all-reduce"}
+    for r in rows.values():
+        assert sum(c.bytes for c in r) == pytest.approx(size * 2 * 7 / 8, abs=4)
+    assert [c.count for c in rows[1]] == [c.count for c in rows[4]]

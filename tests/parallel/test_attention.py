@@ -1,0 +1,409 @@
+"""Attention: in blocks, by kernels, around a ring; and heads that a compiler cannot divide."""
+
+import dataclasses
+import math
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import model
+import networks
+import sample
+import shard
+import train
+from tests.common import gradients_of, in_float64, net, slow
+from tests.helpers import batch_of, make, mesh_of, program_of
+from zigzag.core.flags import change
+from zigzag.measure import hlo
+from zigzag.parallel import attention
+from zigzag.parallel.attention import block_ends, kernel_name
+from zigzag.run import loop
+
+# -------------------------------------------------------------------------------------------
+# In blocks
+
+@pytest.mark.parametrize("time, scores, block", [
+    (64, 2**25, 16), (64, 2**11, 16), (96, 2**10, 16), (60, 2**9, 10**9), (128, 2**12, 16),
+    (128, 2**25, 4)])
+@in_float64()
+def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
+    """A block with too few keys, or with document numbers of other tokens, in values or gradients;
+    memory that grows with the square of the time."""
+    config = make(seq_len=time, kv_heads=2)
+    batch, params = batch_of(config), net.init(config, jax.random.key(0))
+    batch["segments"] = np.sort(np.random.default_rng(0).integers(0, 3, (8, time)), 1)
+
+    def both():
+        return jax.jit(jax.value_and_grad(lambda p: net.loss(p, batch, config)[0]))(params)
+
+    monkeypatch.setattr(attention, "BLOCK", 10**9)
+    want = both()
+    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "SCORES", scores)
+    ends, parts = block_ends(8 * 4 * time**2, time)
+    longest = max(b - a for a, b in zip([0, *ends], ends))
+    assert ends[-1] == time and len(ends) * parts > 1
+    assert 8 * 4 * time * longest <= scores * parts or parts in (longest, longest // 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), both(), want)
+
+
+PLAIN = attention.softmax_attention
+
+
+def MASK(query, key):
+    return (key["slot"][:, None, :] <= query["slot"][:, :, None])[:, None]
+
+
+def test_blocks_save_arithmetic_and_memory(monkeypatch):
+    """Blocks that compute all scores and mask them, or that are all in memory at once."""
+    def measured(time, causal=True):
+        shape = jax.ShapeDtypeStruct((1, time, 1, 16), jnp.float32)
+        info = jax.ShapeDtypeStruct((1, time), jnp.int32)
+        info = {"slot": info}
+
+        def loss(q, k, v, a, b):
+            return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b, causal))
+
+        done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, info, info).compile()
+        return hlo.arithmetic(done), done.memory_analysis().temp_size_in_bytes
+
+    # 39 of 64 eighths (the last quarter alone is halved), and 36.
+    assert measured(1024)[0] <= 0.62 * measured(1024, False)[0]
+    assert measured(4096)[0] <= 0.57 * measured(4096, False)[0]
+    monkeypatch.setattr(attention, "SCORES", 2**16)
+    assert measured(4096)[1] < 2.5 * measured(2048)[1] < 2.5 * 2048 * 2048
+
+
+# -------------------------------------------------------------------------------------------
+# By a kernel
+
+def one_operation(fn):
+    """fn as one opaque operation."""
+    operation = jax.extend.core.Primitive(fn.__name__)
+    operation.multiple_results = True
+    operation.def_abstract_eval(lambda *args: jax.make_jaxpr(fn)(*args).out_avals)
+    mlir.register_lowering(operation, mlir.lower_fun(fn, multiple_results=True))
+    return operation.bind
+
+
+def causal(q, k, v):
+    """Causal attention with the residuals of a GPU's kernel."""
+    seen, group = np.tril(np.ones((q.shape[1], q.shape[1]), bool)), q.shape[2] // k.shape[2]
+    grouped = q.reshape(*q.shape[:2], -1, group, q.shape[-1])
+    scores = jnp.einsum("btkgn,bskn->bkgts", grouped, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(seen, scores, -jnp.inf)
+    sums = jax.nn.logsumexp(scores, -1)
+    out = jnp.einsum("bkgts,bskn->btkgn", jnp.exp(scores - sums[..., None]), v).reshape(q.shape)
+    return out, sums.reshape(q.shape[0], q.shape[2], -1)
+
+
+def causal_backward(q, k, v, out, sums, cotangent):
+    """The backward pass of a GPU's kernel from these residuals."""
+    def grouped(x):
+        return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1])
+
+    scale = q.shape[-1] ** -0.5
+    scores = jnp.einsum("btkgn,bskn->bkgts", grouped(q), k) * scale
+    probs = jnp.exp(scores - sums.reshape(scores.shape[:-1])[..., None])
+    probs = probs * np.tril(np.ones(scores.shape[-2:]))
+    less = jnp.einsum("btkgn,btkgn->bkgt", grouped(cotangent), grouped(out))[..., None]
+    dprobs = jnp.einsum("btkgn,bskn->bkgts", grouped(cotangent), v)
+    dscores = probs * (dprobs - less) * scale
+    return (jnp.einsum("bkgts,bskn->btkgn", dscores, k).reshape(q.shape),
+            jnp.einsum("bkgts,btkgn->bskn", dscores, grouped(q)),
+            jnp.einsum("bkgts,btkgn->bskn", probs, grouped(cotangent)))
+
+
+FORWARD, BACKWARD = one_operation(causal), one_operation(causal_backward)
+
+
+@jax.custom_vjp
+def one_kernel(q, k, v):
+    return FORWARD(q, k, v)[0]
+
+
+def _forward(q, k, v):
+    out, sums = FORWARD(q, k, v)
+    return out, (q, k, v, out, sums, jnp.zeros(0, q.dtype))     # (one array is empty)
+
+
+def _backward(saved, cotangent):
+    return tuple(BACKWARD(*saved[:5], cotangent))
+
+
+one_kernel.defvjp(_forward, _backward)
+
+
+def has_kernel(name):
+    """A kernel_name that returns this kernel for all arguments, on any mesh."""
+    def kernel_name(dtype, time, width, mesh=None):
+        return name if (mesh or jax.sharding.get_abstract_mesh()).shape else ""
+    return kernel_name
+
+
+def give_kernel(monkeypatch, name):
+    monkeypatch.setattr(attention, "kernel_name", has_kernel(name))
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)),
+    ("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
+    slow("data=2,tensor=4", dict(kv_heads=1)),
+    slow("tensor=4", dict(heads=6, kv_heads=3, head_dim=8)),
+    slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, remat="selective")),
+    slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, schedule="1f1b")),
+    slow("expert=2,tensor=2", dict(experts=4))])
+@in_float64()
+def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
+    """A kernel whose varying types are lost, so that gradients are summed twice or not at all; a
+    kernel that gets rows or heads of several devices. (It must not be used with documents, which a
+    kernel does not know.)"""
+    config, calls = make(**changes), []
+    batch = batch_of(config)
+    want = gradients_of(config, "", batch)
+
+    def kernel(q, k, v):
+        n = dict(mesh_of(mesh).shape)["tensor"]
+        if config.heads % n:        # then every device has all of them
+            n = 1
+        assert q.shape[2] == config.heads // n
+        assert k.shape[2] == v.shape[2] == math.lcm(config.kv_heads, n) // n
+        calls.append(q.shape)
+        return one_kernel(q, k, v)
+
+    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    give_kernel(monkeypatch, "splash")
+    got = gradients_of(config, mesh, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
+    assert calls and "kernel" in loop.describe_attention(program_of(config, mesh).plan)
+
+
+@pytest.mark.parametrize("run, times", [
+    (lambda p, batch, c: net.loss(p, batch, c), 1),
+    (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 0),
+    (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
+    (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
+def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
+    """Documents that see each other, or padding that is seen, because a kernel knows only
+    causality."""
+    calls, config = [], make()
+
+    def kernel(q, k, v):
+        calls.append(q.shape)
+        return one_kernel(q, k, v)
+
+    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    give_kernel(monkeypatch, "splash")
+    with jax.set_mesh(mesh_of("")):
+        jax.eval_shape(lambda p: run(p, batch_of(config), config),
+                       net.init(config, jax.random.key(0)))
+    assert len(calls) == times
+
+
+def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
+    """A kernel under --step jit on several devices, whose operands the compiler would gather."""
+    monkeypatch.setattr(attention, "causal_kernel", None)
+    give_kernel(monkeypatch, "splash")
+    config = make(step="jit", kv_heads=2)
+    program = train.build(config, mesh_of("data=2,tensor=2"), *train.language(config))
+    with jax.set_mesh(program.mesh):
+        program.step.trace(program.state, program.batch)
+    assert "block" in loop.describe_attention(program.plan)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    slow("", {}), slow("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
+    slow("fsdp=4,tensor=2", dict(remat="full")),
+    slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")),
+    slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2))])
+def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
+    """Rows and heads that are mixed up in the kernel's operands. (Interpreted, in the whole step,
+    with skipped blocks, inside a shard_map over every axis.)"""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    config, calls = make(seq_len=384, batch=4, **changes), []
+    make_one, batch = splash.make_splash_mha_single_device, batch_of(config)
+    want = gradients_of(config, "", batch)
+
+    def interpreted(*args, **options):
+        calls.append(options)
+        return make_one(*args, **options, interpret=True)
+
+    monkeypatch.setattr(splash, "make_splash_mha_single_device", interpreted)
+    give_kernel(monkeypatch, "splash")
+    got = gradients_of(config, mesh, batch)
+    assert calls and "splash" in loop.describe_attention(program_of(config, mesh).plan)
+    # (Float32 sums of thousands of terms, in another order.)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()),
+                 got, want)
+
+
+def mesh_with(kind):
+    device = SimpleNamespace(device_kind=kind)
+    return SimpleNamespace(abstract_mesh=SimpleNamespace(abstract_device=device))
+
+
+@pytest.mark.parametrize("name, dtype, time, width, kind", [
+    ("cuDNN", "bfloat16", 1024, 128, "NVIDIA H100 80GB HBM3"),
+    ("cuDNN", jnp.float16, 2, 8, "NVIDIA A100"),
+    ("splash", "bfloat16", 1024, 256, "TPU v5 lite"), ("splash", "bfloat16", 384, 64, "TPU7x"),
+    ("", "float32", 64, 64, "NVIDIA H100"), ("", "bfloat16", 63, 64, "NVIDIA H100"),
+    ("", "bfloat16", 64, 20, "NVIDIA H100"), ("", "bfloat16", 64, 256, "NVIDIA H100"),
+    ("", "bfloat16", 64, 64, "AMD Instinct MI300X"), ("", "bfloat16", 64, 64, "TPU v5 lite"),
+    ("", "bfloat16", 128, 80, "TPU v4"), ("", "float32", 128, 64, "TPU v4"),
+    ("", "bfloat16", 128, 64, "TPU v3")])
+def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
+    """A run that fails in the compiler on the first machine that has a kernel."""
+    assert kernel_name(dtype, time, width, mesh_with(kind)) == name
+
+
+def test_without_a_mesh_there_is_no_kernel():
+    """Outside a mesh nothing says what the device is."""
+    assert not kernel_name("bfloat16", 64, 64)
+
+
+# -------------------------------------------------------------------------------------------
+# Around a ring
+
+def with_documents(config):
+    rng, T = np.random.default_rng(0), config.seq_len
+    batch = batch_of(config)
+    batch["segments"] = np.sort(rng.integers(0, 3, (8, T)), 1).astype(np.int32)
+    starts = [[np.flatnonzero(row == s)[0] for s in row] for row in batch["segments"]]
+    batch["positions"] = (np.arange(T) - np.array(starts)).astype(np.int32)
+    return batch
+
+
+@pytest.mark.parametrize("mesh", ["seq=2", slow("seq=4,tensor=2"), slow("pipe=2,seq=2"),
+                                  slow("tensor=4")])
+def test_documents_stay_apart(mesh, monkeypatch):
+    """A mask or a position that uses a key's index on the device, which is not its slot in zigzag
+    order, nor if tensor splits the time."""
+    config = make(kv_heads=2)
+    batch = with_documents(config)
+    shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items() if k != "seeds"}
+    network = dataclasses.replace(model.NETWORK, batch_shapes=lambda c, rows: {
+        k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype) for k, v in shapes.items()})
+    monkeypatch.setattr(networks, "network_of", lambda c: network)
+    got, value = gradients_of(config, mesh, batch)
+    plain = {k: jnp.asarray(v) for k, v in batch.items() if k != "seeds"}
+
+    def mean(params):
+        total, count = net.loss(params, plain, config)
+        return total / count
+
+    params = net.init(config, jax.random.key(0))
+    want_value, want = jax.jit(jax.value_and_grad(mean))(params)
+    assert value == pytest.approx(float(want_value), rel=2e-6)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+
+
+# -------------------------------------------------------------------------------------------
+# Refusals
+
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (6, 1), (2, 2)])
+def test_heads_that_a_compiler_cannot_divide(heads, kv_heads):
+    """Heads that are padded or cut in two, in a model that is called without a shard_map."""
+    config = make(heads=heads, kv_heads=kv_heads, head_dim=8)
+    params, rows = net.init(config, jax.random.key(0)), batch_of(config)["tokens"]
+    want = net.forward(params, rows, config)
+    with jax.set_mesh(mesh_of("data=2,tensor=4")):
+        got = jax.jit(lambda p: net.forward(p, rows, config))(params)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_attention_to_a_part_of_the_time_is_refused():
+    """Queries of a part of the time with a Token of all of the time: a mask of other tokens, whose
+    shape fits if it is broadcast."""
+    q, info = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 8), int)
+    k, info = jnp.zeros((1, 8, 2, 8)), {"slot": info}
+    with pytest.raises(ValueError, match="1 queries and query_info of 8 tokens"):
+        shard.attend(PLAIN, q, k, k, MASK, info, info)
+
+
+@pytest.mark.parametrize("time", [4, 6, 16])
+def test_a_time_slice_is_of_all_of_the_time(time):
+    """An array that already has a part of the time, sliced again: targets of other tokens, which
+    have the right shape if another mistake is made too."""
+    def local(x, a):
+        return shard.my_time_slice(a, x)
+
+    call = jax.shard_map(local, in_specs=(P(None, "tensor"), P()), out_specs=P(None, "tensor"))
+    x, a = jnp.zeros((2, 8, 3)), jnp.arange(2 * time).reshape(2, time)
+    with jax.set_mesh(mesh_of("tensor=2")):
+        with pytest.raises(ValueError, match=f"time {time} beside a stream with time 4 on each"):
+            jax.jit(call)(x, a)
+        right = jnp.arange(16).reshape(2, 8)
+        np.testing.assert_array_equal(jax.jit(call)(x, right), right)
+
+
+RING, ALL = "an early and a late part of the queries", "meet all keys in turn"
+ENCODER = dict(causal=False, head="masked", biases="head")
+
+
+@pytest.mark.parametrize("mesh, changes, says", [
+    ("data=2", {}, "splash kernel"), ("data=2", dict(window=4), "1 block"),
+    ("data=2", dict(window=4, local_layers="lg"), "1 block"),
+    ("data=2", dict(attn_softcap=5.0), "1 block"), ("data=2", dict(positions="alibi"), "1 block"),
+    ("data=2", dict(kernel=False), "1 block of 16 queries, with the keys up to"),
+    ("data=2", ENCODER, "1 block of 16 queries, with all keys"),
+    ("data=2", dict(kv_rank=16, q_rank=16, rotary_dim=4, v_head_dim=8, head_dim=12), "1 block"),
+    ("data=2,seq=2", {}, RING), ("seq=2", dict(window=4), RING), ("seq=2", ENCODER, ALL),
+    ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
+    ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
+    ("tensor=2", dict(encoder_layers=1, source_len=8), "8 queries and 8 keys: in 1 block"),
+])
+def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says):
+    """A start that announces a kernel where the code forbids it (values of another width, say), a
+    ring that does not exist, only one of a network's attentions, or blocks of another size than a
+    device has. The text is compared with what the traced step does."""
+    give_kernel(monkeypatch, "splash")
+    program, done = program_of(make(**changes), mesh), {"traced": set(), "said": set()}
+    key = "traced"
+
+    def spy(name, note, module=attention):
+        usual = getattr(module, name)
+
+        def call(*args, **more):
+            done[key].add(note(*args, **more))
+            return usual(*args, **more)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy("by_kernel", lambda *_: "by the splash kernel")
+    spy("causal_ring", lambda *_: RING, shard)
+    spy("ring", lambda *_: ALL, shard)
+    spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))
+    monkeypatch.setattr(attention, "causal_kernel", one_kernel)
+    with jax.set_mesh(program.mesh):
+        program.step.trace(program.state, program.batch)
+    key = "said"
+    said = loop.describe_attention(program.plan)
+    assert said.startswith("attend   ") and re.search(says, said), said
+    for what in done["traced"]:
+        assert what in said if isinstance(what, str) else what in done["said"], (what, said)
+    assert done["said"] <= done["traced"]
+    for name in ("kernel", RING, ALL):
+        assert (name in said) == any(name in what for what in done["traced"]
+                                     if isinstance(what, str))
+
+
+@pytest.mark.parametrize("edit", [
+    dict(mask=lambda query, key: query.slot - key.slot < 4),
+    dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5)), dict(causal=False)])
+def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
+    """A start that still announces the kernel after an edit of model.block with mask= or
+    scores=."""
+    give_kernel(monkeypatch, "splash")
+    usual = shard.self_attend
+    assert "kernel" in loop.describe_attention(program_of(make(), "data=2").plan)
+    monkeypatch.setattr(shard, "self_attend", lambda *args, **more: usual(*args, **more, **edit))
+    said = loop.describe_attention(program_of(make(), "data=2").plan)
+    assert ("with all keys" if "causal" in edit else "with the keys up to") in said

@@ -1,0 +1,182 @@
+"""Mixtures of experts: grouped products, the router, and the way of tokens to experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shard
+from networks import transformer
+from tests.common import gradients_of, net, slow
+from tests.helpers import batch_of, learn, make
+from zigzag.core import mesh as mesh_tools
+from zigzag.parallel import experts
+from zigzag.parallel.experts import _by_blocks
+from zigzag.weights import network
+
+# -------------------------------------------------------------------------------------------
+# Grouped products
+
+@pytest.mark.parametrize("R, E", [(100, 4), (7, 4), (600, 3), (64, 1)])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_grouped_product_by_blocks(R, E, share):
+    """Rows multiplied by another group's weights, where groups of any length (0 too) meet in a
+    block; rows in no group, which must give zero whatever they hold."""
+    rng = np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32)
+                for shape in ((R, 8), (E, 8, 24), (R, 24)))
+    for many in (np.eye(1, E, E - 1)[0], np.ones(E) / E, rng.dirichlet(np.ones(E) / 2)):
+        counts = jnp.asarray(np.floor(many * share * R), jnp.int32)
+        own = (jnp.arange(R) < counts.sum())[:, None]
+
+        def plain(x, w):
+            return jnp.where(own, jax.lax.ragged_dot(x, w, counts), 0)
+
+        def with_gradients(product):
+            y, vjp = jax.vjp(product, jnp.where(own, x, 1e9), w)
+            return y, *vjp(dy)
+
+        for a, b in zip(with_gradients(lambda x, w: _by_blocks(x, w, counts, R)),
+                        with_gradients(plain)):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_in_no_group_of_a_grouped_product_may_hold_anything(monkeypatch):
+    """NaNs in every weight, because a TPU's kernel leaves memory as it was in rows of no group.
+    Forward and backward, simulated on CPU devices."""
+    real = jax.lax.ragged_dot
+
+    def dirty(y, counts):
+        return jnp.where((jnp.arange(len(y)) < counts.sum())[:, None], y, jnp.nan)
+
+    @jax.custom_vjp
+    def anything(x, w, counts):
+        return dirty(real(x, w, counts), counts)
+
+    def forward(x, w, counts):
+        return anything(x, w, counts), (x, w, counts)
+
+    def backward(saved, cotangent):
+        x, w, counts = saved
+        cotangent = jnp.where(jnp.isnan(cotangent), 0, cotangent)
+        dx, dw = jax.vjp(lambda x, w: real(x, w, counts), x, w)[1](cotangent)
+        return dirty(dx, counts), dw, None
+
+    anything.defvjp(forward, backward)
+    config = make(experts=4, steps=3)
+    want = [r["loss"] for r in learn(config)[0]]
+    as_on_a_tpu(monkeypatch)
+    monkeypatch.setattr(experts, "_by_blocks", None)
+    monkeypatch.setattr(jax.lax, "ragged_dot", anything)
+    for mesh in ("expert=2", "expert=4", "expert=2,tensor=2"):
+        assert [r["loss"] for r in learn(config, mesh)[0]] == pytest.approx(want, rel=5e-5)
+
+
+def as_on_a_tpu(monkeypatch):
+    """Compute experts as on a TPU, and leave everything else (the mesh, compiler options) alone."""
+    monkeypatch.setattr(experts, "platform",
+                        lambda *mesh: mesh_tools.platform(*mesh) if mesh else "tpu")
+
+
+# -------------------------------------------------------------------------------------------
+# The mixture
+
+def one_by_one_through_all(w, h, c, tokens):
+    """The definition: every expert on every token, weighted by its share."""
+    def mlp(gate, up, down):
+        return (jax.nn.silu(h @ gate) * (h @ up)) @ down
+
+    K = c.experts_per_token
+    probs = jax.nn.softmax(h @ w["router"])
+    chosen = jax.lax.stop_gradient((probs >= jnp.sort(probs, -1)[..., -K, None]) * 1.0)
+    shares = probs * chosen / (probs * chosen).sum(-1, keepdims=True)
+    out = sum(shares[..., i, None] * mlp(w["e_gate"][i], w["e_up"][i], w["e_down"][i])
+              for i in range(c.experts))
+    added = 0
+    for row, p, z in zip(range(len(h)), probs, jax.nn.logsumexp(h @ w["router"], -1)):
+        n = tokens[row].sum()
+        load = (chosen[row] * tokens[row][:, None]).sum(0) / (K * max(n, 1))
+        share = (p * tokens[row][:, None]).sum(0) / max(n, 1)
+        added += c.balance * c.experts * n * (load * share).sum()
+        added += c.router_z * (z ** 2 * tokens[row]).sum()
+    return out + mlp(w["w_gate"], w["w_up"], w["w_down"]), added
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
+    """A balance loss of half the number of experts, with a gradient many times the tokens', from
+    scores that do not sum to 1."""
+    c = transformer.Config(experts=8, experts_per_token=8, router=router, balance=1.0, router_z=0.0,
+                           layers=2, d_model=32, heads=4, vocab_size=61)
+    w = jax.tree.map(lambda x: x[0], net.init(c, jax.random.key(0))["layers"])
+    w["router"] = jnp.zeros_like(w["router"])
+    weights = jnp.ones((2, 4))
+    _, (added, _) = transformer._experts(w, jnp.ones((2, 4, 32)), c, 0, {
+        "seeds": 1, "weights": weights}, [])
+    assert added == pytest.approx(weights.sum())
+
+
+def test_what_chooses_experts_is_not_rounded():
+    """A bias for the choice of experts in bfloat16: DeepSeek's differ little from a large offset,
+    to which they would be rounded."""
+    c = make(experts=4, router="sigmoid", dtype="bfloat16")
+    params = mesh_tools.cast(net.init(c, jax.random.key(0)), c.dtype)
+    kinds = {path: w.dtype for path, w in mesh_tools.by_path(params).items()}
+    assert kinds.pop("layers.router_bias") == jnp.float32
+    assert set(kinds.values()) == {jnp.dtype("bfloat16")}
+
+
+def test_experts_equal_a_loop_over_all_of_them():
+    """An output weighted by the wrong expert's share; a router's loss that counts tokens of weight
+    0 (one row has only these). With gradients."""
+    c = make(experts=6, experts_per_token=3, shared_experts=2)
+    w = jax.tree.map(lambda x: 3 * x[0], net.init(c, jax.random.key(0))["layers"])
+    rng = np.random.default_rng(0)
+    h = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32)
+    tokens = (rng.random((4, 16)) < [[0], [0.3], [0.7], [1]]).astype(np.float32)
+    direction = jnp.asarray(rng.normal(size=h.shape), jnp.float32)
+
+    def ours(w, h):
+        gate, up = shard.columns(h, w["w_gate"], w["w_up"])
+        out, (added, others) = transformer._experts(w, h, c, 0, {"seeds": 1, "weights": tokens},
+                                              [(transformer.activate(c, gate, up), w["w_down"])])
+        return jnp.sum(out * direction) + added, (out, added, others)
+
+    def plain(w, h):
+        out, added = one_by_one_through_all(w, h, c, tokens)
+        return jnp.sum(out * direction) + added, (out, added, None)
+
+    with jax.default_matmul_precision("highest"):
+        (_, (out, added, others)), grads = jax.jit(
+            jax.value_and_grad(ours, (0, 1), has_aux=True))(w, h)
+        (_, (want, want_added, _)), want_grads = jax.jit(
+            jax.value_and_grad(plain, (0, 1), has_aux=True))(w, h)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert float(added) == pytest.approx(float(want_added), rel=1e-5)
+    assert float(others["router_loss"]) == float(added)
+    assert others["expert_load"][0].sum() == pytest.approx(tokens.sum())
+    assert not others["expert_load"][1].any()
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()) + 1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["expert=4", slow("expert=2,tensor=2"), slow("pipe=2,expert=2")])
+def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
+    """Room only for the usual number of tokens. (With a router of zeros every token chooses the
+    first two experts, which are on one device.)"""
+    c, real = make(experts=4, balance=0.0), network.Network.init
+
+    def init(self, config, key):
+        params = real(self, config, key)
+        layers = {**params["layers"], "router": 0 * params["layers"]["router"]}
+        return {**params, "layers": layers}
+
+    monkeypatch.setattr(network.Network, "init", init)
+    got, value = gradients_of(c, mesh, batch_of(c))
+    want, alone = gradients_of(c, "", batch_of(c))
+    assert value == pytest.approx(alone, rel=2e-6)
+    e_up = want["layers"]["e_up"]
+    assert not e_up[:, 2:].any() and e_up[:, :2].any((0, 2, 3)).all()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 2e-7 * np.sqrt(b.size)

@@ -1,0 +1,683 @@
+"""Held-out examples, each predicted once and in order on any mesh; metrics of the predictions; the
+best checkpoint, which is kept; samples."""
+
+import collections
+import dataclasses
+import fractions
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model
+import networks
+import sample
+import tasks
+import train
+from tests.common import (
+    SMALL,
+    command,
+    digit_pairs,
+    ends,
+    full,
+    hosts,
+    net,
+    peer,
+    refused,
+    slow,
+    started,
+    survives_kills,
+)
+from tests.helpers import ROOT, TINY, learn, make, program_of, run_of, tokens_of, without_times
+from zigzag.core.errors import ConfigError, RunError
+from zigzag.disk.checkpoint import best_step, run_steps
+from zigzag.disk.corpus import opened_sources
+from zigzag.disk.examples import Pairs
+from zigzag.disk.tokenizers import Bytes
+from zigzag.generate.rows import cut_at_end
+from zigzag.run import continuing, evaluation, metrics
+from zigzag.run.evaluation import predict_all
+
+VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
+
+
+def own_loss(params, batch):
+    error = batch["x"] @ params["w"] - batch["x"]
+    return jnp.sum(error ** 2), len(batch["x"]), {"far": jnp.sum(jnp.abs(error) > 1),
+                                                  "errors": jnp.sum(jnp.abs(error), 0)}
+
+
+# A task with 203 held-out examples.
+OWN = dict(init=lambda key: {"w": jax.random.normal(key, (8, 8)) / 3}, examples=VECTORS,
+           held_out=VECTORS, collate=lambda e: {"x": np.stack(e)}, loss=own_loss,
+           predict=lambda p, b: {"y": b["x"] @ p["w"], "id": b["x"].argmax(-1)})
+
+
+def evaluations(rows):
+    return [row for row in rows if "eval_loss" in row]
+
+
+# -------------------------------------------------------------------------------------------
+# Predictions
+
+@pytest.mark.parametrize("mesh", ["", "data=2", "data=8", "tensor=2"])
+def test_every_held_out_example_is_predicted_in_its_order(mesh):
+    """A few rows that depend on the mesh; a last batch that is dropped, or whose padding counts; a
+    program that is compiled for each number of rows, or at each evaluation."""
+    shapes = []
+
+    def predict(params, batch):
+        shapes.append(batch["x"].shape)
+        return OWN["predict"](params, batch)
+
+    _, result = learn(make(steps=2, eval_every=1, batch=16), mesh, **{**OWN, "predict": predict})
+    assert shapes == [(16, 8)]
+    assert isinstance(result.outputs["y"], np.ndarray)
+    np.testing.assert_array_equal(result.outputs["id"], np.argmax(VECTORS, 1))
+    np.testing.assert_allclose(result.outputs["y"], VECTORS @ np.asarray(result.params["w"]),
+                               rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=8"])
+def test_fewer_are_predicted_where_that_is_enough(mesh):
+    """A few predictions that take the time of all held-out text, or whose number depends on the
+    mesh."""
+    shapes = []
+
+    def predict(params, batch):
+        shapes.append(len(batch["x"]))
+        return batch["x"].sum(-1)
+
+    given = []
+    _, result = learn(make(steps=1), mesh, **{**OWN, "predict": predict}, predicted=1,
+                      metric=lambda outputs, examples: given.extend(examples) or 0)
+    assert shapes == [8 if mesh else 1] and len(given) == 1
+    np.testing.assert_allclose(result.outputs, [VECTORS[0].sum()], rtol=1e-6)
+
+
+def test_outputs_that_have_no_row_for_each_example_are_refused():
+    """Outputs of two batches that are put together wrongly, or a traceback of numpy's."""
+    def collate(examples):          # the last held-out batch is wider
+        width = 1 + any(x is VECTORS[-1] for x in examples)
+        return {"x": np.stack(examples), "n": np.zeros((len(examples), width))}
+
+    for predict, says in (
+            (lambda p, b: b["x"].sum(), r"an array of shape \[\] for 8 examples"),
+            (lambda p, b: p["w"][:3], r"an array of shape \[3, 8\] for 8 examples"),
+            (lambda p, b: b["n"], r"rows of shape \[2\] for some examples, and \[1\] for the fi")):
+        with pytest.raises(ConfigError, match=says):
+            learn(make(steps=1, eval_first=True), **{**OWN, "predict": predict, "collate": collate})
+
+
+@pytest.fixture(scope="module")
+def digits_task(tmp_path_factory):
+    """A small encoder-decoder that has learned a little, its weights, and its 203 examples."""
+    path = digit_pairs(tmp_path_factory.mktemp("digits") / "digits.jsonl", 2200)
+    config = make(encoder_layers=1, layers=1, vocab_size=257, source_len=10, seq_len=10, batch=16,
+                  steps=60, lr=0.01, metric="exact")
+    pairs = Pairs(path, Bytes())
+    task = tasks.pairs.task_of(config, pairs.tokenizer, pairs.train, pairs.held_out)
+    task = dataclasses.replace(task, held_out=[pairs.held_out[i] for i in range(203)])
+    rows, result = learn(config, **vars(task))
+    return config, task, result, rows
+
+
+@pytest.mark.slow
+def test_answers_do_not_depend_on_the_mesh(digits_task):
+    """203 answers of up to nine tokens that depend on the mesh. (A choice may differ only between
+    two equally likely tokens.)"""
+    config, task, result, rows = digits_task
+    sources, mask, want = result.outputs
+    for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
+        np.testing.assert_array_equal(source[is_there > 0], pair[0])
+    params = jax.device_get(result.params)
+    correct = [[*row[:list(row).index(256)]] == list(pair[1][:-1]) if 256 in row else False
+               for row, pair in zip(want, task.held_out)]
+    assert rows[-1]["exact"] == pytest.approx(np.mean(correct))
+    for mesh in ("data=2", "data=8", "tensor=2"):
+        program = program_of(config, mesh)
+        with jax.set_mesh(program.mesh):
+            placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
+                                  program.state["params"])
+            got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
+        assert [x.shape[0] for x in got] == [203] * 3
+        np.testing.assert_array_equal(got[0], sources)
+        for i in np.flatnonzero((got[2] != want).any(1)):
+            at = int(np.flatnonzero(got[2][i] != want[i])[0])
+            logits = net.forward(params, np.array([[256, *want[i][:at]]]), config,
+                                   source=got[0][i:i + 1][:, got[1][i] > 0])[0, at]
+            assert abs(logits[got[2][i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
+
+
+# A custom task in several processes; each records its arguments.
+TWO_PROCESSES = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import jax, jax.numpy as jnp, numpy as np, train
+from zigzag.core.flags import run_main
+vectors = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
+def loss(params, batch):
+    return jnp.sum((batch["x"] @ params["w"] - batch["x"]) ** 2), len(batch["x"])
+def predict(params, batch):
+    return {"y": batch["x"] @ params["w"], "id": batch["x"].argmax(-1)}
+def metric(outputs, examples):
+    if jax.process_index():         # what the others say must not count
+        return {"own": -1.0}
+    return {"own": float(np.mean(outputs["y"])), "count": len(examples)}
+def main():
+    config = train.parse(sys.argv[1:])
+    result = train.fit(
+        config, lambda key: {"w": jax.random.normal(key, (8, 8)) / 3},
+        lambda e: {"x": np.stack(e)}, loss, predict, vectors, vectors, metric=metric)
+    np.savez(f"{config.out}/by-{jax.process_index()}.npz", best=result.best, **result.outputs)
+run_main(main)
+"""
+
+
+@pytest.mark.slow
+def test_every_process_has_all_predictions(tmp_path):
+    """A process with the predictions of only its own rows, which then saves another step as the
+    best."""
+    file = tmp_path / "two.py"
+    file.write_text(TWO_PROCESSES)
+    words = ("--steps", 4, "--eval_every", 1, "--batch", 8, "--best", "largest:own", "--warmup", 1,
+             "--keep", 1, "--eval_first", "true")
+    results = ends(hosts(2, *words, "--mesh", "data=2,tensor=2", "--out", tmp_path / "two",
+                         file=file))
+    assert [status for status, *_ in results] == [0, 0], results
+    alone = command(*words, "--out", tmp_path / "one", file=file)
+    assert alone.returncode == 0, alone.stderr
+    want = np.load(tmp_path / "one/by-0.npz")
+    for i in range(2):
+        got = np.load(tmp_path / f"two/by-{i}.npz")
+        np.testing.assert_array_equal(got["id"], np.argmax(VECTORS, 1))
+        np.testing.assert_allclose(got["y"], want["y"], rtol=1e-4, atol=1e-5)
+        assert got["best"] == want["best"] == best_step(tmp_path / "two")
+    found = evaluations(json.loads(line) for line in open(tmp_path / "two/metrics.jsonl"))
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
+    assert all(row["count"] == 203 and row["own"] != -1 for row in found)
+
+
+# -------------------------------------------------------------------------------------------
+# Metrics
+
+def test_a_metric_is_of_all_predictions_and_is_logged():
+    """A metric that is averaged over batches, includes padding, or is not logged."""
+    def metric(outputs, examples):
+        assert examples is VECTORS and len(outputs["y"]) == 203
+        return {"largest": outputs["y"].max(), "n": len(examples), "even": jnp.float32(2)}
+
+    rows, result = learn(make(steps=1), "data=2", **OWN, metric=metric)
+    assert rows[-1]["largest"] == result.outputs["y"].max() == result.evaluation["largest"]
+    assert (rows[-1]["n"], rows[-1]["even"]) == (203, 2)
+    for half in (np.float32(0.5), fractions.Fraction(1, 2)):
+        rows, _ = learn(make(steps=1), **OWN, metric=lambda outputs, examples: half)
+        assert rows[-1]["metric"] == 0.5
+
+
+@pytest.mark.parametrize("metric, error, says", [
+    (lambda o, e: 1 / 0, RunError,
+     r"step 0: the metric ended in ZeroDivisionError.*test_evaluation.py line \d+\); it was given "
+     r"outputs of int32\[203\], float32\[203, 8\] and 203 examples"),
+    (lambda o, e: {"x": [1, 2]}, ConfigError, r"gave \[1, 2\] as 'x': expected a number"),
+    (lambda o, e: None, ConfigError, "gave None as 'metric': expected a number"),
+    (lambda o, e: 1j, ConfigError, "gave 1j as 'metric': expected a number"),
+    (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
+    (lambda o, e: {"x": 10**400}, ConfigError, "expected a number"),
+    (lambda o, e: {"eval_loss": 1.0}, ConfigError, "the name 'eval_loss': expected"),
+    (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'"),
+    *((lambda o, e, name=name: {name: 1.0}, ConfigError,
+       f"the name {name!r}: expected a text other than .*, eval_loss, grad_norm, loss, .*, which a")
+      for name in ("loss", "lr", "tokens", "train_loss", 1))])
+def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):
+    """A traceback from the depths of the loop, after the first hour of training."""
+    rows = []
+    with pytest.raises(error, match=says):
+        learn(make(steps=1, eval_first=True), **OWN, metric=metric)
+    assert not rows
+
+
+def test_what_a_task_has_nothing_for_is_refused():
+    """A flag that is silently ignored."""
+    for changes, given, says in (
+            (dict(eval_first=True), dict(held_out=()), "--eval_first True: there are no held-out"),
+            (dict(best="smallest:eval_loss"), dict(held_out=()), "--best .*no held-out examples"),
+            (dict(metric="exact"), {}, "--metric exact: .*only for pairs of texts"),
+            ({}, dict(held_out=(), metric=len), "a metric, and no held-out examples"),
+            (dict(sample_prompts="x"), {}, "--sample_prompts x: this task writes no text"),
+            ({}, dict(metric=len, predict=None), "give fit a predict")):
+        with pytest.raises(ConfigError, match=says):
+            learn(make(steps=1, **changes), **{**OWN, **given})
+
+
+@pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=2,tensor=2"])
+def test_other_sums_of_held_out_examples_are_logged(mesh):
+    """Other sums that are logged only in training, or as means of batches' means, although the last
+    batch is smaller."""
+    rows, result = learn(make(steps=1, batch=16), mesh, **OWN)
+    error = np.abs(VECTORS @ np.asarray(result.params["w"]) - VECTORS)
+    assert rows[-1]["eval_far"] == pytest.approx((error > 1).sum() / 203, rel=1e-6)
+    assert rows[-1]["eval_errors"] == pytest.approx(error.sum(0) / 203, abs=2e-5)
+
+
+@pytest.mark.parametrize("mesh", [slow("data=2,pipe=2"), slow("fsdp=2,seq=2"), slow("tensor=2")])
+def test_other_sums_count_once_where_devices_have_the_same_rows(mesh):
+    """Other sums that are added over devices with the same rows: those of one row's layers or time,
+    or all devices if rows (13) do not divide."""
+    config = make(steps=1)
+
+    def loss(params, batch, specs=None):
+        s, n = net.loss(params, batch, config, specs)
+        return s, n, {"asked": n, "twice": 2 * s}
+
+    row = learn(config, mesh, loss=loss, held_out=tokens_of(config, 13, 5))[1].evaluation
+    assert row["eval_asked"] == 1
+    assert row["eval_twice"] == pytest.approx(2 * row["eval_loss"], rel=1e-6)
+
+
+def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
+    """A number that depends on how many devices there are, logged as if it did not."""
+    def loss(params, batch):
+        s, n, others = own_loss(params, batch)
+        return s, n, others if "seeds" in batch else {"one": jnp.ones(())}
+
+    with pytest.raises(ConfigError, match="its other sum 'one', of held-out rows"):
+        learn(make(steps=1), "data=2", **{**OWN, "loss": loss})
+
+
+# -------------------------------------------------------------------------------------------
+# Shown outputs, and the number of evaluated examples
+
+def test_a_few_outputs_are_shown_and_all_are_returned():
+    """A show=str that prints thousands of rows; outputs that are also cut in fit's result, or for
+    the metric."""
+    shown, seen = [], []
+
+    def predict(params, batch):
+        return {"x": batch["tokens"][:, 0]}
+
+    config = make(steps=1)
+    _, result = learn(config, "data=2", held_out=tokens_of(config, 13, 5), predict=predict,
+                      show=lambda outputs: str(shown.append(outputs["x"].shape)),
+                      metric=lambda outputs, examples: seen.append(outputs["x"].shape) or 0.0)
+    assert shown == [(4,)] and seen == [(13,)] and result.outputs["x"].shape == (13,)
+
+
+@pytest.mark.parametrize("steps, first, batch", [
+    (100, False, 8), (100, True, 8), (900, False, 8), (3, False, 8), (40, False, 4096)])
+def test_evaluations_take_a_fifth_of_a_runs_time_at_most(steps, first, batch):
+    """A run that trains on 102,400 tokens and evaluates 655,000."""
+    config = run_of(steps=steps, eval_first=first, batch=batch)
+    count = len({s for s in range(1, steps + 1) if s % config.eval_every == 0} | {steps}) + first
+    training, tokens = 3 * steps * config.batch * config.seq_len, config.eval_tokens
+    least = config.batch * config.seq_len
+    assert 0 < tokens <= evaluation.MOST_TOKENS
+    if tokens > least:
+        assert count * tokens <= (training + count * tokens) / 5
+    if least < tokens < evaluation.MOST_TOKENS:     # nor much less
+        assert count * (tokens + 2 * evaluation.SHOWN_TEXT) > (training + count * tokens) / 5
+    assert run_of(steps=steps, eval_tokens=5).eval_tokens == 5
+
+
+def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
+    """Held-out losses of other windows after a change of --steps; fewer windows for a run of an
+    earlier version, whose record does not say how many."""
+    def continued(record, **given):
+        (tmp_path / "config.json").write_text(json.dumps(record | {"tokenizer": "bytes"}))
+        given = {"out": str(tmp_path), "steps": 500} | given
+        return continuing.continued(given, train.TRAINER, tasks.needs).eval_tokens
+
+    record = train.TRAINER.record_of(run_of(steps=400, eval_tokens=3000))
+    assert continued(record) == 3000
+    assert continued(record, eval_tokens=5000) == 5000
+    del record["eval_tokens"]
+    assert continued(record) == 2**17
+
+
+@pytest.mark.full
+def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
+    """Correct parts that the command does not use."""
+    run, found = tmp_path / "run", []
+    for steps in (40, 44):
+        done = command(*SMALL, "--data", text, "--eval_every", 20, "--out", run, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((run / "config.json").read_text())["eval_tokens"])
+    assert found == [run_of(steps=40, batch=4, seq_len=32, eval_every=20).eval_tokens] * 2
+
+
+def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
+    """A limited number of windows, all from the first held-out file."""
+    config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
+    with opened as corpus:
+        held_out = tasks.text.task_of(config, corpus).held_out
+        windows, (whole,) = held_out.examples, corpus.corpora
+        assert len(held_out) == 4 < len(windows)
+        where = [i * len(windows) // 4 * 16 for i in range(4)]
+        assert max(where) > len(whole.held_out) / 2
+        for i, start in enumerate(where):
+            np.testing.assert_array_equal(held_out[i], whole.held_out[start:start + 17])
+
+
+# -------------------------------------------------------------------------------------------
+# Metrics of texts
+
+def subsequences(words):
+    return {chosen for n in range(len(words) + 1) for chosen in itertools.combinations(words, n)}
+
+
+def brute_rouge(p, r):
+    """ROUGE by its definitions: common n-grams one by one, and all common subsequences."""
+    p, r = p.lower().split(), r.lower().split()
+
+    def f(common, a, b):
+        if not common:
+            return 0
+        precision, recall = common / a, common / b
+        return 2 * precision * recall / (precision + recall)
+
+    def grams(words, n):
+        return [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+
+    found = {}
+    for n in (1, 2):
+        left, common = grams(r, n), 0
+        for gram in grams(p, n):
+            if gram in left:
+                left.remove(gram)
+                common += 1
+        found[f"rouge{n}"] = f(common, len(grams(p, n)), len(grams(r, n)))
+    longest = max(map(len, subsequences(p) & subsequences(r)))
+    return {**found, "rougeL": f(longest, len(p), len(r))}
+
+
+def test_rouge_is_that_of_a_brute_force():
+    """A longest common subsequence that counts a word twice, or only adjacent words."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(["a", "B", "c", "d"], rng.integers(0, 9))) for _ in range(240)]
+    predictions, references = texts[::2], texts[1::2]
+    want = collections.Counter()
+    for p, r in zip(predictions, references):
+        want.update(brute_rouge(p, r))
+    assert metrics.rouge(predictions, references) == pytest.approx(
+        {name: x / len(predictions) for name, x in want.items()})
+    assert metrics.rouge(["The cat, (sat)."], ["the CAT sat"])["rouge2"] == 1
+    ids = metrics.rouge([[1, 2, 3, 4]], [[1, 3, 2, 4]])
+    assert ids == {"rouge1": 1, "rouge2": 0, "rougeL": 0.75}
+
+
+def test_rouge_is_that_of_rouge_score():
+    """Stems of words of three letters, which rouge_score leaves as they are; another stemmer than
+    its own; ids that are stemmed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nltk.stem.porter", None)
+        with pytest.raises(ConfigError, match="--metric rouge_stemmed needs the package nltk: pip"):
+            metrics.names("rouge_stemmed")
+    theirs = peer("rouge_score.rouge_scorer").RougeScorer
+    rng = np.random.default_rng(0)
+    words = re.findall(r"[A-Za-z]+", (ROOT / "README.md").read_text()) + ["was", "news", "dying"]
+    texts = [("", "x"), ("...", "?"), ("a_b c-d 3.5%", "A B C D 3 5"), ("it's as was", "its a wa")]
+    texts += [["".join(word + rng.choice([" ", "s, ", "ing\n", "ed-", "ly. "]) for word in
+                       rng.choice(some, rng.integers(0, 20))) for _ in range(2)]
+              for some in rng.choice(words, (200, 9))]
+    for stems, ours in ((False, metrics.rouge), (True, metrics.rouge_stemmed)):
+        scorer = theirs(["rouge1", "rouge2", "rougeL"], use_stemmer=stems)
+        for p, r in texts:
+            want = {name: score.fmeasure for name, score in scorer.score(r, p).items()}
+            assert ours([p], [r]) == pytest.approx(want), (p, r)
+    assert metrics.rouge_stemmed([[1, 22222]], [[22222, 1]])["rouge1"] == 1
+
+
+def test_metrics_by_hand():
+    """An empty text that counts as right, or divides by zero; words in another order; one character
+    of a text for an id."""
+    assert metrics.f1(["The cat sat.", "", "x", ""], ["a cat, sat down", "", "y", "z"]) == {
+        "f1": pytest.approx((0.8 + 1 + 0 + 0) / 4)}
+    assert metrics.f1([[1, 1, 2]], [[1, 2, 2]]) == {"f1": pytest.approx(2 / 3)}
+    assert metrics.exact(["a", "b ", [1, 2], np.array([1])], ["a", "b", (1, 2), [1, 2]]) == {
+        "exact": 0.5}
+    assert metrics.accuracy(np.array([1, 2, 3]), [1, 0, 3]) == {"accuracy": pytest.approx(2 / 3)}
+    assert metrics.accuracy([[1, 2], [3]], [[1, 9], [3, 4]]) == {"accuracy": 0.5}
+    assert [metrics.names(name) for name in ("exact", "rouge", "f1")] == [
+        ("exact",), ("rouge1", "rouge2", "rougeL"), ("f1",)]
+    with pytest.raises(ConfigError, match="1 predictions and 2 references"):
+        metrics.exact(["a"], ["a", "b"])
+
+
+# -------------------------------------------------------------------------------------------
+# The best checkpoint, and the first evaluation
+
+def scored(scores):
+    """A metric that returns these scores, one for each evaluation."""
+    left = iter(scores)
+    return lambda outputs, examples: {"score": next(left)}
+
+
+@pytest.mark.full
+def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
+    """Best weights that are deleted, or not saved between two saves; a continued run that takes its
+    first evaluation for the best; the later of two equal scores; a NaN as the best."""
+    run = tmp_path / "run"
+    config = dict(eval_every=1, save_every=4, keep=1, out=str(run), best="largest:score")
+    nan = math.nan
+    _, result = learn(make(steps=4, **config), **OWN, metric=scored([nan, 5, 7, 7]))
+    assert result.best == best_step(run) == 3 and run_steps(run) == [4, 3]
+    assert result.evaluation["score"] == 7
+    rows, result = learn(make(steps=8, **config), **OWN, metric=scored([1, nan, 6, 2]))
+    assert result.best == best_step(run) == 3 and run_steps(run) == [8, 3]
+    _, result = learn(make(steps=10, **config), **OWN, metric=scored([9, 8]))
+    assert result.best == best_step(run) == 9 and run_steps(run) == [10, 9]
+    _, result = learn(make(steps=10, **config), **OWN, metric=scored([8]))
+    assert result.best == 9, "a finished run"
+    with pytest.raises(ConfigError, match="--best smallest:scor: .*did you mean 'score'"):
+        learn(make(steps=11, **{**config, "best": "smallest:scor"}, eval_first=True), **OWN,
+              metric=scored([8]))
+    # (Each checkpoint has its evaluation, so another --best can be found later.)
+    config["best"] = "smallest:score"
+    _, result = learn(make(steps=11, **config), **OWN, metric=scored([10]))
+    assert result.best == best_step(run) == 10
+    shutil.rmtree(run / "checkpoints/10")
+    assert best_step(run) == 11
+
+
+def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
+    """A traceback, or the newest, taken for the best."""
+    run = tmp_path / "run"
+    learn(make(steps=1, out=str(run)), **OWN)
+    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest has step 1"):
+        best_step(run)
+    with pytest.raises(ConfigError, match="--init_from .*no run there"):
+        best_step(tmp_path / "none", "--init_from")
+    learn(make(steps=2, out=str(run), best="largest:score"), **OWN, metric=scored([math.nan]))
+    with pytest.raises(ConfigError, match="no checkpoint yet has an evaluation with a number for"):
+        best_step(run)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
+    """A run that silently keeps no best checkpoint."""
+    rows = []
+    with pytest.raises(ConfigError, match="--best largest:eval_fra: .*did you mean 'eval_far'"):
+        learn(make(steps=1, best="largest:eval_fra", out=str(tmp_path / "a")), **OWN)
+    assert not (tmp_path / "a").exists()
+    config = make(steps=2, eval_every=1, best="largest:scare", out=str(tmp_path / "b"),
+                  eval_first=first)
+    with pytest.raises(ConfigError, match="eval_loss, eval_far, score; did you mean 'score'"):
+        learn(config, **OWN, metric=scored([1, 2]))
+    rows = [json.loads(line) for line in open(tmp_path / "b/metrics.jsonl")]
+    assert [row["step"] for row in rows if "loss" in row] == ([] if first else [1])
+    with pytest.raises(ConfigError, match="--best score: expected smallest:NAME or largest:NAME"):
+        make(best="score")
+
+
+def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
+    """Other numbers in training; a second line for an evaluated step in a continued run; losses
+    that are missing from the next evaluation's mean; no checkpoint of the weights evaluated."""
+    losses = []
+    for first in (False, True):
+        out = tmp_path / f"run{first}"
+        config = make(steps=6, eval_every=5, save_every=2, keep=9, out=str(out), eval_first=first)
+        learn(config, **OWN)
+        assert run_steps(out) == ([6, 4, 2, 0] if first else [6, 4, 2]), "the first state, too"
+        for lost in ("checkpoints", "checkpoints/6") if first else ():
+            shutil.rmtree(out / lost)       # it resumes between two evaluations
+            learn(config, **OWN)
+        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        assert [r["step"] for r in evaluations(rows)] == [0] * first + [5, 6]
+        losses.append([(r["step"], r.get("loss"), r.get("train_loss"), r.get("eval_loss"))
+                       for r in rows if r["step"]])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.full
+def test_kills_leave_the_best_checkpoint(tmp_path, text):
+    """A kill between the deletion of the old best checkpoint and the new one; a best that is
+    forgotten after a kill."""
+    words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 15, "--keep", 1,
+             "--eval_every", 3, "--eval_first", "true", "--best", "smallest:eval_loss",
+             "--data", text)
+
+    def start(out):
+        if (out / "checkpoints").is_dir() and any(
+                p.name.isdecimal() for p in (out / "checkpoints").iterdir()):
+            at = best_step(out)
+            assert networks.load_run(out, step=at)
+        return [started(*words, "--out", out)]
+
+    survives_kills(2, int(os.environ.get("KILLS", 4)), tmp_path, start)
+    assert best_step(tmp_path / "run") == best_step(tmp_path / "whole")
+    assert run_steps(tmp_path / "run") == run_steps(tmp_path / "whole")
+
+
+# -------------------------------------------------------------------------------------------
+# The command line: pairs, prompts
+
+@pytest.mark.slow
+def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
+    """The command line's own way from a line of JSON to a metric, its best checkpoint, and answers
+    to prompts; a metric whose package is found missing only at the first evaluation."""
+    digits, out = digit_pairs(tmp_path / "digits.jsonl", 300), tmp_path / "out"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "123"}\n\n{"prompt": "9"}\n')
+    words = ("--model", "transformer", "--encoder_layers", 1, "--source_len", 12, "--data", digits,
+             "--out", out,
+             *SMALL[:-2], "--batch", 16, "--steps", 4, "--eval_every", 2, "--eval_first", "true",
+             "--shards", 2, "--sample_prompts", tmp_path / "prompts.jsonl")
+    done = command(*words, "--metric", "rouge", "--best", "largest:rougeL")
+    assert done.returncode == 0, done.stderr
+    rows = evaluations(json.loads(line) for line in open(out / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [0, 2, 4] and {"rouge1", "rouge2"} <= set(rows[0])
+    assert f"rougeL {rows[-1]['rougeL']:.4f}" in done.stdout
+    assert best_step(out) == max(rows, key=lambda row: row["rougeL"])["step"]
+    samples = [json.loads(line) for line in open(out / "samples.jsonl")]
+    assert [(s["step"], s["prompt"]) for s in samples] == list(
+        itertools.product((0, 2, 4), ("123", "9")))
+    answer = sample.generate(*sample.load_model(sample.Config(run=str(out)))[:1], [[256]],
+                             sample.load_model(sample.Config(run=str(out)))[1], 31, 0.0,
+                             source=[[*b"123", 256]])[0]
+    assert samples[-2]["text"] == Bytes().decode(cut_at_end([256], answer))
+    assert f"    source | 123\n    answer | {samples[-2]['text'][:4]}" in done.stdout
+    other = tmp_path / "other"
+    monkeypatch.setitem(sys.modules, "nltk.stem.porter", None)
+    for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or "
+                        "rouge_stemmed or f1; did you mean 'rouge'?"),
+                       (("--metric", "rouge_stemmed", "--eval_first", "false", "--eval_every", 4),
+                        "--metric rouge_stemmed needs the package nltk: pip install nltk"),
+                       (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1"),
+                       (("--best", "largest:exact"), "the numbers eval_loss")):
+        assert says in refused(capsys, *words, "--out", other, *more)
+    assert not other.exists() or not (other / "checkpoints").exists()
+
+
+def corpus_of(tmp_path, text, **changes):
+    """A configuration and a corpus for language_task."""
+    config = run_of(**{**TINY, "vocab_size": 257, "data": (str(text),), **changes})
+    return config, opened_sources(config.data, False, (), tmp_path / "run")
+
+
+@pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), full("")])
+def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
+    """Prompts that see each other's padding; samples that are twice in the file after an evaluation
+    is repeated, or lost when a run continues."""
+    (tmp_path / "prompts.txt").write_text("3 and\r\nbala 17 and f\n\n x\n")
+    config, opened = corpus_of(tmp_path, text, steps=4, eval_every=2, save_every=2, layers=1,
+                               sample_prompts=str(tmp_path / "prompts.txt"),
+                               out=str(tmp_path / "run"))
+    with opened as corpus:
+        task = tasks.text.task_of(config, corpus)
+        _, result = learn(config, mesh, **vars(task))
+        shutil.rmtree(tmp_path / "run/checkpoints/4")
+        before = (tmp_path / "run/samples.jsonl").read_text()
+        learn(config, mesh, **vars(task))
+    assert (tmp_path / "run/samples.jsonl").read_text() == before
+    samples = [json.loads(line) for line in before.splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == list(
+        itertools.product((2, 4), ("3 and", "bala 17 and f", " x")))
+    assert result.outputs.shape[0] == 1, "one window is shown, not all"
+    # (Half of a context of 16, and what fits into it after that.)
+    ids = sample.generate(jax.device_get(result.params), [
+        Bytes().prompt(s["prompt"])[-8:] for s in samples[3:]], config, 9, 0.8)
+    assert [s["text"] for s in samples[3:]] == [
+        Bytes().decode(cut_at_end([256], new)) for new in ids]
+
+
+def test_samples_have_their_own_temperature(tmp_path, text, capsys):
+    """A temperature that does not reach the samples, or not the window that is shown."""
+    (tmp_path / "prompts.txt").write_text("17 and")
+    ids = Bytes().prompt("17 and")
+    config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0,
+                               sample_prompts=str(tmp_path / "prompts.txt"))
+    with opened as corpus:
+        task = tasks.text.task_of(config, corpus)
+    params = model.init(config.network, jax.random.key(0))
+    found = [task.samples.predict(params, task.samples.collate(task.samples.prompts))[0, :6],
+             task.predict(params, {"tokens": np.array([ids])})[0, 4:10]]
+    want = sample.generate(params, [ids, ids[:4]], config.network, 6, temperature=0)
+    assert [row.tolist() for row in found] == want
+    assert "--sample_temperature -1" in refused(capsys, "--sample_temperature", -1)
+    assert "--sample_temperature 0.5 has no effect on pairs of texts" in refused(
+        capsys, "--sample_temperature", 0.5, "--model", "transformer", "--encoder_layers", 1,
+        "--source_len", 8, "--out", tmp_path / "out", "--data", text)
+
+
+def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
+    """A traceback, or a run that writes no samples."""
+    files = {"none.txt": "\n \n", "a.jsonl": '{"prompt": 3}\n', "b.jsonl": "3 and\n",
+             "c.jsonl": '{"prompt": "\\ud800"}', "d.jsonl": '{"prompt": ""}', "e.jsonl": '["a"]'}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xe9")
+    for name, says in {"gone.txt": "No such file", "none.txt": "no text in it",
+                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*not text",
+                       "b.jsonl": "not JSON", "c.jsonl": "half a character",
+                       "d.jsonl": "a prompt is empty", "e.jsonl": "no.* an object"}.items():
+        config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
+        with opened as corpus, pytest.raises(
+                ConfigError, match=f"--sample_prompts .*{name}.*{says}.*expected"):
+            tasks.text.task_of(config, corpus)
+    (tmp_path / "long.txt").write_text("a" * 40)
+    config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / "long.txt"))
+    with opened as corpus:
+        tasks.text.task_of(config, corpus)
+    assert "a prompt has 41 tokens; the last 8 are read" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
+    """Samples that change the training."""
+    (tmp_path / "prompts.txt").write_text("3 and\n")
+    found = []
+    for name, prompts in (("a", ""), ("b", str(tmp_path / "prompts.txt"))):
+        config, opened = corpus_of(tmp_path / name, text, steps=3, eval_every=1, layers=1,
+                                   sample_prompts=prompts, out=str(tmp_path / name / "run"))
+        with opened as corpus:
+            task = tasks.text.task_of(config, corpus)
+            learn(config, **vars(task))
+        found.append(without_times(tmp_path / name / "run/metrics.jsonl"))
+    assert found[0] == found[1]

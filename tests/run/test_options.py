@@ -1,0 +1,192 @@
+"""Every option acts, in every mode of train.py and on every kind of data, or it is refused; and 0
+is 0, not "not given"."""
+
+import ast
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+import networks
+import tasks
+import train
+from tests.common import SMALL, continued, go, refused
+from tests.helpers import ROOT, learn, make, run_of, tokens_of
+from tests.run.test_schedules import rates
+from zigzag.core.errors import ConfigError
+from zigzag.core.options import comments, options
+from zigzag.disk.checkpoint import FORMAT
+from zigzag.run import command_line, schedules
+
+KNOWN = options(train.Config)
+# A value for each option that is not its default, as words of a command line.
+VALUES = {
+    "data": "a", "held_out": "a", "weights": "1", "pack": "stream", "fields": "a b",
+    "steps": "7", "epochs": "1", "lr": "0.5", "warmup": "2", "decay": "linear", "cooldown": "0.5",
+    "decay_steps": "5", "first_share": "0.1", "final_share": "0.1", "weight_decay": "0.2",
+    "clip": "2", "optimizer": "muon", "beta1": "0.8", "beta2": "0.8", "accumulate": "2",
+    "seed": "1", "batch": "16", "max_skipped": "3", "model": "tiny", "init_from": "run",
+    "shards": "1", "mesh": "data=8", "zero": "1", "override": "wq=-,-,-", "fsdp_min": "9",
+    "step": "jit", "check": "true", "out": "run", "change": "lr", "save_every": "3", "keep": "2",
+    "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",
+    "metric": "f1", "beams": "2", "best": "smallest:eval_loss", "sample_prompts": "a.txt",
+    "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "plot": "run",
+    "profile": "2", "edited": "true",
+    "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
+    "distributed": "true", "patience": "9"}
+# {kind of data: the options that only some kinds use, and this one does}
+MODES = {
+    "text": {"weights", "pack", "eval_tokens", "sample_temperature", "sample_prompts"},
+    "pairs": {"fields", "metric", "beams", "sample_prompts"},
+    "arrays": set()}
+OF_A_KIND = set().union(*MODES.values())
+OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
+            "eval_tokens", "held_out", "metric", "beams", "best", "sample_prompts",
+            "sample_temperature", "check", "profile"}
+NOT_USED = {"bench": OF_A_RUN | {"topology"}, "topology": OF_A_RUN | {"max_skipped", "bench"}}
+
+
+def test_the_table_has_every_option():
+    """A new option that no test has asked about."""
+    assert VALUES.keys() == KNOWN.keys()
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_option_acts_on_a_kind_of_data_or_is_refused(kind, name):
+    """--pack or --weights that a run on pairs lists among its options, and does not use."""
+    given, config = {name: VALUES[name]}, make()
+    if name in OF_A_KIND - MODES[kind]:
+        with pytest.raises(ConfigError, match=f"--{name} {VALUES[name]} has no effect on {kind}"):
+            command_line.check_used(given, config, kind)
+    else:
+        command_line.check_used(given, config, kind)
+
+
+@pytest.mark.parametrize("command", NOT_USED)
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_option_acts_beside_a_command_or_is_refused(command, name, capsys):
+    """--bench --save_every 5, of which nothing is saved."""
+    words = [f"--{command}", VALUES[command], f"--{name}", *VALUES[name].split()]
+    if name in ("plot", command):       # (a command of its own; a flag that is given twice)
+        return
+    if name in NOT_USED[command]:
+        with pytest.raises(ConfigError, match="has no effect|give one of them"):
+            command_line.read_flags(words, train.Config, networks)
+    else:
+        assert name in command_line.read_flags(words, train.Config, networks)
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_what_a_kind_of_data_reads_is_what_is_declared(kind):
+    """An option that is declared for a kind whose file does not read it, or read without being
+    declared."""
+    nodes = ast.walk(ast.parse((ROOT / f"tasks/{kind}.py").read_text()))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name) and node.value.id == "config"}
+    declared = {name for name, option in KNOWN.items() if kind in option.of}
+    assert read & OF_A_KIND == declared == MODES[kind]
+
+
+def test_options_without_effect_are_one_line(tmp_path, capsys):
+    """A run that lists an option, finishes, and has not used it."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"source": f"a{i}", "target": f"b{i}"}) + "\n"
+                             for i in range(40)))
+    t5 = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
+          "--heads", 2, "--source_len", 8, "--seq_len", 8, "--data", pairs, "--steps", 2)
+    before = sorted(tmp_path.iterdir())
+    for words, says in (
+            ((*t5, "--held_out", tmp_path / "nosuchfile.jsonl"), "nosuchfile.jsonl: no such file"),
+            ((*t5, "--pack", "documents", "--weights", 1, "--eval_tokens", 9),
+             "--pack documents and --weights 1 and --eval_tokens 9 have no effect on pairs"),
+            ((*SMALL, "--eval_every", 0, "--eval_tokens", 9), "--eval_tokens 9 has no effect"),
+            ((*SMALL, "--eval_every", 0, "--best", "smallest:eval_loss"), "--best smallest:"),
+            ((*SMALL, "--first_share", 0.1, "--warmup", 1), "warmup is 1 update"),
+            ((*SMALL, "--decay_steps", 9, "--decay", "constant"), "--decay_steps 9: with"),
+            ((*SMALL, "--plot", tmp_path, "--steps", 3), "--steps 3 and --out")):
+        assert says in refused(capsys, *words, "--out", tmp_path / "out")
+        assert sorted(tmp_path.iterdir()) == before
+
+
+# -------------------------------------------------------------------------------------------
+# Zero
+
+def test_no_warmup_is_no_warmup():
+    """--warmup 0 that is taken for a twentieth of the steps; a rate that starts below its peak."""
+    config = make(warmup=0, steps=20, lr=0.01)
+    assert config.warmup == 0 and rates(config)[0] == np.float32(0.01)
+    assert np.array_equal(rates(config), rates(make(warmup=1, steps=20, lr=0.01)))
+    assert make(warmup=0.0, steps=20).warmup == 0 and make(warmup=None, steps=100).warmup == 5
+    # (Longer, as if it had begun so.)
+    assert schedules.fixed_from(config) == 20
+    zero = make(warmup=4, steps=20, lr=0.01, first_share=0.0)
+    assert rates(zero)[0] == 0 and rates(zero)[3] == np.float32(0.01)
+    flat = make(warmup=0, steps=20, lr=0.01, decay="wsd", cooldown=0)
+    assert set(rates(flat)) == {np.float32(0.01)}
+    assert not rates(make(lr=0.0, steps=20)).any() and make(lr=0.0).lr == 0
+
+
+def test_zero_evaluations_and_saves_are_none(tmp_path):
+    """--eval_every 0 that evaluates at every fifth of the steps, or at the end; --save_every 0 that
+    does not save at the end."""
+    run = tmp_path / "run"
+    config = make(steps=6, eval_every=0, save_every=0, out=str(run), layers=1)
+    rows, result = learn(config, held_out=tokens_of(config, 4, 5))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and result.held_out is None
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["6"]
+    rows, result = learn(config, held_out=tokens_of(config, 4, 5))      # asked for again
+    assert not rows and result.step == 6 and result.held_out is None
+    for more in (dict(best="smallest:eval_loss"), dict(metric="f1"), dict(eval_first=True)):
+        with pytest.raises(ConfigError, match="nothing is evaluated with --eval_every 0"):
+            make(eval_every=0, **more)
+    with pytest.raises(ConfigError, match="--eval_tokens 0: must be a number of at least 1"):
+        make(eval_tokens=0)
+
+
+def test_sizes_keep_zero_for_derived():
+    """A head of width 0."""
+    config = train.parse(["--kv_heads", "0", "--head_dim", "0", "--d_ff", "0"])
+    assert (config.kv_heads, config.head_dim, config.d_ff) == (8, 16, 384)
+
+
+def test_a_record_without_a_format_has_zeros_for_what_was_not_given(tmp_path):
+    """A run of an earlier version that is refused, or has no warmup from now on, because 0 stood
+    for "not given" in its record."""
+    (tmp_path / "run").mkdir()
+    old = run_of(steps=40, warmup=4)
+    record = train.TRAINER.record_of(old) | {"tokenizer": "bytes"}
+    assert record["format"] == FORMAT and record["decay_steps"] is None
+    before = {**record, "decay_steps": 0, "first_share": 0.0, "cooldown": 0.0}
+    del before["format"]
+    for name, changes in (("run", {}), ("constant", dict(decay="constant", decay_steps=7)),
+                          ("warmup", dict(warmup=1, first_share=0.5))):
+        path = tmp_path / name / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(before | changes))
+        found = train.TRAINER.old_config(str(path.parent))
+        wanted = {name: value for name, value in changes.items() if value not in (7, 0.5)}
+        assert found == dataclasses.replace(old, **wanted)
+    assert continued("--out", tmp_path / "run").warmup == 4
+    (tmp_path / "run/config.json").write_text(json.dumps(record | {"format": FORMAT + 1}))
+    with pytest.raises(ConfigError, match="a run of a later version"):
+        continued("--out", tmp_path / "run")
+
+
+def test_an_option_of_a_fork_needs_one_line(tmp_path, text):
+    """An option that also has to stand in tables elsewhere, before it is recorded, compared,
+    refused, shown, or may be changed."""
+    source = (ROOT / "train.py").read_text()
+    assert len(re.findall(r"\bclip\b", source)) <= 5       # (its declaration, and where it is used)
+    others = [path for path in (ROOT / "zigzag").glob("[!t]*/*.py")
+              if path.name not in ("more_options.py", "familiar.py")
+              and re.search(r"[\"']weight_decay[\"']|[\"']max_skipped[\"']", path.read_text())]
+    assert [path.name for path in others] == ["command_line.py"], "--topology does not use one"
+    assert all(comment.help and comment.group for comment in comments(train.Config).values())
+    assert tasks.KINDS.keys() == command_line.KINDS.keys()
+    go(*SMALL, "--steps", 2, "--data", text, "--out", tmp_path / "run", "--clip", 0.5)
+    with pytest.raises(ConfigError, match="clip 0.5, and 2.0 was given.*--change clip"):
+        continued("--out", tmp_path / "run", "--clip", 2)
+    assert continued("--out", tmp_path / "run", "--clip", 2, "--change", "clip").clip == 2

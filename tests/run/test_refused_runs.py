@@ -1,0 +1,196 @@
+"""What a run that continues must have in common with what it was; a refused run changes nothing;
+held-out data of one's own."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import optax
+import pytest
+
+import data
+import train
+from tests.common import SMALL, ends, go, hosts, opened, refused
+from tests.helpers import learn, make, run_of, tokens_of
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
+from zigzag.disk.tokenizers import Bytes
+from zigzag.run import begin, continuing
+
+
+def all_of(folder):
+    """{path: content} of a folder, with folders."""
+    return {path: path.read_bytes() if path.is_file() else None
+            for path in sorted(folder.rglob("*"))}
+
+
+def wrong_best(folder):
+    """Flags that only train.fit can refuse, when the data has been opened and the loss traced."""
+    return "--mesh", "data=4,tensor=2", "--best", "smallest:nosuch", "--out", folder
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "pairs"])
+def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path, text, capsys, kind):
+    """A folder with encoded text or a tokenizer, and no run, which the next command takes for one;
+    the data of an earlier command that was killed, replaced."""
+    words = (*SMALL, "--data", text)
+    if kind == "tokens":
+        words = (*SMALL, "--data", data.prepare([str(text)], tmp_path / "t", 300).folder)
+    if kind == "pairs":
+        (tmp_path / "a.jsonl").write_text("".join(
+            json.dumps({"source": f"a{i}", "target": f"b{i}"}) + "\n" for i in range(40)))
+        words = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
+                 "--heads", 2, "--source_len", 8, "--seq_len", 8, "--data", tmp_path / "a.jsonl")
+    before = all_of(tmp_path)
+    assert "nosuch" in refused(capsys, *words, *wrong_best(tmp_path / "run"))
+    assert all_of(tmp_path) == before
+    (tmp_path / "run/data").mkdir(parents=True)
+    (tmp_path / "run/data/data.json").write_text("{}")
+    (tmp_path / "run/sentencepiece.model").write_text("of another run")
+    before = all_of(tmp_path)
+    assert "nosuch" in refused(capsys, *words, *wrong_best(tmp_path / "run"))
+    assert all_of(tmp_path) == before
+
+
+def test_a_change_of_data_that_is_refused_late_leaves_the_run_as_it_was(tmp_path, text, capsys):
+    """New text in the folder of a run that does not learn it."""
+    run, more = tmp_path / "run", tmp_path / "more.txt"
+    more.write_text("what the first run never saw\n" * 200)
+    go(*SMALL, "--steps", 2, "--data", text, "--out", run)
+    before = all_of(run)
+    assert "nosuch" in refused(capsys, "--data", more, "--change", "data", "--steps", 3,
+                               *wrong_best(run))
+    assert all_of(run) == before
+
+
+# -------------------------------------------------------------------------------------------
+# What must be the same
+
+def test_an_edited_learning_rate_is_noticed(tmp_path, monkeypatch):
+    """A run that goes on with another rate, because the function was edited and no flag was."""
+    run = str(tmp_path / "run")
+    config = make(steps=6, save_every=3, out=run, layers=1)
+    learn(config)
+    shutil.rmtree(tmp_path / "run/checkpoints/6")
+    learn(config)                                   # (the same, again)
+    shutil.rmtree(tmp_path / "run/checkpoints/6")
+    own = train.learning_rate
+    monkeypatch.setattr(train, "TRAINER", train.TRAINER._replace(
+        learning_rate=lambda c, step: own(c, step) * 1.01))
+    with pytest.raises(ConfigError, match="learning rate at step 1 was .* is .* now: the schedule "
+                                          "was edited"):
+        learn(config)
+    learn(dataclasses.replace(config, change=("lr",)))
+    record = json.loads((tmp_path / "run/config.json").read_text())
+    assert record["rates"]["0"] == pytest.approx(1.01 * float(own(config, 0)), rel=1e-5)
+
+
+def test_another_schedule_for_fit_is_noticed(tmp_path):
+    """A run that goes on with another schedule(step); one that is refused though it is the same."""
+    config = make(steps=4, save_every=2, out=str(tmp_path / "run"), layers=1)
+    learn(config, schedule=optax.constant_schedule(0.01))
+    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    longer = change(config, steps=6)
+    for schedule in (None, optax.constant_schedule(0.02)):
+        with pytest.raises(ConfigError, match="or fit was given another"):
+            learn(longer, schedule=schedule)
+    assert learn(longer, schedule=optax.constant_schedule(0.01))[1].step == 6
+    # (A run of an earlier version has no rates to compare with.)
+    path = tmp_path / "run/config.json"
+    record = json.loads(path.read_text())
+    del record["rates"]
+    path.write_text(json.dumps(record))
+    assert learn(change(config, steps=8), schedule=optax.constant_schedule(0.02))[1].step == 8
+
+
+def test_other_data_for_fit_are_noticed(tmp_path):
+    """Examples of another file, from which a run goes on to learn without a word."""
+    config = make(steps=2, out=str(tmp_path / "run"), layers=1)
+    learn(config, examples=tokens_of(config, 16))
+    longer, other = change(config, steps=4), tokens_of(config, 16, 3)
+    assert learn(longer, examples=tokens_of(config, 16))[1].step == 4
+    with pytest.raises(ConfigError, match="first_example .*--change data changes that"):
+        learn(change(config, steps=5), examples=other)
+    changed = dataclasses.replace(change(config, steps=5), change=("data",))
+    assert learn(changed, examples=other)[1].step == 5
+    # (A record of one's own says which data these are.)
+    rng, run = np.random.default_rng(0), str(tmp_path / "run")
+    found = [begin.first_example(train.Task(collate=collate, examples=[1]), run) for collate in (
+        lambda e: {"x": rng.normal(size=(len(e), 2))}, lambda e: {"x": np.ones((len(e), 2))})]
+    recorded = json.loads((tmp_path / "run/config.json").read_text())["first_example"]
+    assert found[0] == {"first_example": recorded}, "another row each time"
+    assert found[1] != found[0]
+
+
+def test_another_peak_says_what_the_rate_will_be(tmp_path, text, capsys):
+    """"--change lr gives it another peak", of which nothing is left where the decay goes on."""
+    run = tmp_path / "run"
+    go(*SMALL, "--data", text, "--lr", 0.004, "--steps", 10, "--save_every", 8, "--out", run)
+    shutil.rmtree(run / "checkpoints/10")
+    capsys.readouterr()
+    go("--out", run, "--lr", 0.002, "--change", "lr")
+    said = capsys.readouterr().out
+    rate = float(train.learning_rate(run_of(steps=10, lr=0.002), 8))
+    assert f"will be {rate:.1e} at step 9; the decay goes on ({rate / 0.002:.1%} of the peak)" \
+        in said
+    old = run_of(steps=10, lr=0.004)
+    hint = continuing._what_else(change(old, steps=12), old, 8, 0.001)
+    assert "--lr X --change lr gives it another peak, of which step 9 has 25.0%" in hint
+
+
+# -------------------------------------------------------------------------------------------
+# Held-out data of one's own
+
+def test_pairs_are_evaluated_on_the_held_out_ones(tmp_path):
+    """--held_out that is ignored for pairs; a tenth of --data that is held out beside it."""
+    for name, count in (("a", 30), ("b", 7)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(
+            json.dumps({"source": f"{name}{i}", "target": "x"}) + "\n" for i in range(count)))
+    config = run_of(encoder_layers=1, layers=1, d_model=16, heads=2, source_len=8, seq_len=8,
+                    data=(str(tmp_path / "a.jsonl"),))
+    with opened(config, tmp_path / "run") as alone:
+        whole = alone.task.held_out
+        assert len(alone.task.examples) + len(whole) == 30 and len(whole) > 1
+    with opened(dataclasses.replace(config, held_out=(str(tmp_path / "b.jsonl"),)),
+                tmp_path / "run") as beside:
+        task = beside.task
+    assert (len(task.examples), len(task.held_out)) == (30, 7)
+    assert Bytes().decode(task.held_out[3][0].tolist()).strip() == "b3"
+    assert beside.record["fingerprint"] != alone.record["fingerprint"]
+    assert "evaluated on" in beside.description
+
+
+def test_arrays_are_evaluated_on_the_held_out_ones(tmp_path, capsys):
+    """--held_out that is ignored for arrays."""
+    for name, count in (("a", 20), ("b", 3)):
+        np.savez(tmp_path / f"{name}.npz", tokens=np.full((count, 4), count % 9, np.int32),
+                 mask=np.ones((count, 4), np.float32),
+                 labels=np.arange(count, dtype=np.int32) % 2)
+    words = ("--model", "transformer", "--causal", "false", "--head", "classes", "--labels", 2,
+             "--vocab_size", 30, "--seq_len", 4, "--layers", 1, "--d_model", 8, "--heads", 2)
+    config = train.parse([str(w) for w in (*words, "--data", tmp_path / "a.npz", "--held_out",
+                                           tmp_path / "b.npz")])
+    with opened(config, tmp_path / "run") as learned:
+        task = learned.task
+    assert (len(task.examples), len(task.held_out)) == (20, 3)
+    assert task.held_out[0]["tokens"][0] == 3
+    assert "--held_out" in refused(capsys, *words, "--data", tmp_path / "a.npz", "--held_out",
+                                   tmp_path / "a.npz", tmp_path / "b.npz", "--out",
+                                   tmp_path / "out")
+
+
+# -------------------------------------------------------------------------------------------
+# Several processes
+
+@pytest.mark.slow
+def test_processes_that_are_refused_leave_nothing_and_name_other_flags(tmp_path, text):
+    """Encoded text that stays because a process of several ends without unwinding; processes that
+    were given other flags, and end in each other's messages."""
+    words = (*SMALL, "--data", text, "--steps", 2, "--out", tmp_path / "run")
+    found = ends(hosts(2, *words, "--mesh", "data=2", "--best", "smallest:nosuch"))
+    assert [status for status, *_ in found] == [2, 2] and "nosuch" in found[0][2], found
+    assert not (tmp_path / "run").exists()
+    found = ends(hosts(2, *words, "--mesh", "data=2", own=lambda i: ("--step", "jit") if i else ()))
+    assert any("process 1 has step 'jit' and process 0 has 'shard_map'" in error
+               for _, _, error in found), found

@@ -1,0 +1,225 @@
+"""Custom tasks: the functions given to train.fit, and its refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import data
+from tests.common import net
+from tests.helpers import learn, make, tokens_of
+from zigzag.core.errors import ConfigError
+
+ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
+           collate=lambda e: {"x": np.stack(e)})
+
+
+def test_own_functions_reach_the_update():
+    """An update that is not params - lr * grad of the custom loss, on some mesh."""
+    target = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+
+    def loss(params, batch):
+        error = batch["x"] @ params["w"] + params["b"] - batch["x"] @ target
+        return jnp.sum(error ** 2), len(batch["x"])
+
+    rng = np.random.default_rng(0)
+    examples = [rng.normal(size=8).astype(np.float32) for _ in range(32)]
+    results = []
+    for mesh in ("", "data=2", "fsdp=2,tensor=2", "tensor=4"):
+        rows, result = learn(
+            make(steps=5, batch=8), mesh, loss=loss, examples=examples, held_out=examples[:5],
+            init=lambda key: {"w": jnp.zeros((8, 8)), "b": jnp.zeros((8,))},
+            collate=lambda e: {"x": np.stack(e)}, predict=lambda p, b: b["x"] @ p["w"])
+        assert np.asarray(result.outputs).shape[1] == 8
+        results.append([r["loss"] for r in rows if "loss" in r] + [result.held_out])
+    for other in results[1:]:
+        assert other == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_mean_for_a_loss_is_a_clear_error():
+    """A loss that returns a mean, and ends in TypeError: cannot unpack."""
+    with pytest.raises(ConfigError, match=r"two scalars.*it returned float32\[\]: instead of a m"):
+        learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
+
+
+def test_counts_may_be_fractions_and_integers_are_no_weights():
+    """A division by max(count, 1), with which a batch of small weights trains too slowly."""
+    def loss(p, b):
+        return jnp.sum(p["w"]) * 0.25, jnp.float32(1 / 32) * len(b["x"])
+
+    assert learn(make(steps=1), loss=loss, **ONE)[0][0]["loss"] == pytest.approx(4)
+    nothing = learn(make(steps=2), loss=lambda p, b: (0 * jnp.sum(p["w"]), 0), **ONE)[1]
+    assert np.isfinite(nothing.params["w"]).all(), "a batch in which nothing is asked"
+    with pytest.raises(ConfigError, match="n is int32"):
+        learn(make(), loss=loss, **{**ONE, "init": lambda key: {"n": jnp.zeros((), "int32")}})
+
+
+def test_a_collate_whose_shapes_change_is_refused(tmp_path):
+    """A second batch of another shape, which ends inside jax after the run's folder was made."""
+    def pad(e):
+        longest = max(map(len, e))
+        return {"x": np.stack([np.pad(x, (0, longest - len(x))) for x in e])}
+
+    with pytest.raises(ConfigError, match="pad every batch to the same shape"):
+        learn(make(out=str(tmp_path / "run")), collate=pad,
+              loss=lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])),
+              init=lambda key: {"w": jnp.ones(())},
+              examples=[np.ones(n, "float32") for n in range(3, 20)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("collate, says", [
+    (lambda e: [np.stack(e)], "returned a batch of type list: expected a dict {name: array of num"),
+    (lambda e: np.stack(e), "returned a batch of type ndarray: expected a dict"),
+    (lambda e: None, "returned a batch of type NoneType: expected a dict"),
+    (lambda e: {}, "collate returned an empty dict: expected a dict"),
+    (lambda e: {1: np.stack(e)}, "gave an array the name 1, which is no text: expected a dict"),
+    (lambda e: {"x": ["a"] * len(e)}, r"made 'x' of texts \(list\): expected a dict"),
+    (lambda e: {"x": np.array([b"a"] * len(e))}, r"made 'x' of bytes \(ndarray\): expected"),
+    (lambda e: {"x": [None] * len(e)}, r"made 'x' of objects \(list\): expected a dict"),
+    (lambda e: {"x": {"y": np.stack(e)}}, r"made 'x' of objects \(dict\): expected a dict"),
+    (lambda e: {"x": np.array(["2026-11-24"] * len(e), "M8[D]")}, r"made 'x' of datetime64\[D\]"),
+    (lambda e: {"x": [[1], [1, 2]]}, r"made 'x' a list that is no array \(setting an array elem.*"
+                                     r"inhomogeneous.*\): expected a dict"),
+    (lambda e: {"x": np.stack(e).astype("int32" if len(e) > 1 else "float32")},
+     "made 'x' of int32 from some examples, and of float32 from the first one: give every batch"),
+    (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) > 1 else {})},
+     "collate made 'x', 'y' from some examples, and 'x' from the first one: make the same arrays"),
+    (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) == 1 else {})},
+     "collate made 'x' from some examples, and 'x', 'y' from the first one: make the same arrays")])
+def test_a_collate_that_makes_no_batch_is_refused(collate, says, tmp_path):
+    """A page of numpy's or jax's, from a line that has nothing to do with collate."""
+    with pytest.raises(ConfigError, match=says) as e:
+        learn(make(out=str(tmp_path / "run")), collate=collate, loss=lambda p, b: (
+            jnp.sum(p["w"]) + jnp.sum(b["x"]), len(b["x"])), init=ONE["init"],
+            examples=[np.zeros(1, np.float32)] * 8)
+    assert "\n" not in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_of_any_numbers_trains():
+    """A refusal of bfloat16, which numpy counts among the void types, of truth values, of lists of
+    numbers, or of 64 bits, which a device makes 32."""
+    def collate(e):
+        return {"a": np.ones(len(e), jnp.bfloat16), "b": np.ones(len(e), bool), "c": [1] * len(e),
+                "d": np.ones(len(e)), "e": jnp.ones(len(e)), "f": np.ones(len(e), np.uint16)}
+
+    def loss(p, b):
+        return jnp.sum(p["w"]) * sum(jnp.sum(x) for x in b.values()), len(b["a"])
+
+    assert np.isfinite(learn(make(steps=2), **{**ONE, "collate": collate}, loss=loss)[0][1]["loss"])
+
+
+def test_a_collate_that_counts_otherwise_is_refused():
+    """Rows that do not match the examples, and get seeds of other examples."""
+    with pytest.raises(ConfigError, match=r"\(1, 4\) from 1 examples|\(4,\) from 1 examples"):
+        learn(make(), loss=lambda p, b: (jnp.sum(p["w"]), 1),
+              **{**ONE, "collate": lambda e: {"x": np.zeros(4)}})
+
+
+@pytest.mark.parametrize("mesh, function", [
+    ("pipe=2", "shard.pipelined_loss"), ("seq=2", "shard.attend"), ("expert=2", "shard.experts")])
+def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
+    """A stage that takes its layers for all layers, or a device its part of the time, or of the
+    experts, for all of it."""
+    def loss(params, batch, specs=None):
+        x = params["embed"][batch["tokens"]]
+        layer = jax.tree.map(lambda w: w[0], params["layers"])
+        h = jnp.einsum("btd,edf->ebtf", x, layer["e_up"])
+        x += jnp.einsum("ebtf,efd->ebtd", h, layer["e_down"]).sum(0)
+        x, _ = jax.lax.scan(lambda x, w: (x + jax.nn.silu(x @ w), None), x,
+                            params["layers"]["w_up"][:, :, :32])
+        return jnp.sum(x ** 2), jnp.sum(batch["weights"])
+
+    with pytest.raises(ConfigError, match=function):
+        learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
+
+
+@pytest.mark.parametrize("mesh, loss, says", [
+    ("seq=2", lambda p, b: (net.loss(p, b, make())[0], b["targets"].size),
+     "sum of the batch's weights")])
+def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
+    """A constant count of one device's part of the time."""
+    with pytest.raises(ConfigError, match=says):
+        learn(make(steps=1), mesh, loss=loss)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "lr", "grad_norm", "tokens", "skipped", 1])
+def test_other_sums_under_a_name_that_is_logged_already_are_refused(name, tmp_path):
+    """A number that takes the place of the loss in the metrics, in the charts and on the screen; a
+    page of jax about names that cannot be sorted."""
+    with pytest.raises(ConfigError, match=f"other sums the name {name!r}: expected a text other "
+                                          f"than grad_norm, loss, lr, mfu, .*which a step logs"):
+        learn(make(out=str(tmp_path / "run")), **ONE,
+              loss=lambda p, b: (jnp.sum(p["w"]), len(b["x"]), {name: jnp.ones(())}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_sums_are_not_taken_for_the_loss_of_a_source(tmp_path):
+    """The held-out loss of one source, replaced by a number of somebody's own."""
+    def loss(p, b):
+        return jnp.sum(p["w"]), len(b["x"]), {"loss_code": 1.0 * len(b["x"])}
+
+    given = dict(**ONE, loss=loss, held_out=[np.zeros(1)] * 4)
+    with pytest.raises(ConfigError, match="'loss_code', but eval_loss_code is the loss of the sou"):
+        learn(make(out=str(tmp_path / "run")), **given, sources={"prose": 2, "code": 2})
+    assert not list(tmp_path.iterdir())
+    assert learn(make(steps=1), **given)[1].evaluation["eval_loss_code"] == 1
+
+
+@pytest.mark.full
+def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
+    """Calls of shard.py that are found only if Python runs, and missed in a cached trace; an array
+    of the batch with the tokens' time that is not split with it, because of its name."""
+    config = make(steps=3)
+
+    def collate(e):
+        batch = data.collate(e, 16)
+        return {**batch, "mask": (batch["tokens"] % 2 == 0).astype(np.float32)}
+
+    @jax.jit
+    def loss(p, b):
+        return net.loss(p, {**b, "weights": b["weights"] * b["mask"]}, config)
+
+    first, *rest = [learn(config, mesh, loss=loss, collate=collate)[0]
+                    for mesh in ("", "seq=2", "seq=2")]
+    for rows in rest:
+        assert [r["tokens"] for r in rows] == [r["tokens"] for r in first]
+        assert rows[0]["tokens"] < 128
+        assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in first], rel=5e-5)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
+def test_evaluation_is_exact_for_any_number_of_examples(mesh):
+    """A held-out loss that depends on the number of devices: a dropped remainder, or a mean of
+    batches' means."""
+    config = make(steps=1, batch=8)
+    held_out = [e[:5 + i] for i, e in enumerate(tokens_of(config, 13, 5))]      # 13, uneven
+    held_out[-1] = tokens_of(config, 1, 6)[0]           # the odd one out weighs as the others do
+    rows, result = learn(config, mesh, held_out=held_out)
+    s, n = net.loss(jax.device_get(result.params), data.collate(held_out, 16), config)
+    assert rows[-1]["eval_loss"] == pytest.approx(float(s / n), rel=2e-6)
+
+
+@pytest.mark.full
+def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
+    """A TypeError at the first evaluation, because the type of a gathered weight differs from that
+    of a weight that was never split."""
+    config = make(experts=4, layers=2, steps=1)
+    held = tokens_of(config, 13, 5)
+    one, other = (learn(config, mesh, held_out=held)[0][-1]["eval_loss"]
+                  for mesh in ("", "fsdp=2,expert=2"))
+    assert other == pytest.approx(one, rel=5e-6)
+
+
+def test_other_sums_are_logged_beside_the_loss():
+    """Other sums that are not divided by the count over all micro-batches and devices, as the loss
+    is; names that are already taken."""
+    config = make(steps=2, accumulate=2)
+
+    def loss(params, batch):
+        s, c = net.loss(params, batch, config)
+        return s, c, {"right": jnp.sum(batch["weights"])}
+
+    rows, _ = learn(config, "data=2", loss=loss)
+    assert rows[-1]["right"] == 1

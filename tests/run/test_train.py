@@ -1,0 +1,449 @@
+"""The step and the loop: the update is optax's, whatever the mesh, and a gradient that is not
+finite changes nothing."""
+
+import gzip
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import data
+import networks
+import train
+from tests.common import SMALL, check_network, command, full, in_float64, net, order, slow
+from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.mesh import by_path, mesh_sizes
+from zigzag.disk.batches import batch_shapes, place_batch
+from zigzag.disk.checkpoint import run_steps
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic
+from zigzag.parallel.storage import layer_order
+from zigzag.run import loop
+from zigzag.run.plan import compiled
+
+INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def alone(alone):
+    """The metrics of the transformer on one device."""
+    return alone[0]
+
+
+def losses_of(rows):
+    return [r["loss"] for r in rows]
+
+
+# -------------------------------------------------------------------------------------------
+# The update
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2", slow("data=2,tensor=2")])
+@pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2)],
+                         ids=["accumulate", "jit"])
+def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone):
+    """A mean of micro-batches' means; gradients summed twice by fsdp's reduce-scatter."""
+    assert losses_of(learn(make(**changes), mesh)[0]) == pytest.approx(losses_of(alone), rel=5e-5)
+
+
+@in_float64()
+def test_adamw_schedule_and_clipping_equal_optax():
+    """An update that differs from optax's, or a rate in the metrics that was not applied. (In
+    float64: Adam divides by the size of a gradient, and makes a full step of a rounding error.)"""
+    config = make(clip=0.5, steps=12, warmup=4, beta1=0.8, beta2=0.97)
+    assert (make().beta1, make().beta2) == (0.9, 0.95)
+    rows, result = learn(config)
+    rate = optax.warmup_cosine_decay_schedule(config.lr / 4, config.lr, 3, 11, config.lr / 50)
+
+    def matrices(p):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "norm" not in jax.tree_util.keystr(path), p)
+
+    rule = optax.chain(optax.clip_by_global_norm(0.5),
+                       optax.adamw(rate, b1=0.8, b2=0.97, weight_decay=0.1, mask=matrices))
+    params = net.init(config, jax.random.key(0))
+    state, examples = rule.init(params), tokens_of(config)
+
+    @jax.jit
+    def update(params, state, batch):
+        def mean(p):
+            s, n = net.loss(p, batch, config)
+            return s / n
+
+        updates, state = rule.update(jax.grad(mean)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for at in range(12):
+        chosen = order(64, 0, at * 8, 8)
+        params, state = update(params, state, data.collate([examples[i] for i in chosen], 16))
+        assert rows[at]["lr"] == pytest.approx(float(rate(at)), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(result.params)):
+        assert a.dtype == b.dtype == np.float64
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+    assert rows[-1]["lr"] == pytest.approx(config.lr / 50)
+    assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
+
+
+@pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), full("fsdp=2,expert=2,tensor=2")])
+def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
+    """Muon on other matrices than the ones that act on activations, separately for each layer and
+    expert (a mesh with repeated key heads once had others); for the rest, Nesterov's Adam."""
+    config = make(optimizer="muon", steps=1, warmup=1, weight_decay=0.0, experts=4,
+                  shared_experts=1, kv_heads=2)
+    before = by_path(train.language(config)[0](jax.random.key(0)))
+    after = by_path(learn(config, mesh)[1].params)
+    contracted = {"wo": 2}      # dimensions that are, of each matrix: one if nothing is said
+    for path, a in before.items():
+        change, name = (np.asarray(a) - np.asarray(after[path])) / config.lr, path.split(".")[-1]
+        if not path.startswith("layers") or "norm" in path:
+            # A first step of Adam's is a sign; Nesterov looks ahead by another
+            # b1 (1 - b1) / (1 - b1^2).
+            assert np.abs(change).max() == pytest.approx(1 + 0.09 / 0.19, abs=0.01), path
+            continue
+        lead = 1 + name.startswith("e_")
+        inside = math.prod(a.shape[lead:lead + contracted.get(name, 1)])
+        for one in change.reshape(-1, inside, math.prod(a.shape[lead:]) // inside):
+            size = np.linalg.svd(one / (0.2 * max(one.shape) ** 0.5), compute_uv=False)
+            # (Five steps lift no nought.)
+            assert np.quantile(size, 0.1) > 0.6 and size.max() < 1.3, (path, size)
+
+
+def test_the_optimizers_state_is_split_over_data():
+    """ZeRO 1 that saves no memory or sends more: each of two devices has half the moments,
+    gradients are scattered and weights gathered, and nothing more is sent."""
+    program = program_of(make(zero=1), "data=2,tensor=2")
+    moments, params = program.state["opt"][1].mu, program.state["params"]
+    for m, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params)):
+        if p.size >= program.config.fsdp_min:
+            halves = np.prod(m.sharding.shard_shape(m.shape)) * 2
+            assert halves == np.prod(p.sharding.shard_shape(p.shape))
+    sent = {(c.kind, c.axis): c.bytes for c in collectives(compiled(program))}
+    expected = {(c.kind, c.axis): c.bytes for c in expected_traffic(program.plan)}
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sent[kind, "data"] == expected[kind, "data"] > 0
+    assert sent["all-reduce", "data"] == pytest.approx(expected["all-reduce", "data"], abs=64)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "fsdp=2,data=2"])
+def test_the_optimizers_state_split_over_data_changes_nothing(mesh, alone):
+    """ZeRO 1 that clips by the norm of a part, or scatters along another dimension than it
+    stores."""
+    assert losses_of(learn(make(zero=1), mesh)[0]) == pytest.approx(losses_of(alone), rel=5e-5)
+
+
+def test_the_smallest_weight_that_fsdp_splits_may_be_chosen(alone):
+    """--fsdp_min read in one place and not in another: a gather of a weight that is not split."""
+    config = make(fsdp_min=16, zero=1)
+    program = program_of(config, "fsdp=2,data=2")
+    assert all("fsdp" in d.spec for d in jax.tree.leaves(program.plan.decisions))
+    assert losses_of(learn(config, "fsdp=2,data=2")[0]) == pytest.approx(losses_of(alone), rel=5e-5)
+
+
+@pytest.mark.parametrize("dtype, kind", [("", "bf16"), ("float32", "f32")])
+def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype, kind):
+    """Gradients summed in bfloat16 although the text says float32. (Read from the jaxpr: a CPU's
+    compiler sums 16 bits in 32.)"""
+    program = program_of(make(dtype="bfloat16", sum_dtype=dtype, d_ff=128), "fsdp=4")
+    with jax.set_mesh(program.mesh):
+        text = program.step.lower(program.state, program.batch).as_text()
+    kinds = re.findall(r'"stablehlo.reduce_scatter".*?\}\) : \(tensor<[\dx]*(\w+)>\)', text, re.S)
+    assert set(kinds) == {kind}
+
+
+def test_the_metrics_have_each_experts_load():
+    """Loads above one, summed over devices that have the same rows."""
+    rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")
+    load = np.array(rows[0]["expert_load"])
+    assert load.shape == (2, 4) and np.allclose(load.sum(1), 1, atol=1e-4)
+    assert rows[0]["router_loss"] > 0
+
+
+def test_the_speed_counts_the_tokens_that_are_computed():
+    """A speed that does not count padding, so that padded rows look slow; no speed for a task
+    without tokens."""
+    def collate(examples):
+        batch = data.collate(examples, 16)
+        batch["weights"][:, 4:] = 0
+        return batch
+
+    rows, _ = learn(make(steps=3), collate=collate)
+    whole, _ = learn(make(steps=3))
+    assert [r["tokens"] for r in rows] == [32] * 3 and [r["tokens"] for r in whole] == [128] * 3
+    for batch, count, found in (
+            ({"tokens": (8, 16), "weights": (8, 16)}, 32, (128, 32)),
+            ({"tokens": (8, 16), "labels": (8,)}, 8, (128, 128)),
+            ({"tokens": (8, 16), "weights": (8,)}, 8, (128, 128)),
+            ({"source": (8, 3, 4, 4), "labels": (8,)}, 8, (8, 8)),
+            ({"tokens": (8,), "weights": (8,)}, 5, (5, 5))):
+        shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in batch.items()}
+        assert loop.tokens_of(shapes, count) == found
+
+
+# -------------------------------------------------------------------------------------------
+# Losses and gradients that are not finite
+
+# Updates whose gradient is not finite.
+POISON = {3, 4, 10, 11, 12, 13}
+
+
+def collate_with_poison(e):
+    batch = data.collate(e, 16)
+    return {**batch, "weights": batch["weights"] * np.float32(np.nan if e[0][0] == -1 else 1)}
+
+
+def poisoned(config):
+    rows = tokens_of(config, 160)
+    for at in POISON:
+        for i in order(160, 0, (at - 1) * 8, 8):
+            rows[i] = np.full_like(rows[i], -1)
+    return rows
+
+
+@pytest.mark.parametrize("mesh", ["", full("data=2,pipe=2"), full("fsdp=2,tensor=2")])
+def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
+    """A NaN in one gradient that clipping spreads to every weight. (The run continues, and ends if
+    this happens again and again.)"""
+    run = tmp_path / "run"
+    config = make(layers=4, max_skipped=4, out=str(run), save_every=2)
+    given = dict(examples=poisoned(config), collate=collate_with_poison)
+    with pytest.raises(RunError, match="step 13: the gradient was not finite, 4 times in a row"):
+        learn(config, mesh, **given)
+    rows = [json.loads(line, parse_constant=lambda s: pytest.fail(s))
+            for line in open(run / "metrics.jsonl")]
+    assert [r["step"] for r in rows] == list(range(1, 14))
+    assert {r["step"] for r in rows if r["skipped"]} == POISON
+    assert [r["skipped"] for r in rows[9:]] == [1, 2, 3, 4]
+    assert rows[2]["loss"] is None and rows[2]["grad_norm"] is None
+    saved = {p.name: networks.load_run(run, step=int(p.name))[0]
+             for p in (run / "checkpoints").iterdir()}
+    assert set(saved) == {"8", "10", "12"}
+    assert all(np.isfinite(w).all() for tree in saved.values() for w in jax.tree.leaves(tree))
+    for a, b in zip(jax.tree.leaves(saved["10"]), jax.tree.leaves(saved["12"])):
+        np.testing.assert_array_equal(a, b)
+    # Three of them are remembered.
+    with pytest.raises(RunError, match="step 13: the gradient was not finite, 4 times in a row"):
+        learn(config, mesh, **given)
+
+
+# A task on examples of one number. Where it is above 1 the loss is not finite, but its gradient is.
+def spoiled(number):
+    def loss(p, b):
+        return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, number, 0)), len(b["x"])
+
+    return dict(init=lambda key: {"w": jnp.ones(4)}, collate=lambda e: {"x": np.stack(e)},
+                loss=loss, examples=[np.full(1, x, np.float32) for x in np.linspace(0.1, 1, 16)])
+
+
+@pytest.mark.parametrize("mesh", ["", slow("data=2")])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(mesh, number, tmp_path):
+    """A run that trains on rows whose loss is NaN, or goes on for days without a loss, and ends
+    with status 0."""
+    given, lines = spoiled(number), []
+    for at in (3, 5, 6):
+        given["examples"][order(16, 0, 2 * (at - 1), 2)[1]] = np.full(1, 7, np.float32)
+    config = make(batch=2, steps=8, save_every=1, keep=9, max_skipped=2,
+                  out=str(tmp_path / "run"))
+    with pytest.raises(RunError, match="step 6: the loss was not finite, 2 times in a row"):
+        learn(config, mesh, lines=lines, **given)
+    said = [line for line in lines if "not finite, so nothing" in line]
+    assert [line.partition(":")[0] for line in said] == ["step 3", "step 5", "step 6"]
+    assert said[0].startswith("step 3: the loss is not finite, so nothing was learned; its batch "
+                              "is of examples ")
+    weights = {}
+    with ocp.StandardCheckpointer() as reader:
+        for path in (tmp_path / "run/checkpoints").iterdir():
+            weights[int(path.name)] = reader.restore(path / "params")["w"]
+    assert (weights[2] == weights[3]).all() and (weights[4] == weights[5]).all()
+    assert (weights[4] < weights[3]).all()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_run_whose_held_out_loss_is_not_finite_has_failed(number, tmp_path):
+    """`done ... held-out loss nan` and status 0, which a script takes for a success; or an
+    exception that loses the weights."""
+    out, lines = tmp_path / "run", []
+    given = dict(spoiled(number), held_out=[np.full(1, 7, np.float32)] * 3)
+    for _ in range(2):          # asked for again, it is no success either
+        with pytest.raises(RunError, match=f"step 4: the held-out loss is {number}; this run has "
+                                           f"failed, with all of it saved in {out}"):
+            learn(make(steps=4, out=str(out)), **given)
+    assert run_steps(out)[0] == 4
+    result = learn(make(steps=4), lines=lines, **given)[1]
+    assert result.step == 4 and f"warning  step 4: the held-out loss is {number}" in lines
+
+
+# A task whose held-out loss is NaN.
+FAILS = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import jax.numpy as jnp, numpy as np, train
+from zigzag.core.flags import run_main
+def loss(p, b):
+    return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, jnp.nan, 0)), len(b["x"])
+run_main(lambda: train.fit(
+    train.parse(sys.argv[1:]), lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
+    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_has_failed_says_so_in_one_line(tmp_path):
+    """Status 0 for a scheduler, which starts the next job on these weights."""
+    file = tmp_path / "fails.py"
+    file.write_text(FAILS)
+    done = command("--steps", 2, "--warmup", 1, "--mesh", "data=1", "--out", tmp_path / "run",
+                   file=file)
+    assert done.returncode == 1 and "done " not in done.stdout, done.stdout
+    assert done.stderr == (f"error: step 2: the held-out loss is nan; this run has failed, with "
+                           f"all of it saved in {tmp_path}/run\n")
+    assert run_steps(tmp_path / "run")[0] == 2
+
+
+def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
+    """A gradient with finite numbers whose squares are not: clipping by that norm would learn
+    nothing, and leave a moment of 1e30."""
+    examples = [np.full(1, 1 + 1e30 * (i == 2), np.float32) for i in range(6)]
+    rows, result = learn(make(steps=6, batch=1), init=lambda key: {"w": jnp.ones(4)},
+                         examples=examples, collate=lambda e: {"x": np.stack(e)},
+                         loss=lambda p, b: (jnp.sum(p["w"]) * jnp.sum(b["x"]), 1))
+    assert sorted(row["skipped"] for row in rows if "skipped" in row) == [0, 0, 0, 0, 0, 1]
+    assert np.isfinite(result.params["w"]).all() and (result.params["w"] < 1).all()
+
+
+def test_a_count_of_zero_changes_nothing():
+    """An update without tokens that decays weights and moments."""
+    def loss(p, b):
+        return jnp.sum((b["x"] @ p["w"]).sum(-1) * b["mask"]), jnp.sum(b["mask"])
+
+    def collate(e):
+        return {"x": np.stack(e), "mask": np.zeros(len(e), np.float32)}
+
+    examples = [np.ones(8, np.float32)] * 8
+    program = train.build(make(), mesh_of("data=2"), lambda key: {"w": jnp.ones((8, 8))}, loss,
+                          batch_shapes(8, collate(examples[:1])))
+    with jax.set_mesh(program.mesh):
+        state = program.start(jax.random.key(0))
+        before = jax.device_get(state)
+        batch = place_batch(program.mesh, lambda a, b: {
+            **collate(examples[a:b]), "seeds": np.zeros(b - a, np.uint32)}, 8)
+        after, metrics = program.step(state, batch)
+    assert float(metrics["tokens"]) == 0 and not float(metrics["skipped"])
+    assert int(after["step"]) == 1
+    for a, b in zip(jax.tree.leaves((before["params"], before["opt"])),
+                    jax.tree.leaves((after["params"], after["opt"]))):
+        assert (a == np.asarray(b)).all()
+
+
+def test_a_loss_that_jumps_is_said():
+    """A spoiled batch that goes unnoticed between thousands of lines."""
+    lines, made = [], []
+
+    def collate(examples):
+        made.append(1)
+        batch = data.collate(examples, 16)
+        if len(made) == 52:         # (the first was for its shapes)
+            batch["targets"] = np.full_like(batch["targets"], 60)
+        return batch
+
+    learn(make(steps=60), lines=lines, collate=collate)
+    far = [line for line in lines if "far above" in line]
+    assert len(far) == 1 and far[0].startswith("step 51: the loss")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_trace_of_some_steps(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    done = command(*SMALL, "--steps", 8, "--profile", 3, "--data", text, "--out", tmp_path / "run")
+    assert done.returncode == 0 and "a trace of 3 steps" in done.stdout, done.stderr
+    trace, = (tmp_path / "run/profile").rglob("perfetto_trace.json.gz")
+    assert json.load(gzip.open(trace))["traceEvents"]
+
+
+# -------------------------------------------------------------------------------------------
+# The storage of weights
+
+def test_interleaved_stages_hold_runs_of_layers():
+    """By hand: 4 stages of 2 chunks; the way back undoes it, and one chunk has no order."""
+    assert layer_order(8, 4, 2).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert layer_order(8, 4, 2)[layer_order(8, 4, 2, back=True)].tolist() == list(range(8))
+    assert layer_order(8, 4, 1) is None and layer_order(6, 4, 2) is None
+
+
+MESHES_FOR_OVERRIDES = [
+    ("data=2,fsdp=2,tensor=2", {}), ("pipe=2,fsdp=2,data=2", dict(microbatches=2)),
+    ("data=4,tensor=2", dict(zero=1)), ("pipe=2,tensor=2,fsdp=2", INTERLEAVED),
+    ("seq=2,tensor=2,pipe=2", dict(schedule="1f1b", microbatches=2)),
+    ("fsdp=4,seq=2", dict(remat="full")), ("expert=2,fsdp=2,tensor=2", dict(experts=4)),
+    ("expert=2,pipe=2,data=2", dict(experts=4, zero=1))]
+
+
+def drawn_overrides(count, seed=0):
+    """Random meshes, models and overrides: for any leaf, one or two axes on any dimensions, some in
+    a tuple."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        mesh, what = MESHES_FOR_OVERRIDES[rng.integers(len(MESHES_FOR_OVERRIDES))]
+        config = make(layers=4, **what)
+        leaves = list(by_path(net.weight_shapes(config)).items())
+        (path, leaf), axes = leaves[rng.integers(len(leaves))], list(mesh_sizes(mesh))
+        entries = [None] * leaf.ndim
+        for axis in rng.permutation(axes)[:rng.integers(1, 3)]:
+            entries[rng.integers(len(entries))] = str(axis)
+        if rng.random() < 0.25:
+            entries[rng.integers(len(entries))] = tuple(map(str, rng.permutation(axes)[:2]))
+        found.append((mesh, what, path, leaf.shape, tuple(entries)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def without_overrides():
+    """The losses by the number of experts."""
+    return {experts: losses_of(learn(make(layers=4, experts=experts, steps=6, batch=16))[0])
+            for experts in (0, 4)}
+
+
+@pytest.mark.parametrize("mesh, what, path, shape, entries", [
+    pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i in (0, 2) else
+                 pytest.mark.slow if i < 8 else pytest.mark.full)
+    for i, d in enumerate(drawn_overrides(16))])
+def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries,
+                                                            without_overrides):
+    """Overrides that pass validation and end inside jax, as five of twelve did: `data`, tuples,
+    `pipe` off the stack, `fsdp` on the layers. By hand, a weight with tensor on a dimension that
+    the model's code does not split is stored that way, and gathered."""
+    sizes = mesh_sizes(mesh)
+    config = make(layers=4, steps=6, batch=16, accumulate=2, **what)
+    flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
+    if len(set(flat)) < len(flat) or any(isinstance(e, tuple) or e and n % sizes[e]
+                                         for e, n in zip(entries, shape)):
+        with pytest.raises(ConfigError, match="give one axis a dimension|does not divide|twice"):
+            train.build(config, mesh_of(mesh), *train.language(config),
+                        overrides=[(path, P(*entries))])
+        return
+    flag = f"^{re.escape(path)}$=" + ",".join(e or "-" for e in entries)
+    rows, _ = learn(make(**{**dict(layers=4, steps=6, batch=16, accumulate=2), **what,
+                            "override": ("embed=-", flag)}), mesh)
+    assert losses_of(rows) == pytest.approx(without_overrides[config.experts], rel=5e-5)
+
+
+def test_a_mesh_that_pipe_or_seq_cannot_split_is_refused_with_the_numbers():
+    """Layers that no stage has, silently dropped."""
+    for mesh, changes, says in (
+            ("pipe=2", dict(layers=3), "--layers 3 does not divide into 2.*--layers 4"),
+            ("seq=2", dict(seq_len=18), "--seq_len 18 does not divide into 4.*--seq_len 16"),
+            ("expert=2", dict(experts=3), "expert=2 does not divide --experts 3"),
+            ("data=4", dict(batch=6), "--batch 6 does not divide among 4 groups.*--batch 8"),
+            ("pipe=2", dict(microbatches=3), "--microbatches 3 does not divide the 8 rows"),
+            ("pipe=2", dict(step="jit"), "with --step jit the compiler splits no work over it")):
+        with pytest.raises(ConfigError, match=says):
+            check_network(make(**changes), mesh_of(mesh))

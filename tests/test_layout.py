@@ -1,0 +1,255 @@
+"""The law of imports, the sizes of functions and lines, and a few habits of the prose, read from
+the source. They keep each file readable from top to bottom: whoever opens one needs only the files
+below it."""
+
+import ast
+import functools
+import graphlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.readme import block
+
+# {wing of zigzag/: the wings that it may import}. (Each may also import its own files.)
+BELOW_HUB = {"core", "parallel", "rule", "disk", "weights"}
+WINGS = {
+    "core": set(),
+    "parallel": {"core"},
+    "rule": {"core"},
+    "disk": {"core"},
+    "weights": {"core", "parallel", "rule", "disk"},
+    "hub": BELOW_HUB,
+    "generate": BELOW_HUB | {"hub"},
+    "measure": BELOW_HUB | {"hub"},
+    "run": BELOW_HUB | {"hub", "generate", "measure"},
+}
+# {file or folder beside zigzag/: the files and wings that it may import}. `networks` is
+# networks/__init__.py, which chooses a network; `networks/` is any other file of that folder.
+EVERY, FILES_OF_NETWORKS = set(WINGS), {"networks", "networks/"}
+TOP = {
+    "shard": EVERY,
+    "data": EVERY,
+    "model": EVERY | {"shard"},
+    "networks/": EVERY - {"run", "measure"} | {"shard"} | FILES_OF_NETWORKS,
+    "networks": EVERY - {"run", "measure"} | {"shard", "model"} | FILES_OF_NETWORKS,
+    "sample": EVERY | {"shard", "data", "model"} | FILES_OF_NETWORKS,
+    "tasks/": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
+    "train": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
+}
+RECIPES = {*TOP, "recipes/"}
+TOP |= {"recipes/": RECIPES,
+        "learn/": {*RECIPES, "learn/", "measure", "rule", "parallel"} - {"recipes/"}}
+# Packages that are imported where they are used: optional ones, and private ones of jax for other
+# hardware.
+OPTIONAL = ("sentencepiece", "libtpu", "orbax", "jax.experimental.pallas", "jax_cuda12_plugin",
+            "jax._src.cudnn")
+
+
+def module_of(path):
+    """The dotted name of a file; for an __init__.py, its folder's."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+# Our own files. A script that a fork saves beside train.py is not one of them.
+FILES = {module_of(path): path
+         for pattern in (*(f"{name}.py" for name in TOP if not name.endswith("/")), "conftest.py",
+                         "test_all.py", "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
+                         "tests/**/*.py", "zigzag/**/*.py")
+         for path in sorted(ROOT.glob(pattern))}
+TESTS = {name for name in FILES if name in ("test_all", "conftest")
+         or name.split(".")[0] == "tests"
+         or name.rpartition(".")[2].startswith("test_")}
+CODE = [name for name in FILES if name not in TESTS]
+
+
+def place_of(module):
+    """The wing, the top-level file or the folder of a module: a key of WINGS or TOP, or a name that
+    nothing may import (tests, `zigzag` without a wing). "" for third-party packages."""
+    first, _, rest = module.partition(".")
+    if first == "zigzag":
+        return rest.split(".")[0] or "zigzag"
+    if first in ("recipes", "learn", "tasks") or first == "networks" and rest:
+        return f"{first}/"
+    return first if first in TOP or module in FILES else ""
+
+
+def allowed(name):
+    """The places that a file may import."""
+    place = place_of(name)
+    return {place} | WINGS[place] if place in WINGS else TOP.get(place, set())
+
+
+@functools.cache
+def tree_of(name):
+    return ast.parse(FILES[name].read_text())
+
+
+def imported(node):
+    """The modules that an import statement names. (`from zigzag.core import mesh` is
+    zigzag.core.mesh.)"""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0, f"line {node.lineno}: a relative import"
+    return [full if (full := f"{node.module}.{alias.name}") in FILES else node.module
+            for alias in node.names]
+
+
+def imports(name):
+    """(module, line, whether it stands at the top level) of each import in a file, except those
+    under `if __name__ == "__main__":`."""
+    found = []
+
+    def visit(node, is_top):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            for child in node.orelse:
+                visit(child, is_top)
+            return
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.extend((module, node.lineno, is_top) for module in imported(node))
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_top and not inside)
+
+    visit(tree_of(name), True)
+    return found
+
+
+def test_imports_follow_the_law():
+    """Two files that need each other: neither can be read, or changed, alone. A lower file gets
+    what it needs from a higher one as an argument."""
+    wrong = [f"{FILES[name]}:{line}: {name} imports {module}"
+             for name in CODE for module, line, _ in imports(name)
+             if (place := place_of(module)) and place not in allowed(name)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_script_beside_train_is_nobodys_business(tmp_path):
+    """README's own script, saved where README says, that fails the tests of a fork; a law that
+    leaves out files of zigzag/ too."""
+    for path in FILES.values():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    for name in ("README.md", "pytest.ini"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "circle.py").write_text(block("README.md", "train.fit"))
+    with open(tmp_path / "zigzag/core/errors.py", "a") as file:
+        file.write("\n\ndef wrong():\n    import train\n    return train\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/test_layout.py", "-k", "follow_the_law"],
+        cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert "1 failed" in done.stdout, done.stdout + done.stderr
+    assert "zigzag.core.errors imports train" in done.stdout and "circle" not in done.stdout
+
+
+def test_nothing_imports_in_a_circle():
+    """Files that import each other: they run in only one order of imports, and cannot be taken
+    apart. The table above does not see this inside a wing, or among the files of networks/."""
+    graphlib.TopologicalSorter({
+        name: {module for module, *_ in imports(name) if module in CODE}
+        for name in CODE}).prepare()        # raises CycleError, with the circle
+
+
+def test_the_imports_of_a_file_stand_at_its_top():
+    """An import inside a function hides what a file needs, and most of all a circle."""
+    wrong = [f"{FILES[name]}:{line}: {module}" for name in CODE
+             for module, line, is_top in imports(name)
+             if not is_top and not any((module + ".").startswith(o + ".") for o in OPTIONAL)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_of_zigzag_lies_in_a_wing():
+    """A file beside the wings, or a new wing. The table above does not have it, so nothing would
+    check its imports, and a reader would not know whether to open it."""
+    known = {ROOT / "zigzag/__init__.py",
+             *(path for wing in WINGS for path in (ROOT / "zigzag" / wing).glob("*.py"))}
+    wrong = [str(FILES[name]) for name in CODE
+             if name.split(".")[0] == "zigzag" and FILES[name] not in known]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_says_what_it_is_and_runs_nothing(wing):
+    """A wing without a docstring, or one whose __init__.py imports its files: importing one of them
+    would then import all, and the test for circles would not see it."""
+    body = ast.parse((ROOT / "zigzag" / wing / "__init__.py").read_text()).body
+    assert len(body) == 1 and isinstance(body[0], ast.Expr)
+    assert isinstance(body[0].value, ast.Constant) and len(body[0].value.value.split()) > 10
+
+
+def test_functions_are_short_enough_to_be_read():
+    """A function of 260 lines with eleven others inside. (Inner functions count as its lines.)"""
+    long = {f"{name}.{node.name}": length for name in FILES for node in ast.walk(tree_of(name))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and (length := node.end_lineno - node.lineno + 1) > 80}
+    assert not long, long
+
+
+def test_lines_fit_on_a_page():
+    """Lines of 160 columns, which a diff or a second window cuts in half. (Rows of a table may be
+    that long.)"""
+    paths = [*FILES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.txt"),
+             *ROOT.glob("*.ini"), *ROOT.glob("*.toml"), *ROOT.glob(".ci/*")]
+    long = [f"{path}:{number}: {len(line)} columns" for path in paths
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > 100 and not (path.suffix == ".md" and line.startswith("|"))]
+    assert not long, "\n".join(long)
+
+
+# Words of translated prose: a sentence that begins with "Of", home-made words for "custom loss" and
+# for "equal".
+TRANSLATED = re.compile(r"\bOf (a|an|the|each|all|those|these|its|what|which|some|any|course)\b"
+                        r"|\b[Ss]omebody else's\b|\b[Aa]like\b")
+
+
+def test_the_prose_reads_as_english():
+    """Sentences that begin with "Of each ...", from which a reader learns the subject last; a
+    custom loss called by a home-made name, which nobody can search for."""
+    paths = [*FILES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    wrong = [f"{path}:{number}: {line.strip()}" for path in paths
+             if path.name != "test_layout.py"
+             for number, line in enumerate(path.read_text().splitlines(), 1)
+             if TRANSLATED.search(line)]
+    assert not wrong, "\n".join(wrong)
+
+
+# The collectives that the head of each section of shard.py is about.
+SECTIONS = {"data": {"psum", "reduce_scatter"}, "fsdp": {"all_gather", "gather"},
+            "tensor": {"all_gather", "psum_scatter", "psum"},
+            "The vocabulary": {"psum", "pmax"}, "seq": {"ppermute"}, "expert": {"all_to_all"},
+            "pipe": {"ppermute", "psum_scatter"}}
+
+
+def sections():
+    """title -> (lines of the head, lines of the code) of each section of shard.py."""
+    found, title, lines = {}, "", (ROOT / "shard.py").read_text().splitlines()
+    for i, line in enumerate(lines):
+        begins = re.match(r"# (\w[\w ]*)", line)
+        if begins and (lines[i - 1].startswith("# ---") or
+                       lines[i - 1] == "" and lines[i + 1] == "#"):
+            title = begins[1]
+            found[title] = ([], [])
+        if title:
+            found[title][0 if line.startswith("#") else 1].append(line)
+    return found
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_each_parallelism_is_one_section(title):
+    """A parallelism that can be understood only from four files, or whose comment names another
+    collective than its code calls."""
+    head, lines = sections()[title]
+    given = [m[1] for line in head if (m := re.match(r"#   (\w+)  +\S", line))]
+    assert given == ["split", "collective", "bytes", "correct", "more"]
+    code = ast.parse("\n".join(lines))
+    called = {node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+              for node in ast.walk(code) if isinstance(node, ast.Call)
+              and isinstance(node.func, (ast.Attribute, ast.Name))}
+    assert SECTIONS[title] <= called
+    assert len([line for line in lines if line.strip()]) <= 80

@@ -1,0 +1,114 @@
+"""Commands as a person gives them, each in a process of its own, and the page of their flags."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import model
+import train
+from networks import transformer
+from tests.common import SMALL, command, refused
+from tests.helpers import ROOT, mesh_of
+from tests.readme import FLAGS, FLAGS_PAGE, block
+from zigzag.core import mesh, start
+from zigzag.core.flags import flag_rows
+
+
+def test_importing_takes_no_device():
+    """A top-level jnp array or jax.devices() would fix the platform before flags are read."""
+    library = [f"zigzag.{path.parent.name}.{path.stem}"
+               for path in (ROOT / "zigzag").glob("*/*.py")]
+    code = (f"import model, shard, train, data, sample, {', '.join(library)}\n"
+            f"from jax._src import xla_bridge\nassert not xla_bridge._backends")
+    done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(start._glibc_version() < (2, 35), reason="another libc")
+@pytest.mark.parametrize("file", [pytest.param("train.py", marks=pytest.mark.full), "sample.py"])
+def test_a_command_starts_with_large_pages(file):
+    """The restart lost in an edit (the CPU step takes a quarter longer), after jax is imported (the
+    first command takes seconds longer), again and again, or though it was switched off."""
+    code = f"""
+import os, runpy, sys
+def execv(path, words):
+    assert "jax" not in sys.modules and path == words[0] == sys.executable, words
+    print("again with", os.environ["GLIBC_TUNABLES"], words[-1])
+os.execv = execv
+runpy.run_path({file!r}, run_name="__main__")"""
+
+    def started(**variables):
+        environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+        done = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, text=True,
+                              capture_output=True, env=environment | variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[0]
+
+    assert started() == "again with glibc.malloc.hugetlb=1 --help"
+    assert started(GLIBC_TUNABLES="glibc.malloc.hugetlb=1").startswith(f"python {file}")
+    assert started(ZIGZAG_LARGE_PAGES="0").startswith(f"python {file}")
+
+
+def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
+    """A compiler flag of ours that a person cannot override with theirs."""
+    one, level = mesh_of(""), "xla_backend_optimization_level"
+    assert level not in mesh.compiler_options(one)      # tests ask for the least
+    monkeypatch.setattr(jax.config, "read", lambda name: False)
+    assert mesh.compiler_options(one)[level] == 1
+    monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
+    assert level not in mesh.compiler_options(one)
+
+
+def test_the_table_of_a_big_model_needs_no_memory():
+    """Weights, or a mesh, that are made to print where they would be."""
+    done = command("--model", "llama-70b", "--shards", 8, file="shard.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"layers.w_down +\[80,28672,8192\] +\[-,tensor,-\] .* row", done.stdout)
+
+
+def test_train_sample_and_read_with_none_of_our_code(tmp_path, text, capsys):
+    """The commands of the first run, on a small model and a tokenizer of its own: a folder that one
+    command leaves and the next cannot read; weights that only our code can open."""
+    folder, out = tmp_path / "tokens", tmp_path / "out"
+    done = command(text, "--out", folder, "--vocab_size", 400, file="data.py")
+    assert done.returncode == 0, done.stderr
+    done = command(*SMALL, "--shards", 2, "--steps", 4, "--data", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
+    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu",
+                            "skipped", "save_seconds"}
+    assert set(rows[-1]) == {"step", "eval_loss", "train_loss", "bits_per_byte"}
+    assert rows[0]["tokens"] == 4 * 32
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["2", "3", "4"], "keeps three"
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 400 and config["tokenizer"] == "sentencepiece"
+    done = command("--run", out, "--prompt", "3 and", "--shards", 4, "--tokens", 20,
+                   file="sample.py")
+    assert done.stdout.startswith("3 and"), done.stderr
+    code = block("docs/running.md", "orbax").replace("/full/path/to/out/checkpoints/900/params",
+                                                     str(out / "checkpoints/4/params"))
+    code += "assert weights['layers']['wq'].shape == (2, 32, 4, 8), weights\nprint('read')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert "read" in done.stdout, done.stderr
+    assert "layers 2" in refused(capsys, *SMALL, "--data", folder, "--out", out, "--layers", 3)
+
+
+def test_the_page_of_flags_has_every_flag_and_its_default():
+    """A table that names flags that are gone, or misses new ones. (python -m tests.readme
+    flags writes it again.)"""
+    table = FLAGS.search(FLAGS_PAGE.read_text())
+    assert table, "docs/flags.md has no <!-- flags --> ... <!-- end of flags -->"
+    rows = re.findall(r"^\| `--(\w+)` \| `?([^|`]*?)`? *\|", table[0], re.M)
+    own = [row[:2] for row in flag_rows((model.Config, train.Config))]
+    assert rows[:len(own)] == own
+    assert set(rows[len(own):]) == {row[:2] for row in flag_rows(transformer.Config)
+                                    if row[0] not in dict(own)}

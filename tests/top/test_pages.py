@@ -1,0 +1,262 @@
+"""README and docs/: their links, the names they use, their commands, and their code."""
+
+import functools
+import importlib
+import re
+import shlex
+import sys
+import types
+
+import pytest
+
+import data
+import model
+import networks
+import sample
+import train
+from tests.helpers import KeepRows, mesh_of
+from tests.readme import PAGES, README, ROOT, block, blocks
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change, from_flags, parse_flags
+from zigzag.disk.examples import Pairs
+from zigzag.disk.tokenizers import Bytes
+from zigzag.generate.prompts import GROUPS
+from zigzag.hub.folders import Export
+
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def without_code(page):
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+
+
+def inline_code(page):
+    """What a page has between single backticks."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_code(page))]
+
+
+def test_readme_is_short():
+    """README that grows into a reference again, line by line."""
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 260, f"README.md has {len(lines)} lines; move reference pages to docs/"
+
+
+@PAGE
+def test_lines_fit(page):
+    """Prose that is no longer wrapped. (Tables cannot be.)"""
+    long = [line for line in page.read_text().splitlines() if len(line) > 100 and line[0] != "|"]
+    assert not long, long
+
+
+# -------------------------------------------------------------------------------------------
+# Links and names
+
+def anchors(page):
+    """The names by which GitHub links to a page's headings."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)", without_code(page), re.M)}
+
+
+@PAGE
+def test_links_lead_somewhere(page):
+    """A file or a heading that was renamed."""
+    for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}: no such file"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}: no such heading"
+
+
+def test_every_page_is_linked_from_readme():
+    """A page that no reader finds."""
+    for page in PAGES[1:]:
+        assert f"](docs/{page.name})" in README.read_text(), page.name
+
+
+# Files that a reader makes, and former places in docs/upgrading.md.
+NOT_HERE = {"networks/alibi.py", "zigzag/NAME.py", "families/"}
+
+
+@PAGE
+def test_files_and_names_exist(page):
+    """A file, function or class that was moved, and that a page still sends readers to."""
+    for code in inline_code(page):
+        for path in re.findall(r"(?<![\w./-])(?:zigzag|networks|docs|families)/[\w./]*", code):
+            assert path in NOT_HERE or (ROOT / path).exists(), f"{page.name}: `{path}`"
+        for name in re.findall(r"(?<![\w./])(?:model|shard|train|data|sample|networks|zigzag)"
+                               r"(?:\.[a-zA-Z_]\w*)+", code):
+            if not (ROOT / name).exists() and not re.search(r"\.(json|NAME)$", name):
+                assert resolves(name), f"{page.name}: `{name}`"
+    for names, path in re.findall(r"((?:`\w+`(?:, | and )?)+) in `([\w/]+\.py)`",
+                                  re.sub(r"\s+", " ", without_code(page))):
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"\w+", names.replace(" and ", " ")):
+            assert re.search(rf"^ *(def |class )?{name}\b|\b{name} *=", text, re.M), (
+                f"{page.name}: `{name}` in `{path}`")
+
+
+def resolves(name):
+    """Whether a dotted name is one of our modules, or something in one."""
+    first, *rest = name.split(".")
+    found = importlib.import_module(first)
+    for i, part in enumerate(rest):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join([first, *rest[:i + 1]]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+# -------------------------------------------------------------------------------------------
+# Commands
+
+# The published models in the pages' commands, each with the options of such a model.
+FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
+           "t5-folder": networks.PRESETS["t5-small"], "vit-folder": networks.PRESETS["vit-base"]}
+PARSERS = {
+    "train": train.parse, "shard": train.parse,
+    "sample": lambda words: sample.Config(**parse_flags(
+        sample.Config, words, renamed={"step": "checkpoint"}, groups=GROUPS)[0]),
+    "data": lambda words: from_flags(data.Config(), words, "PATH"),
+    "model": lambda words: from_flags(Export(), words),
+}
+
+
+def commands(page):
+    """The commands of a page, as (file, words): in its blocks, and between backticks."""
+    text = page.read_text().replace("\\\n", " ")
+    for file, rest in re.findall(r"python (\w+)\.py\b([^\n`]*)", text):
+        rest = re.split(r" && | \| |  # |\.\.\.", rest)[0]
+        if rest.count('"') % 2:         # the end of a quotation around the command
+            rest = rest.rpartition('"')[0]
+        if file in PARSERS:
+            yield file, shlex.split(rest)
+
+
+@PAGE
+def test_commands_parse(page, tmp_path, monkeypatch, capsys):
+    """A flag that was renamed, or a value that is refused by now."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(networks, "hf_config", FOLDERS.get)
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    for file, words in commands(page):
+        if any(re.fullmatch("[A-Z]+", word) for word in words):     # RUN, DIR: to fill in
+            continue
+        try:
+            PARSERS[file](words)
+        except ConfigError as e:
+            pytest.fail(f"{page.name}: python {file}.py {shlex.join(words)}\n{e}")
+        except SystemExit as e:
+            assert e.code == 0 and "--help" in words, words
+    assert "warning" not in capsys.readouterr().err, "a former name of a flag"
+
+
+@functools.cache
+def known_flags():
+    configs = *(n.config for n in networks.NETWORKS.values()), *(
+        train.Config, sample.Config, data.Config, Export)
+    return {f for c in configs for f in c.__dataclass_fields__} | {"help"}
+
+
+@PAGE
+def test_flags_exist(page):
+    """A flag between backticks that was renamed or removed."""
+    former = {"parallel"} if page.name == "upgrading.md" else set()
+    for code in inline_code(page):
+        if code.startswith(("python -m", "pytest")):
+            continue
+        for flag in re.findall(r"(?<![\w-])--(\w+)", code):
+            assert flag in known_flags() | former, f"{page.name}: `{code}`"
+
+
+# -------------------------------------------------------------------------------------------
+# Code
+
+# Each block of Python in a page by a text in it: the test that runs it.
+RUN_BY = {
+    "infer_specs(": "test_the_specs_of_readme",
+    "def main():\n    config": "test_all.py",
+    "shard.whole_time(y)": "test_the_task_by_hand",
+    'GPT["phi"]': "networks/test_families.py",
+    "NETWORK = Network(": "test_a_network_of_your_own",
+    "import data, train": "test_a_network_of_your_own",
+    "digits.jsonl": "test_the_pairs_of_digits",
+    "sample.beam_search": "generate/test_load.py",
+    "maps.append": "generate/test_load.py",
+    "orbax": "top/test_commands.py",
+}
+
+
+@PAGE
+def test_every_block_of_code_is_run(page):
+    """An example that nothing runs, and that is wrong after some change."""
+    for code in blocks(page):
+        tests = [test for text, test in RUN_BY.items() if text in code]
+        assert len(tests) == 1, f"{page.name}: {len(tests)} tests of\n{code}"
+
+
+def run(code, name="example", **there):
+    """The names that a block of code defines."""
+    module = types.ModuleType(name)
+    module.__dict__.update(there)
+    exec(compile(code, name, "exec"), module.__dict__)
+    return module
+
+
+def test_the_specs_of_readme(capsys):
+    """Specs that README promises and the rule no longer finds."""
+    code = block("README.md", "infer_specs(")
+    wanted = code.rpartition("# ")[2]
+    run(re.sub(r"jax.config.update.*", "", code))
+    assert capsys.readouterr().out == wanted
+
+
+def test_the_task_by_hand():
+    """Logits of docs/tasks.md that are others than README's."""
+    script = block("README.md", "train.fit")
+    ours, by_hand = run(script), run(script + "import shard\n" + block(
+        "docs/tasks.md", "shard.whole_time(y)"))
+    config = train.parse(["--steps", "3", "--batch", "8", "--lr", "0.03", "--out", ""])
+
+    def rows(task, mesh):
+        kept = KeepRows([], [])
+        train.fit(config, task.init, collate=task.collate, loss=task.loss,
+                  examples=task.points(64, 0), mesh=mesh_of(mesh), say=kept)
+        return [row["loss"] for row in kept.rows if "loss" in row]
+
+    assert rows(by_hand, "tensor=2") == pytest.approx(rows(ours, ""), rel=1e-5)
+
+
+def test_a_network_of_your_own(tmp_path, monkeypatch):
+    """The network of docs/networks.md, which is refused, or computes something else on a mesh."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text(README.read_text())
+    alibi = types.ModuleType("networks.alibi")
+    monkeypatch.setitem(sys.modules, "networks.alibi", alibi)
+    monkeypatch.setattr(networks, "alibi", alibi, raising=False)
+    exec(block("docs/networks.md", "NETWORK = Network("), alibi.__dict__)
+    monkeypatch.setitem(networks.NETWORKS, "alibi", alibi.NETWORK)
+    script, fit, found = run(block("docs/networks.md", "import data, train")), train.fit, []
+
+    def on_meshes(config, init, **task):
+        for mesh in (config.mesh, ""):
+            kept = KeepRows([], [])
+            fit(change(config, steps=2, out="", mesh=mesh), init, **task, say=kept,
+                mesh=mesh_of(mesh))
+            found.append([row["loss"] for row in kept.rows if "loss" in row])
+
+    monkeypatch.setattr(train, "fit", on_meshes)
+    script.main()
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_the_pairs_of_digits(tmp_path, monkeypatch):
+    """Pairs in a form that --data does not read."""
+    monkeypatch.chdir(tmp_path)
+    run(block("docs/published.md", "digits.jsonl").replace("20000", "20"))
+    pairs = Pairs("digits.jsonl", Bytes())
+    assert len(pairs.train) + len(pairs.held_out) == 20

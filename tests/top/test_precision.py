@@ -1,0 +1,119 @@
+"""Precision: which values are computed in bfloat16, and gradients to twelve digits."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import train
+from tests.common import in_float64, net, slow
+from tests.helpers import ROOT, batch_of, learn, make, program_of
+from zigzag.core.mesh import by_path, cast
+from zigzag.disk.batches import place_batch
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("", {}), slow("fsdp=2,expert=2,tensor=2", dict(experts=4, shared_experts=1, dropout=0.1)),
+    slow("pipe=2,seq=2,tensor=2", dict(microbatches=2)),
+    slow("data=2,pipe=2,expert=2", dict(experts=4, schedule="1f1b", microbatches=2)),
+    slow("tensor=4", dict(parallel_block=True, tied=True, remat="full")),
+    slow("seq=2,expert=2,tensor=2", dict(experts=4))])
+def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
+    """A gradient of something else than the printed loss. (In float64, leaf by leaf, on the
+    mesh.)"""
+    with in_float64():
+        monkeypatch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
+        monkeypatch.setattr(train, "learning_rate", lambda config, step: jnp.float64(1.0))
+        config = make(d_model=16, d_ff=32, **changes)
+        program = program_of(config, mesh)
+        batch = batch_of(config, weights=np.random.default_rng(0).random((8, 16)) < 0.5)
+        with jax.set_mesh(program.mesh):
+            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                                 config.batch)
+            start = jax.device_get(program.start(jax.random.key(0)))
+            leaves, tree = jax.tree.flatten(start["params"])
+
+            def step(leaves):
+                state = {**start, "params": jax.tree.unflatten(tree, leaves)}
+                return program.step(jax.tree.map(lambda x, like: jax.device_put(x, like.sharding),
+                                                 state, program.state), placed)
+
+            def loss_at(i, leaf):
+                return float(step(leaves[:i] + [leaf] + leaves[i + 1:])[1]["loss"])
+
+            moved = jax.tree.leaves(jax.device_get(step(leaves)[0]["params"]))
+            for i, (path, leaf) in enumerate(by_path(start["params"]).items()):
+                direction = np.random.default_rng(i).normal(size=leaf.shape)
+                there, back = (loss_at(i, leaf + h * direction) for h in (1e-5, -1e-5))
+                assert leaf.dtype == np.float64
+                found = np.vdot(leaf - moved[i], direction)
+                assert found == pytest.approx((there - back) / 2e-5, rel=1e-4, abs=1e-9), path
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), "tensor=2",
+                                  slow("fsdp=4")])
+def test_bfloat16_on_cpu(mesh, alone):
+    """A process aborted by the compiler on a bfloat16 sum."""
+    rows, _ = learn(make(dtype="bfloat16", accumulate=2), mesh)
+    exact = alone[0]
+    assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
+    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.1)
+
+
+# Trains in bfloat16 with every pass of the compiler: an abort would end all tests.
+WITH_ALL_PASSES = """
+from tests.common import learn, make, program_of
+for mesh, changes in %r:
+    losses = [row["loss"] for row in learn(make(dtype="bfloat16", steps=3, **changes), mesh)[0]]
+    print(mesh, losses, flush=True)
+    assert not program_of(make(dtype="bfloat16", **changes), mesh).plan.compiler_options
+    assert losses[2] < losses[1] < losses[0] < 4.5
+"""
+
+
+@pytest.mark.parametrize("cases", [
+    slow([("tensor=2", {}), ("fsdp=2,tensor=2", dict(accumulate=2))]),
+    pytest.param([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),
+                  ("seq=2,tensor=2", {}), ("expert=2,tensor=2", dict(experts=4))],
+                 marks=pytest.mark.full)])
+def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
+    """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
+    compiler aborts. (The transformer leaves nothing to the compiler, so it needs no disabled
+    pass.)"""
+    done = subprocess.run([sys.executable, "-c", WITH_ALL_PASSES % (cases,)], cwd=ROOT, text=True,
+                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("\n") == len(cases)
+
+
+def test_softmax_loss_and_sums_are_float32_under_bfloat16():
+    """A log-softmax or a sum of micro-batch gradients in bfloat16 loses the last digits."""
+    config = make(dtype="bfloat16", accumulate=2)
+    program = program_of(config, "")
+    with jax.set_mesh(program.mesh):
+        text = str(program.step.trace(program.state, program.batch).jaxpr)
+    assert re.search(r"bf16\[\d+,32,4,8\]|bf16\[32,4,8\]", text), "products are in bfloat16"
+    assert not re.search(r":bf16\S* = (exp|log|logsumexp|reduce_max|rsqrt)\b", text)
+    assert all(w.dtype == jnp.float32 for w in jax.tree.leaves(
+        (program.state["params"], program.state["opt"][1].mu)))
+
+
+def test_the_compute_precision_is_the_one_that_is_said():
+    """A dtype that is resolved in one copy of the configuration and not in another: bfloat16
+    weights would be cast back, and every product computed in float32."""
+    config, heads = make(dtype=""), r"bf16\[8,16,4,8\] = dot_general"
+    params, batch = net.init(config, jax.random.key(0)), batch_of(config)
+
+    def program(params, config):
+        # (No mesh, so no platform: a product is one operation of the jaxpr.)
+        return str(jax.make_jaxpr(lambda p: net.loss(p, batch, config))(params))
+
+    assert re.search(heads, program(cast(params, "bfloat16"), config))
+    assert re.search(heads, program(params, make(dtype="bfloat16")))
+    assert not re.search(heads, program(params, config))

@@ -1,0 +1,147 @@
+"""The scripts in recipes/."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import networks
+import sample
+from tests.common import net, published_files
+from tests.generate.test_generation import log_probabilities
+from tests.helpers import ROOT, config_of
+
+
+def run_recipe(name, *words, **environment):
+    return subprocess.run(
+        [sys.executable, ROOT / "recipes" / name, *map(str, words)], text=True,
+        capture_output=True, env={**os.environ, **environment}, cwd=ROOT.parent)
+
+
+def test_lm_eval_is_found_or_missed_by_its_name(tmp_path):
+    """A script that imports itself instead of the package of its name; a traceback without it."""
+    if importlib.util.find_spec("lm_eval"):     # then hide it
+        (tmp_path / "sitecustomize.py").write_text(
+            "import importlib.util as u\nfind = u.find_spec\n"
+            "u.find_spec = lambda n, *a: None if n == 'lm_eval' else find(n, *a)\n")
+    done = run_recipe("lm_eval.py", PYTHONPATH=tmp_path)
+    assert done.returncode == 2 and done.stderr == (
+        "error: recipes/lm_eval.py needs the package lm_eval: pip install lm_eval\n")
+    done = run_recipe("lm_eval.py", "--help", PYTHONPATH=tmp_path)
+    assert done.returncode == 2 and "    --run DIR " in done.stdout
+
+
+def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
+    """lm_eval's help alone, in which --run is not, and --model means something else."""
+    for name, content in {
+            "__init__": "", "utils": "", "api/__init__": "", "models/__init__": "",
+            "__main__": "import sys\ndef cli_evaluate(): print('its help', sys.argv[1:])",
+            "api/model": "class TemplateLM: pass",
+            "api/registry": "def register_model(name): return lambda kind: kind",
+            "models/utils": "def normalize_gen_kwargs(options): return options"}.items():
+        path = tmp_path / "lm_eval" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    for word in ("--help", "-h"):
+        done = run_recipe("lm_eval.py", word, PYTHONPATH=tmp_path)
+        assert done.returncode == 0, done.stderr
+        ours, _, theirs = done.stdout.partition("lm_eval's own help")
+        assert ours.startswith("The tasks of EleutherAI's lm_eval")
+        assert "python recipes/lm_eval.py --model smollm2 --tasks" in ours
+        assert all(f"    --{name} " in ours for name in (
+            "model", "run", "checkpoint", "shards", "mesh"))
+        given = ["--model", "zigzag", "--model_args", "{}", "--batch_size", "8", word]
+        assert theirs.endswith(f"its help {given}\n")
+
+
+@pytest.fixture
+def folder(tmp_path, text):
+    """A published model with weights large enough to have opinions."""
+    pytest.importorskip("lm_eval")
+    config = config_of(layers=1, seq_len=32, vocab_size=300, kernel="off")
+    params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
+    networks.save_hf(tmp_path / "tiny", params, config)
+    return published_files(tmp_path / "tiny", text)
+
+
+def test_lm_eval_gets_what_forward_says(folder):
+    """A context that is scored; the end of greedy decoding that no id says; windows of a long text
+    that overlap; an answer with its stop text, or one of another request's options."""
+    from recipes.lm_eval import Zigzag
+    lm = Zigzag(model=str(folder), batch_size="2", device="cpu")
+    params, config, tokenizer = sample.load(folder)
+
+    def requests(*args):
+        return [SimpleNamespace(args=a) for a in args]
+
+    pairs = [("bala 3", " and"), ("x", " 17 and four"), ("3 and ", "bala"), ("", "bala")]
+    for (context, text), (total, is_greedy) in zip(pairs, lm.loglikelihood(requests(*pairs))):
+        begin = [] if context else [tokenizer.separator]
+        ids = [*begin, *tokenizer.prompt(context + text)]
+        before = len(begin or tokenizer.prompt(context.rstrip()))
+        logs, = log_probabilities(params, config, [ids])
+        assert total == pytest.approx(logs[before - 1:].sum(), abs=1e-3)
+        assert not is_greedy
+    new, = sample.generate(params, [tokenizer.prompt("bala")], config, 4, temperature=0)
+    (_, is_greedy), = lm._loglikelihood_tokens([(None, tokenizer.prompt("bala"), new)])
+    assert is_greedy
+    text, want = "bala 3 and 17 " * 9, 0.0
+    ids, most = [tokenizer.separator, *tokenizer.prompt(text)], 31
+    for begin in range(0, len(ids) - 1, most):
+        # (The last window begins earlier, so that it is full.)
+        here = ids[begin:begin + most + 1]
+        start = max(0, begin + len(here) - most - 1)
+        logs, = log_probabilities(params, config, [ids[start:begin + len(here)]])
+        want += logs[begin - start:].sum()
+    assert lm.loglikelihood_rolling(requests((text,))) == [pytest.approx(want, abs=1e-3)]
+    whole, = lm.generate_until(requests(("bala 3", {"max_gen_toks": 9})))
+    assert whole == tokenizer.decode(sample.generate(
+        params, [tokenizer.prompt("bala 3")], config, 9, temperature=0,
+        stop=tokenizer.ends)[0]) != ""
+    with pytest.raises(ValueError, match="the context has 31"):
+        lm.generate_until(requests(("bala 3", {"max_gen_toks": 31})))
+    stop = whole[2]
+    assert lm.generate_until(requests(
+        ("bala 3", {"until": stop, "max_gen_toks": 9}), ("bala 3", {"max_gen_toks": 1}),
+        ("bala 3", {"max_gen_toks": 1}), ("bala 3", {"max_gen_toks": 1}))) == [
+            whole.split(stop)[0], *3 * [tokenizer.decode(sample.generate(
+                params, [tokenizer.prompt("bala 3")], config, 1, temperature=0)[0])]]
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_accuracy_of_choices(folder, tmp_path, capsys):
+    """Flags that do not reach lm_eval, or the model; a choice without its space."""
+    rng = np.random.default_rng(0)
+    items = [{"question": f"bala {a}", "choices": ["and", "bala 3 and", f"{b}"], "answer": a % 3}
+             for a, b in rng.integers(0, 99, (12, 2)).tolist()]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/ours.yaml").write_text(f"""
+task: ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "items.jsonl"}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+""")
+    done = run_recipe(
+        "lm_eval.py", "--model", folder, "--mesh", "data=1,tensor=2", "--tasks", "ours",
+        "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "found",
+        HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    path, = (tmp_path / "found").rglob("results_*.json")
+    found = json.loads(path.read_text())["results"]["ours"]
+    sample.main(["--model", str(folder), "--choices", str(tmp_path / "items.jsonl"), "--json"])
+    want = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
+        assert found[name.replace("_stderr", "") + ("_stderr" * ("stderr" in name)) + ",none"] == (
+            pytest.approx(want[name]))

@@ -1,0 +1,73 @@
+"""The log-probabilities of given ids (sample.score), a row at a time.
+
+A row that is longer than the context is read in windows that overlap by half:
+
+    a b c d e f g       a context of 4 tokens
+    a b c d             b c d are scored
+        c d e f         e f
+            e f g       g
+"""
+
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.generate.cache import CHUNK
+from zigzag.generate.decoding import mesh_of_weights
+from zigzag.generate.passes import Engine, prefill
+from zigzag.generate.rows import on_host, pad_rows
+from zigzag.parallel.products import LOGITS
+
+
+def score(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any, batch: int,
+          given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
+    """For each row of ids, the sum of their log-probabilities, how many there are, and how many of
+    them are the likeliest in their place. Every id has a log-probability except the first, or the
+    first given[row] ids. A row longer than the context is read in windows that overlap by half;
+    given ids that do not fit into one window with the others are left out."""
+    windows = list(overlapping_windows(rows, engine.config.seq_len, given))
+    totals = np.zeros((len(rows), 3))
+    with mesh_of_weights(params):
+        params = engine.for_decoding(params)
+        for first in range(0, len(windows), batch):
+            numbers, arrays, scored = _arrays(engine, windows[first:first + batch], sources)
+            sums = _sums(engine, params, arrays, pad_rows(scored))[:len(scored)]
+            np.add.at(totals, numbers, np.insert(sums, 1, scored.sum(1), 1))
+    return [(float(total), int(count), int(best)) for total, count, best in totals]
+
+
+def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
+                        given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
+    """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
+    of them are only context and not scored). The first given[row] ids of a row, by default one, are
+    not scored. They are left out as far as the row is longer than a window."""
+    if length < 2:
+        raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
+    half = length // 2
+    for number, (ids, context) in enumerate(zip(rows, given or [1] * len(rows), strict=True)):
+        left_out = max(0, min(context - 1, len(ids) - length))
+        ids, context, begin = ids[left_out:], context - left_out, 0
+        while begin == 0 or begin + length - half < len(ids):
+            yield number, ids[begin:begin + length], context
+            begin, context = begin + half, length - half
+
+
+def _arrays(engine, windows, sources):
+    """(the row numbers of these windows, their arrays, which tokens [B, P] are scored)."""
+    numbers, ids, context = zip(*windows)
+    sources = None if sources is None else [sources[n] for n in numbers]
+    arrays = engine.arrays(ids, 0, sources)
+    P = arrays["tokens"].shape[1]
+    begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
+    return list(numbers), arrays, np.arange(P) >= begin[:, None]
+
+
+def _sums(engine, params, rows, scored):
+    """The sums [B, 2] of read_chunk over each row's tokens that are scored."""
+    chunk, B = CHUNK, len(rows["tokens"])
+    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:  # logits must fit in memory
+        chunk //= 2
+    # (Rolling makes the first token the last target. Its weight is 0.)
+    rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(scored, -1, 1)}
+    return on_host(prefill(engine, params, rows, 0, chunk)[0]["sums"])
