@@ -31,8 +31,8 @@ from zigzag.disk.tokenizers import tokenizer_at
 # Examples, and their order
 
 class Windows:
-    """A row of tokens, cut into examples of T + 1 tokens: T inputs, and the T targets one place
-    later. The last example may be shorter."""
+    """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one place later.
+    The last example may be shorter."""
 
     def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
                  vocab_size: int = 2**31):
@@ -82,7 +82,7 @@ def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
 # -------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Flags:
     """python data.py PATH ... --out DIR [--vocab_size N]: encode text for train.py --data DIR
 
     PATH is a text file, lines of JSON (.jsonl), .parquet, any of them compressed (.gz .bz2 .xz
@@ -98,20 +98,20 @@ class Config:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    paths, config = from_flags(Config(), argv, "PATH")
+    paths, flags = from_flags(Flags(), argv, "PATH")
     if not paths:
         raise ConfigError("no PATH given: python data.py PATH ... --out DIR, with text files or "
                           "folders of them")
-    if config.tokenizer and config.vocab_size != Config.vocab_size:
-        raise ConfigError(f"--vocab_size {config.vocab_size}: --tokenizer {config.tokenizer} has "
+    if flags.tokenizer and flags.vocab_size != Flags.vocab_size:
+        raise ConfigError(f"--vocab_size {flags.vocab_size}: --tokenizer {flags.tokenizer} has "
                           f"its own; give one of them")
-    tokenizer = tokenizer_at(config.tokenizer) if config.tokenizer else None
-    vocab_size = 0 if tokenizer else config.vocab_size
+    tokenizer = tokenizer_at(flags.tokenizer) if flags.tokenizer else None
+    vocab_size = 0 if tokenizer else flags.vocab_size
     if vocab_size and vocab_size < 300:
         raise ConfigError(f"--vocab_size {vocab_size}: at least 300 (256 bytes and some pieces), "
                           f"or 0 for bytes alone")
-    options = Options(config.field, config.encoding, config.strict)
-    corpus = prepare(paths, config.out, vocab_size, tokenizer, "", options, config.cores)
+    options = Options(flags.field, flags.encoding, flags.strict)
+    corpus = prepare(paths, flags.out, vocab_size, tokenizer, "", options, flags.cores)
     print(summary(corpus.record), corpus, sep="\n")
 
 

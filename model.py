@@ -228,7 +228,7 @@ def forward(params: Params, tokens: Array, config: Config, positions: Array | No
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the cross-entropy of the batch's targets in nats, summed with its weights, and
-    the sum of those weights. They are divided when both are summed over devices and micro-batches.
+    the sum of those weights. They are divided after both were summed over devices and parts.
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
     and a dict of sums to log comes third. With seq, each device has only some of the row's

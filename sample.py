@@ -52,8 +52,8 @@ from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
 from zigzag.generate import decoding, passes, scores, search
 from zigzag.generate.decoding import Sampling, mesh_of_weights
-from zigzag.generate.prompts import Config, needed_tokenizer, step_of, whole_context
-from zigzag.generate.rows import Windows, check_writes, on_host, padded_length, seeds_of
+from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
+from zigzag.generate.rows import Contexts, check_writes, on_host, padded_length, seeds_of
 from zigzag.generate.terminal import collected, ends_quietly, stops_of
 from zigzag.generate.writer import Writer, parse
 
@@ -158,7 +158,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     is called with a line about either."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     stop = decoding.end_ids(stop, config.vocab_size)
-    text = Windows(engine.network, prompts, config, tokens, stop_at_context, say)
+    text = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
     sent = full = 0         # new ids yielded so far, and how many of them fit into the context
     state = None
     while state is None or sent < tokens and text.unfinished.any():
@@ -225,9 +225,9 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
-    """(float32 weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or
-    the newest, or of a published model (`edited`: also if the network's code computes something
-    else). The weights are split over the mesh if one is given."""
+    """(weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or the
+    newest, or of a published model (`edited`: also if the network's code computes something else).
+    The weights are float32, split over the mesh if one is given."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = networks.load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
@@ -235,24 +235,24 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
     return params, whole_context(config), tokenizer_of_run(folder)
 
 
-def load_model(config: Config) -> tuple[Any, Any, Tokenizer]:
+def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """As load, of what the flags name: the weights are as decoding uses them."""
-    mesh = mesh_of_flags(config.mesh, config.shards)
-    if config.model:
-        engine = engine_of(networks.hf_config(config.model), f"--model {config.model}")
-        tokenizer = published_tokenizer(config.model, engine.config.vocab_size)
-        params, c = networks.load_for_decoding(config.model, mesh, config.edited)
+    mesh = mesh_of_flags(flags.mesh, flags.shards)
+    if flags.model:
+        engine = engine_of(networks.hf_config(flags.model), f"--model {flags.model}")
+        tokenizer = published_tokenizer(flags.model, engine.config.vocab_size)
+        params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
         return params, c, tokenizer
-    engine_of(networks.config_of_run(config.run), f"--run {config.run}")
-    tokenizer = needed_tokenizer(config.run)
-    params, c, _ = load(config.run, mesh, step_of(config.run, config.checkpoint))
+    engine_of(networks.config_of_run(flags.run), f"--run {flags.run}")
+    tokenizer = needed_tokenizer(flags.run)
+    params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     with ends_quietly():
         asked = parse(argv)
-        params, c, tokenizer = load_model(asked.config)
+        params, c, tokenizer = load_model(asked.flags)
         Writer(generate, stream, engine_of(c), params, tokenizer, asked).run()
 
 

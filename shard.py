@@ -22,8 +22,8 @@ E experts.
 If you know PyTorch's parallelism
 ---------------------------------
     DistributedDataParallel.no_sync()       train.make_step marks the weights as varying, outside
-                                            the gradient: no micro-batch sums it over data
-    its all-reduce, in the last backward    sum_gradients, once, after all micro-batches
+                                            the gradient: no part of a batch sums it over data
+    its all-reduce, in the last backward    sum_gradients, once, after all parts
     FSDP: unshard before a block            gather, called by `layers`; its transpose is the
                                             reduce-scatter of the gradients
     ColwiseParallel, RowwiseParallel,       columns and row; between blocks each device has a part
@@ -62,12 +62,12 @@ applies to gradients:
     all_gather(to="invarying")        varying -> not      this device's slice
     psum_scatter                      varying -> varying  all_gather
 
-*Gradients* follow from the second row. In w * x above, jax first marks w as varying, because x is.
+*Gradients* follow from the second line. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
-right, but it would happen in every micro-batch. So train.make_step marks the weights itself, before
-`jax.value_and_grad`. No mark is inside the function that is differentiated, so none is transposed:
-gradients stay local through all micro-batches, and `sum_gradients` sums them once.
+right, but it would happen in every part of a batch. So train.make_step marks the weights itself,
+before `jax.value_and_grad`. No mark is inside the function that is differentiated, so none is
+transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. Over tensor the type of a weight is information: it varies if its spec
@@ -75,7 +75,7 @@ splits it, and `columns` and `row` decide by that. And whether the gradient of a
 a sum over tensor depends on the activation that it is multiplied with. A norm's scale beside a
 stream whose time is split does: jax marks it there, and the transpose sums its gradient. If n does
 not divide the time, the stream is whole, all devices find the same gradient, and nothing may be
-summed. Such weights are small, so a psum in each micro-batch costs little.
+summed. Such weights are small, so a psum in each part costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -88,7 +88,7 @@ summed. Such weights are small, so a psum in each micro-batch costs little.
 
 *Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
 (unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
-step, with one sum after all micro-batches, and compile to the same collectives. But up to jax 0.12
+step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12
 they need two more casts, and fail in a loop over layers, on a stream that tensor splits and beside
 an axis left to the compiler; and with explicit sharding, models must say how products are sharded.
 """
@@ -152,7 +152,7 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #               reduce-scatter: the optimizer's state is split along each weight's largest free
 #               dimension (rule.zero1_specs), so clipping and update run on parts; the compiler
 #               then gathers the new weights, as the step's out_shardings ask for whole ones
-#   bytes       2 (n-1)/n of the gradients in float32, however many micro-batches there are
+#   bytes       2 (n-1)/n of the gradients in float32, however many parts a batch has
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
@@ -194,8 +194,8 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #   split       the rows of a batch, and every large weight along one dimension
 #   collective  an all-gather of a layer's weights where the layer uses them, and again in the
 #               backward pass; its transpose is a reduce-scatter of their gradients
-#   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, in each micro-batch. The
-#               embedding and the head are gathered once for all micro-batches; their gradients are
+#   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, for each part of a batch.
+#               The embedding and the head are gathered once for all parts; their gradients are
 #               scattered in each
 #   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
 #               that the devices found for their rows, and each device keeps its part of the sum
@@ -251,7 +251,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               the other's transpose. If n does not divide T, the stream stays whole: no
 #               collective into a block, and an all-reduce out of it
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
-#               the bytes of a micro-batch's stream
+#               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
 #   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
@@ -306,23 +306,23 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 
 # The vocabulary, over the same axis
 #
-#   split       the rows V of the embedding, the columns V of the head
-#   collective  embedding: a reduce-scatter of the rows that were looked up. Loss: an all-gather of
+#   split       V, of the embedding [V, D] and of the head [D, V]
+#   collective  embedding: a reduce-scatter of the vectors looked up. Loss: an all-gather of
 #               the stream into the head, and all-reduces of a maximum and two sums, [B, T] each. To
 #               choose a token: an all-gather of the logits
-#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 in a micro-batch
-#   correct     one device has a token's row, and the others add zeros. A softmax over the whole
+#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 for each part of a batch
+#   correct     one device has a token's vector, and the others add zeros. A softmax over the whole
 #               vocabulary needs only the largest logit and the sum of exponentials of each part
 #   more        zigzag/parallel/products.py (chunks of the time, to save memory)
 
 def embed_lookup(table: Array, ids: Array) -> Array:
-    """The rows of a table [V, D] for ids [B, T], as the stream [B, T, D]."""
+    """The vectors of ids [B, T] in a table [V, D], as the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(table[ids])
     here = ids - lax.axis_index("tensor") * len(table)
-    # An id whose row is on another device gives zeros; the sum over tensor supplies the row.
-    rows = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return into_stream([rows])
+    # An id whose vector is on another device gives zeros; the sum over tensor supplies the vector.
+    vectors = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return into_stream([vectors])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
@@ -585,7 +585,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
-    # Two labels in the jaxpr, of which nothing is left in the compiled program. "attend" tells
+    # Two labels that exist in the jaxpr, but not in the compiled program. "attend" tells
     # make_plan that a loss may be split over seq. From what name_of returns, a run's header says
     # how attention is computed, and an export whether a LLaMA has it (zigzag/hub/reference.py).
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel, beyond))

@@ -2,14 +2,14 @@
 
     python train.py --shards 4
 
-    batch -> [ micro-batch -> loss -> gradient ] x accumulate -> one sum over data -> AdamW
+    batch -> [ part -> loss -> gradient ] x accumulate -> one sum over data -> AdamW
              \\__________________ shard_map: our collectives _______________/   \\_ the compiler's
 
 `fit` trains anything. A task is three functions; tasks/ has those of the command line:
 
     collate(examples) -> batch          raw examples -> a dict of arrays [B, ...]
     loss(params, batch) -> sum, count   over the batch. They are divided once, after both have been
-                                        summed over micro-batches and devices. A third result, a
+                                        summed over parts and devices. A third result, a
                                         dict of other sums, is divided too, and logged
     predict(params, batch) -> outputs   for held-out examples, at each evaluation
 """
@@ -79,7 +79,7 @@ class Config(MoreOptions):
                                     # clip the gradient's norm to this
     optimizer: str = flag("adamw", one_of=("adamw", "muon"), same=True)
                                     # adamw, or muon for the matrices of the layers
-    accumulate: int = flag(1, least=1)  # micro-batches into which each device cuts its rows
+    accumulate: int = flag(1, least=1)  # parts of a batch that a device computes in turn
     seed: int = flag(0, same=True)  # seed of the weights, the order of the data, and dropout
 
     # mesh
@@ -160,7 +160,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
             sums = shard.local_sums(sums, plan.shared_row_axes, plan.pools)
             return sums[0], sums
 
-        def add_part(total, rows):              # a micro-batch: 2 rows
+        def add_part(total, rows):              # (a part: 2 rows)
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
             (_, sums), grads = value_and_grad(whole, frozen, rows)
             grads, = scatter(grads)

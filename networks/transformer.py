@@ -227,7 +227,7 @@ def _experts(w, h, c, i, batch, beside):
     `beside`. In training, also two terms of the loss. Balance: for each row, the share of tokens
     that an expert gets times its share of the probability, summed over experts, times the number of
     experts (1 if all are equal). Router z: the squared logsumexp of the router's logits. Both are
-    sums over rows and tokens with their weights, so no mesh or micro-batch changes them."""
+    sums over rows and tokens with their weights, so no mesh and no --accumulate changes them."""
     E, K = c.experts, c.experts_per_token
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)

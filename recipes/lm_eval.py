@@ -54,12 +54,12 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("zigzag")
 class Zigzag(TemplateLM):
-    """A decoder as lm_eval calls one. `flags` are those of sample.py's Config."""
+    """A decoder as lm_eval calls one. `flags` are some of sample.py's."""
 
     def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
                  device: str | None = None, **flags):
         super().__init__()
-        self.params, self.config, self.tokenizer = sample.load_model(sample.Config(**flags))
+        self.params, self.config, self.tokenizer = sample.load_model(sample.Flags(**flags))
         self.batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = self.config.seq_len - 1
         self.score = functools.partial(sample.score, self.params, config=self.config,

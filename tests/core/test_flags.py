@@ -150,7 +150,7 @@ def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
     assert re.search(r"--layers +how many blocks +\[12\]", gpt2), "gpt2's, not the default"
     assert "--qk_norm" in gpt2.partition("options of the network transformer:")[2]
     shown = re.findall(r"^  --(\w+) +\S", help_of(capsys, "--help", main=sample.main), re.M)
-    assert sorted(shown) == sorted(f.name for f in dataclasses.fields(prompts.Config))
+    assert sorted(shown) == sorted(f.name for f in dataclasses.fields(prompts.Flags))
 
 
 def test_a_flag_of_a_fork_is_in_the_help():
@@ -216,7 +216,7 @@ def test_words_of_other_codebases_lead_to_our_flags(capsys, tmp_path, monkeypatc
 def test_familiar_words_lead_to_flags_that_exist():
     """A table that a renamed flag makes wrong; a word that hides a flag of ours."""
     commands = [{f.name for c in classes for f in dataclasses.fields(c)} for classes in (
-        (model.Config, train.Config), (prompts.Config,), (data.Config,))]
+        (model.Config, train.Config), (prompts.Flags,), (data.Flags,))]
     targets = {*familiar.WORDS, *(flag for flag, *_ in familiar.SENTENCES)} - {"PATH"}
     assert targets <= set().union(*commands)
     for flags_of_one in commands:

@@ -82,7 +82,7 @@ def test_what_a_loop_carries_is_never_marked_over_tensor():
 
 
 def test_a_mark_makes_gradients_stay_local():
-    """A weight's gradient summed over devices in every micro-batch, because the mark (whose
+    """A weight's gradient summed over devices in every part, because the mark (whose
     transpose is a sum) is inside the differentiated function instead of before it."""
     def fn(x, w):
         inside = jax.grad(lambda w: jnp.sum(mark_varying(w, x)[0] * x))(w)

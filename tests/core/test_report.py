@@ -166,8 +166,9 @@ def test_collectives_are_told_beside_what_was_expected(capsys):
         [collective("all-gather", 7.1e6), collective("all-reduce", 100)],
         [collective("all-gather", 7e6), collective("all-to-all", 50)])
     assert capsys.readouterr().out.splitlines() == [
-        "sends     7.1 MB a device and update in 3 all-gather over tensor (expected: 7.0 MB in 3)",
-        "sends      100 B a device and update in 3 all-reduce over tensor (expected: none)",
+        "sends     7.1 MB per device per update in 3 all-gather over tensor "
+        "(expected: 7.0 MB in 3)",
+        "sends      100 B per device per update in 3 all-reduce over tensor (expected: none)",
         "sends    nothing in all-to-all over tensor (expected: 50 B in 3)"]
 
 

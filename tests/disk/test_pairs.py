@@ -489,7 +489,7 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
     done = command(*T5_SMALL, "--d_model", 128, "--data", digits, "--out", out, "--steps", 700,
                    "--shards", shards)
     assert done.returncode == 0, done.stderr
-    params, config, tokenizer = sample.load_model(sample.Config(run=str(out)))
+    params, config, tokenizer = sample.load_model(sample.Flags(run=str(out)))
     start, end, _ = special_ids(config, tokenizer)
     held_out = list(Pairs(digits, tokenizer).held_out)
     answers = sample.generate(params, [[start]] * len(held_out), config, 12, 0.0,

@@ -62,7 +62,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
     assert tokenizer is None and c.layers == config.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated
     with pytest.raises(ConfigError, match="without a tokenizer .*tokenizer="):
-        sample.load_model(sample.Config(run=str(tmp_path / "run")))
+        sample.load_model(sample.Flags(run=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])

@@ -91,7 +91,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     slow("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
     slow("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
 def test_the_transformer_sends_what_is_expected(mesh, changes):
-    """A collective that the compiler adds, or one of ours that runs in each micro-batch instead of
+    """A collective that the compiler adds, or one of ours that runs in each part instead of
     once."""
     program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
     sent, expected = sent_and_expected(program)
@@ -160,7 +160,7 @@ def test_of_another_model_the_rules_reductions_are_expected():
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
 def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
-    """Three times the bytes, from weights gathered layer by layer in each micro-batch although the
+    """Three times the bytes, from weights gathered layer by layer in each part although the
     loss gets no specs."""
     def init(key):
         return {"embed": jnp.ones((256, 64)), "up": jnp.ones((4, 64, 256)),
@@ -189,7 +189,7 @@ def test_of_several_overrides_the_last_that_matches_wins():
 
 
 def test_one_gradient_reduction_per_update_however_many_parts():
-    """A sum over devices in every micro-batch, where autodiff would put it."""
+    """A sum over devices in every part, where autodiff would put it."""
     rows = {}
     for parts in (1, 4):
         program = program_of(make(batch=32, accumulate=parts), "data=8")

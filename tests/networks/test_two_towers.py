@@ -297,7 +297,7 @@ def test_captions_are_those_of_transformers(prompts):
     ("blip2", {"pipe": 2}, "pipe=2: BLIP-2 has layers of three kinds"),
     ("blip2", {"seq": 2}, "seq=2: BLIP-2 has layers of three kinds")])
 def test_what_would_be_another_loss_is_refused(name, changes, says):
-    """Micro-batches in which a text is compared with fewer others; a stage whose layers differ."""
+    """Parts of a batch that compare a text with fewer others; a stage whose layers differ."""
     config = networks.hf_config(reference(name).folder)
     config = run_of(config, out="", batch=ROWS)
     axes = {k: v for k, v in changes.items() if k in ("pipe", "seq")}

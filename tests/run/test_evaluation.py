@@ -578,8 +578,8 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
     samples = [json.loads(line) for line in open(out / "samples.jsonl")]
     assert [(s["step"], s["prompt"]) for s in samples] == list(
         itertools.product((0, 2, 4), ("123", "9")))
-    answer = sample.generate(*sample.load_model(sample.Config(run=str(out)))[:1], [[256]],
-                             sample.load_model(sample.Config(run=str(out)))[1], 31, 0.0,
+    answer = sample.generate(*sample.load_model(sample.Flags(run=str(out)))[:1], [[256]],
+                             sample.load_model(sample.Flags(run=str(out)))[1], 31, 0.0,
                              source=[[*b"123", 256]])[0]
     assert samples[-2]["text"] == Bytes().decode(cut_at_end([256], answer))
     assert f"    source | 123\n    answer | {samples[-2]['text'][:4]}" in done.stdout

@@ -77,7 +77,7 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
 
 @pytest.mark.parametrize("decay", ["linear", "wsd"])
 def test_a_schedule_counts_updates_and_not_micro_batches(decay):
-    """With four micro-batches, a rate that ends at 0.844 of the peak; a rate in the metrics that
+    """With four parts to a batch, a rate that ends at 0.844 of the peak; a rate in the metrics that
     was not applied (Adam's first steps are the rate itself)."""
     config = config_of_decay(decay, accumulate=4, steps=5, warmup=1, first_share=None)
     rows, _ = learn(config)

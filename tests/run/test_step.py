@@ -108,7 +108,7 @@ MARK = "mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)"
     ids=["as it is", "none", "not fsdp", "tensor"])
 def test_test_all_sees_an_edit_of_the_mark(mark, says, monkeypatch):
     """Marks that a fork leaves out, or sets over another axis: sums over devices that are made in
-    every micro-batch, twice, or not at all."""
+    every part, twice, or not at all."""
     mesh, what, choices = "data=2,fsdp=2,tensor=2", test_all.DENSE, dict(accumulate=2)
     test_all.on_one_device(tuple(what.items()))     # (kept, and computed by the step as it is)
     if mark is None:

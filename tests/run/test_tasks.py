@@ -213,7 +213,7 @@ def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
 
 
 def test_other_sums_are_logged_beside_the_loss():
-    """Other sums that are not divided by the count over all micro-batches and devices, as the loss
+    """Other sums that are not divided by the count over all parts and devices, as the loss
     is; names that are already taken."""
     config = make(steps=2, accumulate=2)
 

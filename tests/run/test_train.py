@@ -49,7 +49,7 @@ def losses_of(rows):
 @pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2)],
                          ids=["accumulate", "jit"])
 def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone):
-    """A mean of micro-batches' means; gradients summed twice by fsdp's reduce-scatter."""
+    """A mean of parts' means; gradients summed twice by fsdp's reduce-scatter."""
     assert losses_of(learn(make(**changes), mesh)[0]) == pytest.approx(losses_of(alone), rel=5e-5)
 
 

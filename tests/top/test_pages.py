@@ -118,9 +118,9 @@ FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
            "t5-folder": networks.PRESETS["t5-small"], "vit-folder": networks.PRESETS["vit-base"]}
 PARSERS = {
     "train": train.parse, "shard": train.parse,
-    "sample": lambda words: sample.Config(**parse_flags(
-        sample.Config, words, renamed={"step": "checkpoint"}, groups=GROUPS)[0]),
-    "data": lambda words: from_flags(data.Config(), words, "PATH"),
+    "sample": lambda words: sample.Flags(**parse_flags(
+        sample.Flags, words, renamed={"step": "checkpoint"}, groups=GROUPS)[0]),
+    "data": lambda words: from_flags(data.Flags(), words, "PATH"),
     "model": lambda words: from_flags(Export(), words),
 }
 
@@ -158,7 +158,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
 @functools.cache
 def known_flags():
     configs = *(n.config for n in networks.NETWORKS.values()), *(
-        train.Config, sample.Config, data.Config, Export)
+        train.Config, sample.Flags, data.Flags, Export)
     return {f for c in configs for f in c.__dataclass_fields__} | {"help"}
 
 
@@ -178,7 +178,7 @@ def test_flags_exist(page):
 
 # Each block of Python in a page by a text in it: the test that runs it.
 RUN_BY = {
-    "infer_specs(": "test_the_specs_of_readme",
+    "infer_specs(": "test_the_specs_of_the_rule",
     "def main():\n    config": "test_all.py",
     "shard.whole_time(y)": "test_the_task_by_hand",
     'GPT["phi"]': "networks/test_families.py",
@@ -207,9 +207,9 @@ def run(code, name="example", **there):
     return module
 
 
-def test_the_specs_of_readme(capsys):
-    """Specs that README promises and the rule no longer finds."""
-    code = block("README.md", "infer_specs(")
+def test_the_specs_of_the_rule(capsys):
+    """Specs that a page promises and the rule no longer finds."""
+    code = block("docs/parallelism.md", "infer_specs(")
     wanted = code.rpartition("# ")[2]
     run(re.sub(r"jax.config.update.*", "", code))
     assert capsys.readouterr().out == wanted

@@ -93,7 +93,7 @@ def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
 
 
 def test_softmax_loss_and_sums_are_float32_under_bfloat16():
-    """A log-softmax or a sum of micro-batch gradients in bfloat16 loses the last digits."""
+    """A log-softmax or a sum of the gradients of parts in bfloat16 loses the last digits."""
     config = make(dtype="bfloat16", accumulate=2)
     program = program_of(config, "")
     with jax.set_mesh(program.mesh):

@@ -131,7 +131,7 @@ class Reporter:
         for c in found:
             wanted = missing.pop((c.kind, c.axis), "none")
             known = wanted != "none" or is_complete
-            self.line(f"sends    {human_bytes(c.bytes):>7} a device and update in {c.count} "
+            self.line(f"sends    {human_bytes(c.bytes):>7} per device per update in {c.count} "
                       f"{c.kind} over {c.axis}" + (f" (expected: {wanted})" if known else ""))
         for (kind, axis), wanted in missing.items():
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")

@@ -31,7 +31,7 @@ from zigzag.weights.network import Network
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Flags:
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
@@ -67,7 +67,7 @@ class Config:
     top_p: float = 1.0          # sample among the likeliest ids with this total probability
     min_p: float = 0.0          # sample among ids with at least this share of the likeliest's
                                 # probability
-    repetition_penalty: float = 1.0     # above 1: ids that have occurred become less likely
+    repetition_penalty: float = 1.0     # above 1: penalise ids that already occur in the text
     beams: int = 0              # print this many continuations, by beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
                                         # beam search divides scores by length to this power

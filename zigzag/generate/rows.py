@@ -152,7 +152,7 @@ def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, coun
 # -------------------------------------------------------------------------------------------
 # Ends and windows
 
-class Windows:
+class Contexts:
     """The ids in each row's context: the end of its prompt and the new ids. When the context is
     full, its last half is kept. (An encoder-decoder stops at its last position instead.)"""
 

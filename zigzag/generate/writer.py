@@ -15,7 +15,7 @@ from zigzag.generate.passes import Engine
 from zigzag.generate.prompts import (
     GROUPS,
     SAMPLING_FLAGS,
-    Config,
+    Flags,
     check_used,
     counted_repeats,
     given_text,
@@ -36,25 +36,25 @@ from zigzag.weights.network import Network
 
 class Asked(NamedTuple):
     """What a command line asks for."""
-    config: Config
+    flags: Flags
     text: str               # of the file of prompts, or of what is to be scored
     has_input: bool         # whether prompts come from elsewhere than the standard input
     is_chat: bool           # whether a person types
 
 
 def parse(argv: Sequence[str] | None) -> Asked:
-    given, _ = parse_flags(Config, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
+    given, _ = parse_flags(Flags, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
     check_shards(given)
-    config = Config(**given)
+    flags = Flags(**given)
     check_used(given)
     keep_compiled(least=0)
-    has_input = "prompt" in given or bool(config.prompts or config.source or config.score
-                                          or config.choices or config.bench)
-    is_chat = terminal.is_conversation() and not (has_input or config.json or config.beams)
-    if config.system and not (is_chat or config.chat):
+    has_input = "prompt" in given or bool(flags.prompts or flags.source or flags.score
+                                          or flags.choices or flags.bench)
+    is_chat = terminal.is_conversation() and not (has_input or flags.json or flags.beams)
+    if flags.system and not (is_chat or flags.chat):
         raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
                           "--chat")
-    return Asked(config, given_text(config), has_input, is_chat)
+    return Asked(flags, given_text(flags), has_input, is_chat)
 
 
 class Writer(NamedTuple):
@@ -68,8 +68,8 @@ class Writer(NamedTuple):
     asked: Asked
 
     @property
-    def config(self) -> Config:
-        return self.asked.config
+    def flags(self) -> Flags:
+        return self.asked.flags
 
     @property
     def network(self) -> Network:
@@ -81,17 +81,17 @@ class Writer(NamedTuple):
 
     def run(self) -> None:
         """Do what is asked for."""
-        config, text = self.config, self.asked.text
-        if config.bench:
-            bench(self.stream, self.params, self.c, config.model)
-        elif config.score:
+        flags, text = self.flags, self.asked.text
+        if flags.bench:
+            bench(self.stream, self.params, self.c, flags.model)
+        elif flags.score:
             self.score_texts(text)
-        elif config.choices:
+        elif flags.choices:
             self.score_choices(text)
         elif self.asked.is_chat:
             self.converse()
         else:
-            self.write(prompt_texts(config, text, self.asked.has_input))
+            self.write(prompt_texts(flags, text, self.asked.has_input))
 
     @property
     def has_source(self) -> bool:
@@ -104,25 +104,25 @@ class Writer(NamedTuple):
 
     def write(self, texts: Sequence[str]) -> None:
         """Print an answer for each of these prompts."""
-        config, params, c = self.config, self.params, self.c
+        flags, params, c = self.flags, self.params, self.c
         for tokens, some in self._batches(self._prompts(texts)):
             ids = [prompt.ids for prompt in some]
             source = [prompt.source for prompt in some] if self.has_source else None
             pieces = None
-            options = {name: getattr(config, name) for name in SAMPLING_FLAGS} | dict(
-                tokens=tokens, seed=[config.seed + prompt.repeat for prompt in some],
-                stop=self.ends, source=source, stop_at_context=config.stop_at_context,
+            options = {name: getattr(flags, name) for name in SAMPLING_FLAGS} | dict(
+                tokens=tokens, seed=[flags.seed + prompt.repeat for prompt in some],
+                stop=self.ends, source=source, stop_at_context=flags.stop_at_context,
                 say=terminal.note)
-            if config.beams:
-                if tokens < config.tokens:
-                    terminal.note(f"--tokens {config.tokens}: a beam search ends with the context, "
+            if flags.beams:
+                if tokens < flags.tokens:
+                    terminal.note(f"--tokens {flags.tokens}: a beam search ends with the context, "
                                   f"after {tokens}")
-                best = beam_search(self.engine, params, ids, config.beams, tokens, self.ends,
-                                   source, config.length_penalty, early_stop=False)
+                best = beam_search(self.engine, params, ids, flags.beams, tokens, self.ends,
+                                   source, flags.length_penalty, early_stop=False)
                 rows = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new,
                          {"score": score})
                         for prompt, beams in zip(some, best) for new, score in beams]
-            elif config.logprobs:
+            elif flags.logprobs:
                 results = self.generate(params, ids, c, logprobs=True, **options)
                 rows = [(prompt, new, {"ids": new, "logprobs": logprobs})
                         for prompt, (new, logprobs) in zip(some, results)]
@@ -130,36 +130,36 @@ class Writer(NamedTuple):
                 rows = [(prompt, [], {}) for prompt in some]
                 pieces = self.stream(params, ids, c, **options)
             answers = [self._answer(prompt, tokens, **more) for prompt, _, more in rows]
-            terminal.show(pieces or [[new for _, new, _ in rows]], answers, config.json)
+            terminal.show(pieces or [[new for _, new, _ in rows]], answers, flags.json)
 
     def _prompts(self, texts):
         """The texts as Prompts; with --chat, each is the one message of a conversation."""
-        if self.config.chat:
+        if self.flags.chat:
             talk = self._conversation()
             return counted_repeats([talk.ask(text, terminal.note) for text in texts])
-        return make_prompts(self.network, self.c, self.tokenizer, texts, self.config.source)
+        return make_prompts(self.network, self.c, self.tokenizer, texts, self.flags.source)
 
     def _conversation(self):
-        return chat.conversation(self.network, self.tokenizer, self.c, self.config.system,
-                                 self.config.chat)
+        return chat.conversation(self.network, self.tokenizer, self.c, self.flags.system,
+                                 self.flags.chat)
 
     def _answer(self, prompt, tokens, **more):
         room = sys.maxsize
-        if self.config.stop_at_context:
+        if self.flags.stop_at_context:
             context = context_of(self.network, self.c)
             room = context - min(len(prompt.ids), context) + 1
-        return Answer(self.tokenizer.decode, prompt, tokens, self.config.stop, room, **more)
+        return Answer(self.tokenizer.decode, prompt, tokens, self.flags.stop, room, **more)
 
     def _batches(self, prompts):
         """Yield (tokens, at most --batch prompts that all have room for that many new ids), in
         order. So the length of an answer does not depend on the other prompts."""
         def tokens_of(prompt):
-            if self.has_source or self.config.beams:
-                return max_new_tokens(self.network, self.c, prompt.ids, self.config.tokens)
-            return self.config.tokens
+            if self.has_source or self.flags.beams:
+                return max_new_tokens(self.network, self.c, prompt.ids, self.flags.tokens)
+            return self.flags.tokens
 
         for tokens, group in itertools.groupby(prompts, tokens_of):
-            while some := list(itertools.islice(group, self.config.batch)):
+            while some := list(itertools.islice(group, self.flags.batch)):
                 yield tokens, some
 
     # A conversation
@@ -169,7 +169,7 @@ class Writer(NamedTuple):
         talk = self._conversation()
         reading = None if self.has_source else Reading(
             self.engine, self.params,
-            Sampling(**{name: getattr(self.config, name) for name in SAMPLING_FLAGS}))
+            Sampling(**{name: getattr(self.flags, name) for name in SAMPLING_FLAGS}))
 
         def answer(line, pressed):
             prompt = talk.ask(line, terminal.note) if talk else make_prompts(
@@ -190,19 +190,19 @@ class Writer(NamedTuple):
 
     def _say(self, prompt, reading, pressed):
         """Print an answer while it is generated, until Ctrl-C is pressed. Returns its text."""
-        config, tokens = self.config, self.config.tokens
+        flags, tokens = self.flags, self.flags.tokens
         if reading and len(prompt.ids) > reading.context:
             terminal.note(f"that is {len(prompt.ids):,} tokens: the last {reading.context:,}, the "
                           f"model's context, are read")
         if reading:
-            pieces = reading.stream(prompt.ids, tokens, config.seed, self.ends,
-                                    config.stop_at_context)
+            pieces = reading.stream(prompt.ids, tokens, flags.seed, self.ends,
+                                    flags.stop_at_context)
         else:
             tokens = max_new_tokens(self.network, self.c, prompt.ids, tokens)
             pieces = self.stream(
-                self.params, [prompt.ids], self.c, tokens=tokens, seed=config.seed, stop=self.ends,
+                self.params, [prompt.ids], self.c, tokens=tokens, seed=flags.seed, stop=self.ends,
                 source=[prompt.source], piece=1, say=terminal.note,
-                **{name: getattr(config, name) for name in SAMPLING_FLAGS})
+                **{name: getattr(flags, name) for name in SAMPLING_FLAGS})
 
         def status():
             return "reading ..." if reading and reading.is_ready else "compiling ..."
@@ -222,25 +222,25 @@ class Writer(NamedTuple):
 
     def score_texts(self, text: str) -> None:
         """Print the log-probability of each text of the file --score."""
-        config = self.config
+        flags = self.flags
         texts, rows, sources = scored_texts(self.network, self.c, self.tokenizer, text,
-                                            config.score, config.by == "line")
-        parts = [slice(at, at + config.batch) for at in range(0, len(rows), config.batch)]
+                                            flags.score, flags.by == "line")
+        parts = [slice(at, at + flags.batch) for at in range(0, len(rows), flags.batch)]
         found = (pair for part in parts for *pair, _ in score(
-            self.engine, self.params, rows[part], sources and sources[part], config.batch))
-        terminal.show_scores(texts, found, config.json)
+            self.engine, self.params, rows[part], sources and sources[part], flags.batch))
+        terminal.show_scores(texts, found, flags.json)
 
     def score_choices(self, text: str) -> None:
         """Print how many questions of the file --choices the model answers right."""
-        config = self.config
-        items = choices.read_items(split_lines(text, config.choices, "--choices"))
+        flags = self.flags
+        items = choices.read_items(split_lines(text, flags.choices, "--choices"))
         if self.has_source:
-            raise ConfigError(f"--choices {config.choices}: expected a decoder; this model has an "
+            raise ConfigError(f"--choices {flags.choices}: expected a decoder; this model has an "
                               f"encoder")
 
         def scored(rows, given):
-            found = score(self.engine, self.params, rows, None, config.batch, given)
+            found = score(self.engine, self.params, rows, None, flags.batch, given)
             return [(total, count) for total, count, _ in found]
 
-        choices.show(items, choices.logprobs(scored, self.tokenizer, items, config.batch),
-                     config.json)
+        choices.show(items, choices.logprobs(scored, self.tokenizer, items, flags.batch),
+                     flags.json)

@@ -196,7 +196,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     the same branch, and the groups of a collective over data, fsdp, expert or tensor lie within one
     stage. So either all members of a group reach the collective, or none does. A seq ring is
     different: a collective-permute is one operation of all devices of the mesh, whichever pairs
-    it lists, and would wait for the idle stages for ever. With seq > 1 every stage therefore
+    it lists, and would deadlock. With seq > 1 every stage therefore
     computes both sides, and a `where` selects.
 
     Both branches must have the same type, so both results are marked as varying over every axis

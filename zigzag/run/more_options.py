@@ -98,7 +98,7 @@ class MoreOptions:
     metric: str = flag("", one_of=("", *metrics.TEXT_METRICS), of=("pairs",))
                                     # score answers to held-out pairs by exact, f1, rouge or
                                     # rouge_stemmed (which needs the package nltk)
-    beams: int = flag(0, of=("pairs",))     # beams of the search for these answers; 0: greedy
+    beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
     sample_temperature: float = flag(0.8, of=("text",))
                                     # temperature of the texts that an evaluation shows; 0: greedy
 

@@ -69,7 +69,7 @@ class Plan:
     sums: Any               # shapes of what the loss returns
     decisions: Any          # where each weight lives, and why
     dtype: str              # the precision in which the loss is computed
-    accumulate: int         # the number of micro-batches in a batch
+    accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
 
@@ -194,7 +194,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """The number of parts in which the loss of a batch is computed, apart from the compiler."""
+        """How many pieces our code (not the compiler) cuts a batch's loss into."""
         return self.accumulate * (1 if self.mode == JIT else self.row_groups)
 
 
@@ -222,7 +222,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     _check_floats(params)
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
-    # The rule looks at what a device computes: one micro-batch of its group's rows.
+    # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     tensor_dims = network.tensor_dims(config.network) if network else None
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
