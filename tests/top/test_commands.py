@@ -12,7 +12,7 @@ import pytest
 import model
 import train
 from networks import transformer
-from tests.common import SMALL, command, refused
+from tests.common import SMALL, command, peer, refused
 from tests.helpers import ROOT, mesh_of
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
@@ -28,6 +28,18 @@ def test_importing_takes_no_device():
     done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_libtpu_is_quiet_where_there_is_no_tpu():
+    """Five lines of another program's errors before each line of ours, for whoever has installed
+    the compiler for TPUs."""
+    peer("libtpu")
+    done = subprocess.run(
+        [sys.executable, "-c", "from zigzag.core import start\nstart.begin()\n"
+         "import jax\nprint(jax.devices()[0].platform)"], cwd=ROOT, text=True, capture_output=True,
+        env={**os.environ, "JAX_PLATFORMS": "", "ZIGZAG_LARGE_PAGES": "0"})
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
 @pytest.mark.skipif(start._glibc_version() < (2, 35), reason="another libc")

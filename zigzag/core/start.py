@@ -7,8 +7,13 @@ Large pages of memory, on Linux: glibc's malloc uses transparent huge pages only
 asks for them when a process starts. So a command that finds the variable unset restarts itself with
 it. It does not under a debugger or tracer, which would lose it; ZIGZAG_LARGE_PAGES=0 switches it
 off.
+
+libtpu, which --topology needs, complains in five lines where there is no TPU, also when a command
+only computes on the CPU. Its settings for such a machine keep it quiet.
 """
 
+import glob
+import importlib.util
 import os
 import re
 import signal
@@ -17,15 +22,29 @@ import threading
 from pathlib import Path
 
 TUNABLE = "glibc.malloc.hugetlb=1"
+# Settings of libtpu without a TPU, which also let several processes compile at once.
+LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
+              TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1")
+GOOGLE = "0x1ae0"       # the vendor of a TPU, as PCI names it
 
 
 def begin() -> None:
     """Prepare a command: at Ctrl-C it ends with status 130 and one line, not with a page of
-    imports; and it has large pages."""
+    imports; it has large pages, and a quiet libtpu."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    if importlib.util.find_spec("libtpu") and not _may_have_tpu():
+        for name, value in LIBTPU.items():
+            os.environ.setdefault(name, value)
     _restart_with_large_pages()
+
+
+def _may_have_tpu():
+    """Whether this machine has something of a TPU's vendor: a TPU, or a network card of its
+    cloud."""
+    return any(Path(path).read_text().strip() == GOOGLE
+               for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
 
 
 def has_begun() -> None:

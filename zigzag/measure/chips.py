@@ -10,6 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.start import LIBTPU
 
 
 class Chip(NamedTuple):
@@ -59,9 +60,6 @@ def memory_in_use(what: str = "bytes_in_use") -> int:
 # -------------------------------------------------------------------------------------------
 # Absent hardware
 
-# Settings of libtpu without a TPU, which also let several processes compile at once.
-_LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
-               TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1")
 # The cuDNN version assumed for an H100. (By default jax asks the installed cuDNN.)
 _CUDNN_VERSION = 91000
 # The description of an H100 with which XLA compiles for it, as a text proto.
@@ -87,7 +85,7 @@ def topology_devices(name: str) -> list[Any]:
     kind, _, size = name.partition(":")
     jax.config.update("jax_platforms", "cpu")       # do not look for an accelerator, nor occupy one
     _check_compiler(name, kind)
-    for key, value in _LIBTPU.items():
+    for key, value in LIBTPU.items():
         os.environ.setdefault(key, value)
     try:
         if kind == "h100":

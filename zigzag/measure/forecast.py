@@ -39,7 +39,7 @@ REMAT_KEEPS = {"none": (10, 4), "selective": (6, 3), "full": (2, 0)}
 # Bytes for each parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
 STATE_BYTES = 18
 # How papers count the FLOPs of an update.
-USUAL_COUNT = "6 a weight and token and attention with every key"
+USUAL_COUNT = "6 per weight per token, and attention to every key"
 # The share of the memory that formulas may fill: a compiler needs some more than they say.
 ROOM = 0.95
 # The number of best meshes that are shown, and how many of them are compiled until one fits.
@@ -116,6 +116,9 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
                               x[1].arithmetic + x[1].links))
     say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
         "" if known else " and the rates of a v5e, these devices' not being known"))
+    if len(devices) == 1 and devices[0].platform == "cpu":
+        say("         (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight devices "
+            "here)")
     for one, cost in costs[:SHOWN]:
         say(f"         {one.mesh:36} {1e3 * (cost.arithmetic + cost.links):8.1f} ms: arithmetic "
             f"{1e3 * cost.arithmetic:.1f}, links {1e3 * cost.links:.1f}; about "
@@ -158,9 +161,9 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     reporter.line(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
                   f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
                   + fits)
-    frozen = " (4 of a frozen weight)" if config.lora_rank else ""
-    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} of {USUAL_COUNT}"
-                  + frozen)
+    frozen = "; 4 per frozen weight" if config.lora_rank else ""
+    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} times the usual "
+                  f"count ({USUAL_COUNT}{frozen})")
     reporter.line(f"links    {_gib(sent)} sent by a device")
     if not chip:
         return
@@ -217,8 +220,8 @@ def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, took: Sequen
                   f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
                   f"{reporter.first_step:.1f} s")
     reporter.line(f"speed    {tokens / step:,.0f} tokens/s, {flops / step / 1e9:,.0f} Gflop/s "
-                  f"({USUAL_COUNT}), {flops / step / best:.0%} of the {best / 1e9:,.0f} that a "
-                  f"matrix product reaches here, mfu "
+                  f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
+                  f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
                   + ("n/a" if share is None else f"{share:.1%}"))
     # (Of neighbours: what else the machine does changes more than this from second to second.)
     costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
