@@ -232,7 +232,11 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
     and a dict of sums to log comes third. With seq, each device has only some of the row's
-    tokens, not in order, so shifting them here would be wrong: make targets in data.collate."""
+    tokens, not in order, so shifting them here would be wrong: make targets in data.collate.
+
+        loss -> shard.pipelined_loss -> embed_tokens -> shard.embed_lookup
+                                     -> shard.layers -> layer -> block -> columns, attend, row
+                                     -> head -> norm_and_head, shard.token_loss"""
     def embed_tokens(params, batch):
         return embed(params, batch["tokens"], config)
 

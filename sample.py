@@ -4,27 +4,25 @@
     generate_simply   the same ids with a cache of keys and values: one row, one device, a loop
     generate          the same ids again, compiled: batches of prompts, any mesh
 
-    generate -> stream -> begin -> prefill -> network.extend    prompts, chunk by chunk into a cache
-                                -> draw                         the first new id of each
-                       -> decode -> network.extend, draw        one compiled loop: an id, and an id
-
-    . . t h e |        prompts are padded on the left. Slots before a row's start are masked, and
-    o n c e   |        have no position
-              ^ all rows choose their first new id in the same slot
+    generate -> stream -> passes.begin -> prefill -> network.extend    prompts, into a cache
+                                       -> draw                         the first new id of each
+                       -> passes.decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
 pass (zigzag/generate/passes.py) is one shard_map, as a training step is. A single token has no time
 to split, so its `shard.row` is an all-reduce. The passes hand on a dict of arrays, the state of B
-rows. Over data, fsdp and expert each device has its own rows of it; [] is the same on all devices.
+rows: prompts, padded on the left to one length, and as many more as the mesh needs. Over data, fsdp
+and expert each device has its own rows. What has no B is whole on all devices.
 
-    cache      for each layer k, v [B, K, S, N]: tensor splits the heads K, or else the slots S
-    start      [B]          the slot where a row begins
-    slot       []           the slot of the next token to be read
-    ids        [B, tokens]  the new ids so far: `count` [] of them
-    logprobs   [B, tokens]  their log-probabilities
-    ended      [B]          whether one of the ids `ends` [8], which all rows share, has come
-    seeds      [B, 3]       from which, and from `count`, a row's random numbers follow
-    seen       [B, V]       the ids in the row, for a repetition_penalty
+    cache      keys and values of each layer, most often k, v [B, K, S, N]: tensor splits the heads
+               K or, if it does not split their weights, the slots S (zigzag/generate/cache.py)
+    start      [B]        the slot where a row begins, after its padding
+    slot       []         the slot of the next token to be read
+    ids        [B, room]  the new ids, and `count` [], how many there are so far
+    logprobs   [B, room]  their log-probabilities, before temperature and penalty
+    ended      [B]        whether a row has one of the ids `ends` [8 or more] (-1: none)
+    seeds      [B, 3]     a row's random numbers follow from these and from `count`
+    seen       [B, V]     the ids in a row; only with a repetition_penalty
 
     python sample.py --run out --prompt "def main("
 """
@@ -47,21 +45,21 @@ from jax import Array
 import networks
 import shard
 from zigzag.core.flags import run_main
-from zigzag.core.mesh import mesh_of_flags
+from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
 from zigzag.generate import decoding, passes, scores, search
+from zigzag.generate.answers import collected, stops_of
 from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
 from zigzag.generate.rows import Contexts, check_writes, on_host, padded_length, seeds_of
-from zigzag.generate.terminal import collected, ends_quietly, stops_of
+from zigzag.generate.terminal import ends_quietly
 from zigzag.generate.writer import Writer, parse
 
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, found without a cache. (The text must fit into
-    the context, config.seq_len.)"""
+    """The ids that `generate` adds to this prompt, found without a cache, within the context."""
     forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -95,9 +93,8 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
 
 
 def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
-    """One id for each row of logits [B, V], by each row's own random key:
-
-        logits -> temperature -> top_k -> top_p -> min_p -> one id"""
+    """One id for each row of logits [B, V] (after a repetition_penalty), by each row's own random
+    key: temperature -> top_k -> top_p -> min_p -> one id."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
@@ -118,11 +115,9 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def engine_of(config: Any, what: str = "sample") -> passes.Engine:
-    """What the compiled passes need. Refused if the model, called `what`, writes no text."""
-    network = networks.network_of(config)
-    check_writes(network, config, what)
-    return passes.Engine(network, config, shard.gather, draw)
+def engine_of(config: Any) -> passes.Engine:
+    """The model as passes take it: they call `draw` as it is here, also after an edit."""
+    return passes.Engine(networks.network_of(config), config, shard.gather, draw)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -130,7 +125,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
              tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
-    options are those of `stream`."""
+    options are those of `stream`, but piece."""
     stop, answers = stops_of(stop, tokenizer, prompts, tokens)
     piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
     results = collected(answers, stream(params, prompts, config, tokens, sampling, stop=stop,
@@ -146,8 +141,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
     prompts that have ended. The first piece has one id for each prompt, others up to `piece`.
 
-        sampling    how an id is chosen; a number is a temperature. The fields of Sampling may also
-                    be given by name: temperature, top_k, top_p, min_p, repetition_penalty
+        sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
+                    temperature, top_k, top_p, min_p, repetition_penalty
         seed        one number, or one for each prompt
         source      for an encoder-decoder: ids, or what its stem reads, for each prompt; its
                     prompts are [[zigzag.hub.llama.start_id(config)]]
@@ -157,22 +152,22 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     at positions from 0; with stop_at_context it ends. A prompt that is longer keeps its end. `say`
     is called with a line about either."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
-    stop = decoding.end_ids(stop, config.vocab_size)
-    text = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
+    ends = decoding.end_ids(stop, config.vocab_size)
+    contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
     sent = full = 0         # new ids yielded so far, and how many of them fit into the context
     state = None
-    while state is None or sent < tokens and text.unfinished.any():
+    while state is None or sent < tokens and contexts.unfinished.any():
         with mesh_of_weights(params):
             if sent == full:            # read the prompts; later, the last half of full rows
                 if sent:
-                    text.keep_last_half()
-                full = sent + text.room()
-                room = text.room() if sent else min(tokens, full)
-                rows = engine.arrays(text.rows, room, source)
+                    contexts.keep_last_half()
+                full = sent + contexts.room()
+                room = contexts.room() if sent else min(tokens, full)
+                rows = engine.arrays(contexts.rows, room, source)
                 if not sent:
                     params = engine.for_decoding(params)
                     state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(
-                        rows, seed, count=len(prompts)), stop, sampling, config.vocab_size)
+                        rows, seed, count=len(prompts)), ends, sampling, config.vocab_size)
                 state, length = passes.begin(engine, params, state, rows, room, sampling)
             else:
                 limit = np.int32(min(sent + piece, tokens, full))
@@ -180,22 +175,22 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         count = min(int(on_host(state["count"])), tokens)
         ids, logs = (on_host(state[name])[:len(prompts), sent:count].tolist()
                      for name in ("ids", "logprobs"))
-        lengths = text.add(ids, stop)
+        lengths = contexts.add(ids, ends)
         new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
         yield new if logprobs else [ids for ids, _ in new]
         sent = count
 
 
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
-                 sampling: Sampling = Sampling(), seed: int = 0, ends: tuple[int, ...] = (),
-                 beams: int = 0) -> Array:
+                 sampling: Sampling | float = Sampling(), seed: int = 0,
+                 ends: tuple[int, ...] = (), beams: int = 0) -> Array:
     """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
     are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
     after the first one in `ends` mean nothing."""
-    engine = engine_of(config)
+    engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
         return search.best_ids(engine, params, rows, tokens, ends, beams)
-    return passes.generate_ids(engine, params, rows, tokens, sampling, seed, ends)
+    return passes.write_ids(engine, params, rows, tokens, sampling, seed, ends)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
@@ -208,15 +203,17 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
                 tokens: int = 128, eos: int | Sequence[int] | None = None, source: Any = None,
                 length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
-    """The best continuations of each prompt, as pairs (ids, score): zigzag/generate/search.py."""
-    return search.beam_search(engine_of(config), params, prompts, beams, tokens, eos, source,
+    """The best continuations of each prompt, best first: pairs (ids, score). A score is a sum of
+    log-probabilities, divided by length ** length_penalty. (search.py says when a search ends.)"""
+    return search.best_beams(engine_of(config), params, prompts, beams, tokens, eos, source,
                               length_penalty, early_stop)
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
-    """(log-probability, number of ids[, likeliest]) of each row: zigzag/generate/scores.py."""
-    found = scores.score(engine_of(config), params, rows, sources, batch, given)
+    """The log-probability of each row's ids after the first, or after the first given[row], and how
+    many these are; with likeliest, also how many are the likeliest in their place (scores.py)."""
+    found = scores.logprobs_of(engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
 
 
@@ -239,11 +236,13 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """As load, of what the flags name: the weights are as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
-        engine = engine_of(networks.hf_config(flags.model), f"--model {flags.model}")
-        tokenizer = published_tokenizer(flags.model, engine.config.vocab_size)
+        c = networks.hf_config(flags.model)
+        check_writes(networks.network_of(c), c, f"--model {flags.model}")
+        tokenizer = published_tokenizer(flags.model, c.vocab_size)
         params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
         return params, c, tokenizer
-    engine_of(networks.config_of_run(flags.run), f"--run {flags.run}")
+    c = networks.config_of_run(flags.run)
+    check_writes(networks.network_of(c), c, f"--run {flags.run}")
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer
@@ -251,9 +250,10 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with ends_quietly():
+        keep_compiled(least=0)
         asked = parse(argv)
         params, c, tokenizer = load_model(asked.flags)
-        Writer(generate, stream, engine_of(c), params, tokenizer, asked).run()
+        Writer(generate, stream, beam_search, score, engine_of(c), params, tokenizer, asked).run()
 
 
 if __name__ == "__main__":

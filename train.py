@@ -2,8 +2,10 @@
 
     python train.py --shards 4
 
-    batch -> [ part -> loss -> gradient ] x accumulate -> one sum over data -> AdamW
-             \\__________________ shard_map: our collectives _______________/   \\_ the compiler's
+    step -> gradients -> shard_map: on_device -> gather_weights     once, over fsdp
+                                              -> add_part: loss, its gradient, scatter  (each part)
+                                              -> sum_gradients      once, over all devices
+         -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains anything. A task is three functions; tasks/ has those of the command line:
 
@@ -240,8 +242,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
           schedule: Callable | None = None) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`. (plan.py
-    decides where weights live and how the loss runs on the mesh, by one of the ways in modes.py.)
-    """
+    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways.)"""
     own = networks.own_loss(config, loss)       # (else a custom one, which `fit` compares)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, own, schedule)
     update = optimizer(plan.config, plan.trained)
@@ -283,8 +284,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record                      saved in config.json; must be the same when the run continues
         flops                       the arithmetic of an update, for MFU
         bits_per_nat                the held-out loss times this is bits per byte
-        say                         the Reporter that prints progress
-    """
+        say                         the Reporter that prints progress"""
     stop: list[int] = []
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},

@@ -17,6 +17,8 @@ import json
 from pathlib import Path
 from typing import Any, Callable
 
+from jax.sharding import Mesh
+
 import model
 from networks import blip2, clip, sam, swin, transformer
 from zigzag.core.errors import ConfigError
@@ -186,9 +188,9 @@ def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
-def load_for_decoding(folder: str | Path, mesh: Any, edited: bool = False) -> tuple[Params, Any]:
-    """As load_hf, but the weights are as decoding uses them: in the precision that the devices are
-    best at, and with a list of layers (the stacks for training are never made)."""
+def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> tuple[Params, Any]:
+    """As load_hf, but on a mesh, and with the weights as decoding uses them: in the precision that
+    the devices are best at, with a list of layers (the stacks for training are never made)."""
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     folders.check_hf(network, folder, config, edited)

@@ -14,7 +14,6 @@ from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes
-from zigzag.generate import writer
 from zigzag.generate.choices import Item, logprobs, read_items, split_ids
 
 
@@ -98,11 +97,11 @@ def test_accuracy_by_the_sum_and_by_the_length(capsys, monkeypatch, tmp_path):
     FakeModel(monkeypatch, [])
     found = {"yes": -2.0, "no": -3.0, "aaaa": -7.0, "b": -2.0, "a": -1.0}
 
-    def score(engine, params, rows, sources, batch, given):
+    def score(params, rows, config, batch, given):
         assert batch == 5 and all(row[:3] == [256, ord("q"), ord(" ")] for row in rows)
-        return [(found[bytes(row[3:]).decode()], len(row) - n, 0) for row, n in zip(rows, given)]
+        return [(found[bytes(row[3:]).decode()], len(row) - n) for row, n in zip(rows, given)]
 
-    monkeypatch.setattr(writer, "score", score)
+    monkeypatch.setattr(sample, "score", score)
     (tmp_path / "f").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
     flags = ["--choices", tmp_path / "f", "--batch", 5]
     first, second, _, total = map(json.loads, sampled(capsys, *flags, "--json").splitlines())

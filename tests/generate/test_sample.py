@@ -16,6 +16,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.generate import decoding, passes
+from zigzag.generate.reading import Reading
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
@@ -240,6 +241,43 @@ def test_prompts_up_to_a_length_share_a_program(trained, caplog):
     assert compiled(params, PROMPTS, config)
     assert not compiled(params, PROMPTS, config, seed=1)
     assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, seed=2)
+
+
+def test_an_edited_draw_is_in_every_generator(trained, monkeypatch):
+    """A way to generate that keeps the `draw` it was compiled with, or has another one: a fork's
+    edit of sample.draw would change some texts and not others."""
+    params, config = trained
+    rows = {"tokens": np.array([[1, 2, 3]])}
+
+    def texts():
+        reading = Reading(sample.engine_of(config), sample.for_decoding(params, config),
+                          decoding.GREEDY)
+        talk = [new for piece in reading.stream([1, 2, 3], 4, 0, ()) if piece for new in piece[0]]
+        return [*sample.generate(params, [[1, 2, 3]], config, 4, 0),
+                sample.generate_ids(params, rows, config, 4, 0)[0].tolist(),
+                sample.generate_slowly(params, [1, 2, 3], config, 4, 0),
+                sample.generate_simply(params, [1, 2, 3], config, 4, 0), talk]
+
+    first = texts()
+    assert all(text == first[0] for text in first) and first[0] != [7, 7, 7, 7]
+    monkeypatch.setattr(sample, "draw", lambda logits, keys, sampling: jnp.full(
+        len(logits), 7, jnp.int32))
+    assert texts() == [[7, 7, 7, 7]] * 5
+
+
+def test_a_sampling_and_its_fields_by_name_are_the_same(trained):
+    """A field by name that is dropped, or silently beats another; a misspelt one that is taken for
+    an option of something else."""
+    params, config = trained
+    given = params, [[1, 2]], config, 12
+    by_name = sample.generate(*given, temperature=0.7, top_k=5, seed=3)
+    assert by_name == sample.generate(*given, decoding.Sampling(0.7, top_k=5), seed=3)
+    assert by_name == sample.generate(*given, 0.7, top_k=5, seed=3)
+    assert by_name == sample.generate(*given, decoding.Sampling(0.7), top_k=5, seed=3)
+    with pytest.raises(TypeError, match="two temperatures: 0.7 and 0.9"):
+        sample.generate(*given, 0.7, temperature=0.9)
+    with pytest.raises(TypeError, match="'top' is no option of generation.*top_"):
+        sample.generate(*given, top=5)
 
 
 def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):

@@ -27,9 +27,9 @@ from tests.helpers import ROOT, config_of, make
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
 from zigzag.generate import chat, terminal, writer
+from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import Prompt, max_new_tokens, step_of, whole_context
 from zigzag.generate.rows import context_of
-from zigzag.generate.terminal import Answer
 
 CONTEXT = 40
 
@@ -194,11 +194,11 @@ def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatc
     fake.seen.clear()
     beams = []
 
-    def beam_search(engine, params, prompts, count, tokens, *_, **__):
+    def beam_search(params, prompts, c, count, tokens, *_):
         beams.append((len(prompts), tokens))
         return [[([1], -1.0)] for _ in prompts]
 
-    monkeypatch.setattr(writer, "beam_search", beam_search)
+    monkeypatch.setattr(sample, "beam_search", beam_search)
     sampled(capsys, "--beams", 2, "--tokens", 9)
     assert beams == [(2, 9), (1, 4), (1, 9)]
 
@@ -217,10 +217,10 @@ def test_beams_are_shown_with_their_scores(capsys, monkeypatch):
     """Beams of one prompt printed for another."""
     FakeModel(monkeypatch, [])
 
-    def beams(engine, params, prompts, *_, **__):
+    def beams(params, prompts, *_, **__):
         return [[(write_ids(f"{p[-1]}"), -1.5), (write_ids("zz"), -2.0)] for p in prompts]
 
-    monkeypatch.setattr(writer, "beam_search", beams)
+    monkeypatch.setattr(sample, "beam_search", beams)
     given_input(monkeypatch, b"a\nb")
     assert sampled(capsys, "--beams", 2).splitlines() == [
         "   -1.500  a97", "   -2.000  azz", "   -1.500  b98", "   -2.000  bzz"]
@@ -234,11 +234,11 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
     FakeModel(monkeypatch, [])
     seen = []
 
-    def score(engine, params, rows, sources, batch):
+    def score(params, rows, config, sources, batch):
         seen.append((rows, sources))
-        return [(-2.0 * (len(row) - 1) - len(rows), len(row) - 1, 0) for row in rows]
+        return [(-2.0 * (len(row) - 1) - len(rows), len(row) - 1) for row in rows]
 
-    monkeypatch.setattr(writer, "score", score)
+    monkeypatch.setattr(sample, "score", score)
     (tmp_path / "t").write_text('ab\n{"text": "cde"}\n\nf\n')
     by_line = ["--score", tmp_path / "t", "--by", "line"]
     rows = [json.loads(line) for line in sampled(capsys, *by_line, "--json", "--batch", 2

@@ -85,7 +85,7 @@ def _chosen(there):
 
 
 class TokenFiles:
-    """Tokens of other programs, with the attributes of a prepared folder (data.Corpus). `path` is
+    """Tokens of other programs, with the attributes of a prepared folder (corpus.Corpus). `path` is
     one path or several, of which token_files gives the files."""
 
     def __init__(self, path: str | Path | Sequence[str | Path], vocab_size: int,

@@ -1,7 +1,11 @@
 """Generating text with a model. Read it for sampling.
 
     cache       the KV cache
-    decoding    choosing an id, the decoding loop, beam search, decoding on a mesh
+    passes      the compiled passes: prompts into a cache, and a loop that adds ids
+    decoding    Sampling; the state of the loop; which device has which part of it
+    search      beam search
+    scores      log-probabilities of given ids
+    answers     the text of an answer while its ids arrive; stop texts
     prompts     sample.py's flags; prompts from files and standard input, as ids
     rows        prompts as padded rows; the context of each row
     reading     the row of a conversation, whose cache is kept between turns

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import (
     batch_spec,
     cast,
@@ -60,7 +60,12 @@ GREEDY = Sampling(temperature=0)
 
 def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
     """The Sampling with these of its fields changed; a number is one with this temperature."""
+    known = [f.name for f in dataclasses.fields(Sampling)]
+    if wrong := [name for name in changes if name not in known]:
+        raise TypeError(f"{wrong[0]!r} is no option of generation" + did_you_mean(wrong[0], known))
     if not isinstance(sampling, Sampling):
+        if "temperature" in changes:
+            raise TypeError(f"two temperatures: {sampling} and {changes['temperature']}")
         sampling = Sampling(temperature=sampling)
     return dataclasses.replace(sampling, **changes) if changes else sampling
 

@@ -1,12 +1,14 @@
 """The compiled passes of generation, on one device or on a mesh.
 
     new_cache       an empty cache; with an encoder, the keys and values of its sources
+    read_chunk      some tokens of each row, into the cache
     prefill         prompts, chunk by chunk, into a new cache
     choose_ids      one id for each row, from the logits after its prompt
     begin           both: from prompts to their first new ids
     decode          a compiled loop: read each row's last id, choose the next
+    write_ids       all of it, inside a compiled function
 
-Each takes an Engine first: the model, and what decoding calls of the top-level files. On a mesh a
+Each takes an Engine first: a model, and two functions of top-level files. On a mesh a
 pass is one shard_map (decoding.on_mesh), in which a device has its rows, all layers, and its part
 of each weight and of the cache.
 """
@@ -42,11 +44,13 @@ class Engine:
         return decoding.specs_for_decoding(self.network, self.config, mesh)
 
     def for_decoding(self, params: Any) -> Any:
-        """The weights as decoding uses them: cast, split, and with a list of layers."""
+        """The weights as decoding uses them on the ambient mesh: cast, split, and with a list of
+        layers."""
         return decoding.for_decoding(params, self.config.dtype, self.specs)
 
     def arrays(self, prompts: Sequence[Sequence[int]], tokens: int, source: Any) -> dict[str, Any]:
-        """The prompts as arrays, refused if there are no positions for `tokens` more ids."""
+        """The prompts as arrays, and rows of padding until their number divides over the ambient
+        mesh. Refused if there are no positions for `tokens` more ids."""
         return prompt_arrays(self.network, prompts, self.config, tokens, source)
 
     def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
@@ -114,12 +118,11 @@ def prefill(engine: Engine, params: Any, rows: dict[str, Any], tokens: int, chun
     slots = P + (padded_length(tokens) if tokens else 0)
     length = engine.network.decoding_length(engine.config, P + tokens, slots)
     state = {"cache": new_cache(engine, params, rows, slots)}
-    for begin in range(0, P, chunk):
-        inputs = {name: x[:, begin:begin + chunk] if name in has_time else x
+    for at in range(0, P, chunk):
+        inputs = {name: x[:, at:at + chunk] if name in has_time else x
                   for name, x in rows.items() if not name.startswith("source")}
         before = state.get("sums", 0)
-        state = read_chunk(engine, params, state["cache"], {**inputs, "slot": np.int32(begin)},
-                           length)
+        state = read_chunk(engine, params, state["cache"], {**inputs, "slot": np.int32(at)}, length)
         if "sums" in state:
             state["sums"] += before
     return {**state, "start": rows["start"], "slot": np.int32(P)}, length
@@ -158,8 +161,8 @@ def decode(engine: Engine, params: Any, state: dict[str, Any], limit: Array, len
             state, any_is_unfinished = carry
             return any_is_unfinished & (state["count"] < limit)
 
-        begin = state, decoding.any_device(~state["ended"])
-        return jax.lax.while_loop(goes_on, write_one, begin)[0]
+        first = state, decoding.any_device(~state["ended"])
+        return jax.lax.while_loop(goes_on, write_one, first)[0]
 
     return engine.on_mesh(run, params, state | {"limit": limit}, state)
 
@@ -184,8 +187,8 @@ def traced_rows(engine: Engine, params: Any, rows: dict[str, Array]) -> tuple[An
 
 
 @jax.jit(static_argnames=("engine", "tokens", "sampling", "ends"))
-def generate_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-                 sampling: Sampling, seed: int, ends: tuple[int, ...]) -> Array:
+def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
+              sampling: Sampling, seed: int, ends: tuple[int, ...]) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing."""
     count = len(rows["tokens"])
     params, rows = traced_rows(engine, params, rows)

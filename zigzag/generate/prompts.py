@@ -78,6 +78,10 @@ class Flags:
     def __post_init__(self) -> None:
         _check_flags(self)
 
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
+
 
 # The groups of flags in --help.
 GROUPS = {
@@ -94,53 +98,51 @@ NOT_USED = {"score": (*OF_NEW_IDS, "logprobs"), "choices": (*OF_NEW_IDS, "logpro
             "bench": (*OF_NEW_IDS, "beams", "prompt", "prompts", "source", "system", "json",
                       "logprobs", "batch"),
             "beams": ("temperature", "seed")}
-# The flags that are also fields of Sampling.
-SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class TooLong(ConfigError):
     """A prompt that is longer than the model's context."""
 
 
-def _check_flags(config):
+def _check_flags(flags):
     """Refuse flags with wrong values, and flags that exclude each other."""
-    check_values(config)
+    check_values(flags)
     try:
-        Sampling(**{name: getattr(config, name) for name in SAMPLING_FLAGS})
+        flags.sampling
     except ConfigError as e:
         raise ConfigError(f"--{e}") from None
     given = [f"--{name}" for name in ("prompt", "prompts", "score", "choices")
-             if getattr(config, name)]
+             if getattr(flags, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: give one of them")
     others = ("source", "score", "choices", "bench")
-    if config.chat and (given := [f"--{name}" for name in others if getattr(config, name)]):
+    if flags.chat and (given := [f"--{name}" for name in others if getattr(flags, name)]):
         raise ConfigError(f"--chat is for prompts: give it without {given[0]}")
-    if config.logprobs and (not config.json or config.beams):
+    if flags.logprobs and (not flags.json or flags.beams):
         raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
-    if config.by not in ("", "line"):
-        raise ConfigError(f"--by {config.by}: expected line; without it, --score reads running "
+    if flags.by not in ("", "line"):
+        raise ConfigError(f"--by {flags.by}: expected line; without it, --score reads running "
                           f"text as one document")
-    if config.by and not config.score:
-        raise ConfigError(f"--by {config.by}: says how --score reads a file; give --score too")
+    if flags.by and not flags.score:
+        raise ConfigError(f"--by {flags.by}: says how --score reads a file; give --score too")
     for name in ("score", "choices"):
-        if config.beams and getattr(config, name):
+        if flags.beams and getattr(flags, name):
             raise ConfigError(f"--beams and --{name}: give one of them")
-    if config.length_penalty != 1 and not config.beams:
+    if flags.length_penalty != 1 and not flags.beams:
         raise ConfigError("--length_penalty is for beam search: give --beams too")
-    if config.beams and any(getattr(config, name) != default for name, default in (
+    if flags.beams and any(getattr(flags, name) != default for name, default in (
             ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
         raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
                           "--min_p or --repetition_penalty")
-    if "" in config.stop:
+    if "" in flags.stop:
         raise ConfigError("--stop '': expected a text")
-    if config.edited and not config.model:
+    if flags.edited and not flags.model:
         raise ConfigError("--edited is for a published model: give --model FOLDER")
-    if config.checkpoint and config.model:
+    if flags.checkpoint and flags.model:
         raise ConfigError("--checkpoint is for a run: give --run, not --model")
     for name in ("prompt", "system", "stop"):
         try:
-            "".join(getattr(config, name)).encode()
+            "".join(getattr(flags, name)).encode()
         except UnicodeEncodeError as e:
             raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character {e.start}; "
                               f"expected text in UTF-8") from None
@@ -223,23 +225,23 @@ def has_objects(lines: Sequence[tuple[str, str]], field: str, path: str) -> bool
     return path.endswith((".jsonl", ".json")) or bool(lines) and _is_object(lines[0][1], field)
 
 
-def given_text(config: Any) -> str:
+def given_text(flags: Any) -> str:
     """The text of the file that the command line names, or ''."""
-    if config.score:
-        return read_text(config.score, "--score", "a text")
-    if config.choices:
-        return read_text(config.choices, "--choices", "a question on each line")
-    return read_text(config.prompts, "--prompts") if config.prompts else ""
+    if flags.score:
+        return read_text(flags.score, "--score", "a text")
+    if flags.choices:
+        return read_text(flags.choices, "--choices", "a question on each line")
+    return read_text(flags.prompts, "--prompts") if flags.prompts else ""
 
 
-def prompt_texts(config: Any, text: str, has_input: bool) -> list[str]:
+def prompt_texts(flags: Any, text: str, has_input: bool) -> list[str]:
     """The prompts, from a file's text, the command line or standard input. An empty standard input
     is one empty prompt: the beginning of a document."""
-    if has_input and not config.prompts:
-        return [config.prompt]
-    lines = split_lines(text, config.prompts, "--prompts") if text else split_lines(
+    if has_input and not flags.prompts:
+        return [flags.prompt]
+    lines = split_lines(text, flags.prompts, "--prompts") if text else split_lines(
         read_text("-", ""), "-", "")
-    return [text for text, in parse_lines(lines, ["prompt"], config.prompts)] or [""]
+    return [text for text, in parse_lines(lines, ["prompt"], flags.prompts)] or [""]
 
 
 def file_prompts(path: str, flag: str) -> list[str]:

@@ -100,6 +100,7 @@ def pad_rows(rows: Any, xp: Any = np) -> Any:
 def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
                   source: Any) -> dict[str, np.ndarray]:
     """Prompts and sources as arrays, whose number of rows divides over the mesh."""
+    check_writes(network, c, "sample")
     padded, start = padded_prompts(network, prompts, c, tokens)
     arrays = {"tokens": padded, "start": start,
               **source_arrays(network, source, c, len(prompts))}
@@ -158,6 +159,7 @@ class Contexts:
 
     def __init__(self, network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
                  stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn):
+        check_writes(network, c, "sample")
         longest = _check_ids("prompt", prompts, c)
         self.context = size = context_of(network, c)
         self.rows = [list(prompt[-size:]) for prompt in prompts]

@@ -20,8 +20,8 @@ from zigzag.generate.rows import on_host, pad_rows
 from zigzag.parallel.products import LOGITS
 
 
-def score(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any, batch: int,
-          given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
+def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
+                batch: int, given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
     """For each row of ids, the sum of their log-probabilities, how many there are, and how many of
     them are the likeliest in their place. Every id has a log-probability except the first, or the
     first given[row] ids. A row longer than the context is read in windows that overlap by half;

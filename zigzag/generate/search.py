@@ -1,6 +1,6 @@
 """Beam search: each prompt has K running beams, and the K best that have finished.
 
-    beam_search     of lists of ids
+    best_beams      of each prompt
     best_ids        the best beam of each row, inside a compiled function
     beam_loop       the loop: K times V candidates -> the K best that go on, the K best that ended
 """
@@ -24,23 +24,33 @@ LOWEST = -3e38          # the score of such a beam: below all real ones, which m
 FINISHED = ("finished", "finished_scores", "lengths")       # in the state: the best beams
 
 
-def beam_search(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
-                tokens: int, eos: Any, source: Any, length_penalty: float, early_stop: bool | str
-                ) -> list[list[tuple[list[int], float]]]:
+def _check(beams, tokens, length_penalty, early_stop, vocab_size):
+    """Refuse options of a beam search."""
+    if not 1 <= beams <= vocab_size:
+        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
+    if tokens < 1:
+        raise ConfigError(f"tokens {tokens}: must be at least 1")
+    if not math.isfinite(length_penalty):
+        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
+    if early_stop not in (True, False, "never"):
+        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
+
+
+def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
+               tokens: int, eos: Any, source: Any, length_penalty: float, early_stop: bool | str
+               ) -> list[list[tuple[list[int], float]]]:
     """For each prompt, the `beams` best continuations that the search finds: pairs (ids, score),
     best first. The score is the sum of log-probabilities, divided by length ** length_penalty. An
     id in `eos` ends a continuation; it counts in the score and is not returned. early_stop says
     when the search ends. False: when no running beam, at its present length, can beat a finished
     one. "never": when none can at any length. True: as soon as `beams` beams have finished."""
     vocab_size = engine.config.vocab_size
-    check_beams(beams, tokens, length_penalty, early_stop, vocab_size)
-    ends = np.array(end_ids(eos, vocab_size) or [-1], np.int32)
+    _check(beams, tokens, length_penalty, early_stop, vocab_size)
+    ends = end_ids(eos, vocab_size)
     with mesh_of_weights(params):
         rows, params = engine.arrays(prompts, tokens, source), engine.for_decoding(params)
-        state, length = prefill(engine, params, rows, tokens)
-        state |= {"ends": ends, "limit": np.int32(tokens)}
-        best = _search(engine, params, state, length, beams, padded_length(tokens),
-                       float(length_penalty), early_stop)
+        best = _read_and_search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
+                                float(length_penalty), early_stop)
         ids, scores, lengths = (on_host(best[name]) for name in FINISHED)
     return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k])) for k in range(beams)
              if scores[row, k] > LOWEST] for row in range(len(prompts))]
@@ -53,9 +63,15 @@ def best_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
     function."""
     count = len(rows["tokens"])
     params, rows = traced_rows(engine, params, rows)
-    state, length = prefill(engine, params, rows, tokens)
-    state |= {"ends": np.array(ends or [-1], np.int32), "limit": tokens}
-    return _search(engine, params, state, length, beams, tokens, 1.0, False)["finished"][:count, 0]
+    best = _read_and_search(engine, params, rows, ends, beams, tokens, tokens, 1.0, False)
+    return best["finished"][:count, 0]
+
+
+def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
+    """The best beams of these rows: at most `limit` ids, in arrays with room for `size`."""
+    state, length = prefill(engine, params, rows, limit)
+    state |= {"ends": np.array(ends or [-1], np.int32), "limit": np.int32(limit)}
+    return _search(engine, params, state, length, beams, size, *options)
 
 
 @jax.jit(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
@@ -89,19 +105,6 @@ def _begin_beams(logits, beams, tokens):
     return {**mark_varying(state, logits), "count": jnp.int32(0)}
 
 
-def check_beams(beams: int, tokens: int, length_penalty: float, early_stop: Any, vocab_size: int
-                ) -> None:
-    """Refuse options of a beam search."""
-    if not 1 <= beams <= vocab_size:
-        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
-    if tokens < 1:
-        raise ConfigError(f"tokens {tokens}: must be at least 1")
-    if not math.isfinite(length_penalty):
-        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
-    if early_stop not in (True, False, "never"):
-        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
-
-
 def _gather_beams(tree, beams):
     """Beams number `beams` [B, k] from arrays [B, K, ...]."""
     return jax.tree.map(lambda a: jnp.take_along_axis(
@@ -112,7 +115,7 @@ def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, end
               beams: int, tokens: int, limit: Array, length_penalty: float,
               early_stop: bool | str) -> dict[str, Any]:
     """Beam search for at most `limit` ids, from the cache and the logits [B, V] after each prompt.
-    The options are those of beam_search."""
+    The options are those of best_beams; `slot` is that of the first new id."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 

@@ -8,12 +8,6 @@
     in_background   an iterator that a thread runs, so that Ctrl-C works while jax compiles
     converse        read lines from a person and answer each
     ends_quietly    a closed pipe (| head -1) is not an error
-
-An Answer holds back text that a later id may still change:
-
-    ids     Wh | at | \xf0\x9f | \x98 | \x80 | # | ## | ...
-    shown   Wh | What |        |      | What😀 |   |     ...     with --stop "###": # may be its
-                                                                 beginning, and is held back
 """
 
 import contextlib
@@ -29,111 +23,9 @@ import sys
 import threading
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-
 from zigzag.core.errors import CONTROL, ConfigError, RunError, printable
-from zigzag.generate.prompts import Prompt, TooLong
-
-# -------------------------------------------------------------------------------------------
-# An answer
-
-class Answer:
-    """The text of at most `tokens` ids that follow a prompt, up to the first stop text. `room` is
-    the number of ids that fit into the context, if the answer must end there. `more` are further
-    fields of its JSON; a list has one item for each id."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
-                 stop: Sequence[str] = (), room: int = sys.maxsize, **more: Any):
-        self.decode, self.prompt, self.tokens, self.stop, self.room, self.more = (
-            decode, prompt, tokens, stop, room, more)
-        self.ids, self.text = [], ""        # (the end of text may be the beginning of a stop)
-        self.reason = ""        # why it has ended: stop, length or context
-        # Only a window of the last ids is decoded each time. Some tokenizers drop a space at the
-        # beginning of a text, so the window begins with ids whose text, `known` characters, is
-        # already shown.
-        self.window, self.mark = list(prompt.ids), len(prompt.ids)
-        self.known = len(decode(self.window))
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Add the next ids. No ids: the answer has ended."""
-        for i in ids:
-            if not self.reason:
-                self.ids.append(i)
-                self.window.append(i)
-                self._decode_window()
-        count = len(self.ids)
-        if not self.reason and (not len(ids) or count >= self.tokens):
-            self._decode_window(is_end=True)
-            self.reason = self.reason or ("length" if count >= self.tokens else
-                                          "context" if count >= self.room else "stop")
-
-    def _decode_window(self, is_end=False):
-        """Decode the window, without a last character whose bytes are incomplete."""
-        decoded = self.decode(self.window)
-        complete = decoded if is_end else decoded.rstrip("\ufffd")
-        begin = len(self.text)
-        self.text += complete[self.known:]
-        self.known = max(self.known, len(complete))
-        for stop in self.stop:
-            if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0:
-                self.text, self.reason = self.text[:at], "stop"
-        if complete == decoded:
-            self._move_window()
-
-    def _move_window(self):
-        """Drop the ids before the mark, and move the mark to the end. Called between characters."""
-        if len(self.window) - self.mark >= 8:
-            if rest := self.decode(self.window[self.mark:]):
-                self.window, self.known = self.window[self.mark:], len(rest)
-            self.mark = len(self.window)
-
-    def shown(self) -> str:
-        """The text that no later id can change."""
-        held = 0 if self.reason else max(
-            (n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
-            default=0)
-        return self.prompt.begin + self.text[:len(self.text) - held]
-
-    def record(self) -> dict[str, Any]:
-        """The answer as a JSON object."""
-        more = {name: x[:len(self.ids)] if isinstance(x, list) else x
-                for name, x in self.more.items()}
-        if "logprobs" in more:
-            more["logprob"] = math.fsum(more["logprobs"])
-        return {"prompt": self.prompt.text, "text": self.text, "tokens": len(self.ids),
-                "stopped": self.reason, **more}
-
-
-def stops_of(stop: Sequence[int | str], tokenizer: Any, prompts: Sequence[Sequence[int]],
-             tokens: int) -> tuple[list[int], list[Answer]]:
-    """(the ids in `stop`; an Answer for each prompt that ends before any of its texts, or [] if
-    there are none)."""
-    stop = [stop] if np.ndim(stop) == 0 else stop
-    texts = [text for text in stop if isinstance(text, str)]
-    if texts and tokenizer is None:
-        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
-    return [i for i in stop if i not in texts], [
-        Answer(tokenizer.decode, Prompt("", prompt), tokens, texts) for prompt in prompts if texts]
-
-
-def collected(answers: Sequence[Answer], pieces: Iterable[Sequence[tuple[list, list]]]
-              ) -> list[tuple[list[int], list[float]]]:
-    """(ids, log-probabilities) of each prompt, from the pieces of a stream; as many as each of the
-    answers has, if there are any."""
-    results = []
-    for new in pieces:
-        results = results or [([], []) for _ in new]
-        for (ids, logs), (new_ids, new_logs) in zip(results, new):
-            ids.extend(new_ids)
-            logs.extend(new_logs)
-        for answer, (new_ids, _) in zip(answers, new):
-            answer.add(new_ids)
-        if answers and all(answer.reason for answer in answers):
-            break
-    if answers:
-        return [(i[:len(a.ids)], p[:len(a.ids)]) for a, (i, p) in zip(answers, results)]
-    return results
-
+from zigzag.generate.answers import Answer
+from zigzag.generate.prompts import TooLong
 
 # -------------------------------------------------------------------------------------------
 # Printing

@@ -6,15 +6,13 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, parse_flags
-from zigzag.core.mesh import keep_compiled
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate import chat, choices, terminal
+from zigzag.generate.answers import Answer
 from zigzag.generate.bench import bench
-from zigzag.generate.decoding import Sampling
 from zigzag.generate.passes import Engine
 from zigzag.generate.prompts import (
     GROUPS,
-    SAMPLING_FLAGS,
     Flags,
     check_used,
     counted_repeats,
@@ -27,9 +25,6 @@ from zigzag.generate.prompts import (
 )
 from zigzag.generate.reading import Reading
 from zigzag.generate.rows import context_of
-from zigzag.generate.scores import score
-from zigzag.generate.search import beam_search
-from zigzag.generate.terminal import Answer
 from zigzag.hub.llama import special_ids
 from zigzag.weights.network import Network
 
@@ -38,16 +33,16 @@ class Asked(NamedTuple):
     """What a command line asks for."""
     flags: Flags
     text: str               # of the file of prompts, or of what is to be scored
-    has_input: bool         # whether prompts come from elsewhere than the standard input
+    has_input: bool         # whether nothing is to be read from the standard input
     is_chat: bool           # whether a person types
 
 
 def parse(argv: Sequence[str] | None) -> Asked:
+    """What a command line asks for. It reads the files that the flags name."""
     given, _ = parse_flags(Flags, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
     check_shards(given)
     flags = Flags(**given)
     check_used(given)
-    keep_compiled(least=0)
     has_input = "prompt" in given or bool(flags.prompts or flags.source or flags.score
                                           or flags.choices or flags.bench)
     is_chat = terminal.is_conversation() and not (has_input or flags.json or flags.beams)
@@ -58,10 +53,12 @@ def parse(argv: Sequence[str] | None) -> Asked:
 
 
 class Writer(NamedTuple):
-    """The command, with the two functions of sample.py that it calls (zigzag/ imports no top-level
+    """The command, with the functions of sample.py that it calls (zigzag/ imports no top-level
     file), a model, and what is asked of it."""
     generate: Callable
     stream: Callable
+    beam_search: Callable
+    score: Callable
     engine: Engine
     params: Any             # as decoding uses them
     tokenizer: Tokenizer
@@ -109,19 +106,19 @@ class Writer(NamedTuple):
             ids = [prompt.ids for prompt in some]
             source = [prompt.source for prompt in some] if self.has_source else None
             pieces = None
-            options = {name: getattr(flags, name) for name in SAMPLING_FLAGS} | dict(
-                tokens=tokens, seed=[flags.seed + prompt.repeat for prompt in some],
-                stop=self.ends, source=source, stop_at_context=flags.stop_at_context,
-                say=terminal.note)
+            options = dict(
+                tokens=tokens, sampling=flags.sampling,
+                seed=[flags.seed + prompt.repeat for prompt in some], stop=self.ends,
+                source=source, stop_at_context=flags.stop_at_context, say=terminal.note)
             if flags.beams:
                 if tokens < flags.tokens:
                     terminal.note(f"--tokens {flags.tokens}: a beam search ends with the context, "
                                   f"after {tokens}")
-                best = beam_search(self.engine, params, ids, flags.beams, tokens, self.ends,
-                                   source, flags.length_penalty, early_stop=False)
-                rows = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new,
-                         {"score": score})
-                        for prompt, beams in zip(some, best) for new, score in beams]
+                best = self.beam_search(params, ids, c, flags.beams, tokens, self.ends, source,
+                                        flags.length_penalty)
+                rows = [(prompt._replace(begin=f"{total:9.3f}  {prompt.begin}"), new,
+                         {"score": total})
+                        for prompt, beams in zip(some, best) for new, total in beams]
             elif flags.logprobs:
                 results = self.generate(params, ids, c, logprobs=True, **options)
                 rows = [(prompt, new, {"ids": new, "logprobs": logprobs})
@@ -168,8 +165,7 @@ class Writer(NamedTuple):
         """Hold a conversation by the model's chat template. Without one, each line is a prompt."""
         talk = self._conversation()
         reading = None if self.has_source else Reading(
-            self.engine, self.params,
-            Sampling(**{name: getattr(self.flags, name) for name in SAMPLING_FLAGS}))
+            self.engine, self.params, self.flags.sampling)
 
         def answer(line, pressed):
             prompt = talk.ask(line, terminal.note) if talk else make_prompts(
@@ -200,9 +196,8 @@ class Writer(NamedTuple):
         else:
             tokens = max_new_tokens(self.network, self.c, prompt.ids, tokens)
             pieces = self.stream(
-                self.params, [prompt.ids], self.c, tokens=tokens, seed=flags.seed, stop=self.ends,
-                source=[prompt.source], piece=1, say=terminal.note,
-                **{name: getattr(flags, name) for name in SAMPLING_FLAGS})
+                self.params, [prompt.ids], self.c, tokens, flags.sampling, seed=flags.seed,
+                stop=self.ends, source=[prompt.source], piece=1, say=terminal.note)
 
         def status():
             return "reading ..." if reading and reading.is_ready else "compiling ..."
@@ -226,8 +221,8 @@ class Writer(NamedTuple):
         texts, rows, sources = scored_texts(self.network, self.c, self.tokenizer, text,
                                             flags.score, flags.by == "line")
         parts = [slice(at, at + flags.batch) for at in range(0, len(rows), flags.batch)]
-        found = (pair for part in parts for *pair, _ in score(
-            self.engine, self.params, rows[part], sources and sources[part], flags.batch))
+        found = (pair for part in parts for pair in self.score(
+            self.params, rows[part], self.c, sources and sources[part], flags.batch))
         terminal.show_scores(texts, found, flags.json)
 
     def score_choices(self, text: str) -> None:
@@ -238,9 +233,8 @@ class Writer(NamedTuple):
             raise ConfigError(f"--choices {flags.choices}: expected a decoder; this model has an "
                               f"encoder")
 
-        def scored(rows, given):
-            found = score(self.engine, self.params, rows, None, flags.batch, given)
-            return [(total, count) for total, count, _ in found]
+        def score(rows, given):
+            return self.score(self.params, rows, self.c, batch=flags.batch, given=given)
 
-        choices.show(items, choices.logprobs(scored, self.tokenizer, items, flags.batch),
+        choices.show(items, choices.logprobs(score, self.tokenizer, items, flags.batch),
                      flags.json)
