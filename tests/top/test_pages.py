@@ -2,8 +2,10 @@
 
 import functools
 import importlib
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 
@@ -136,7 +138,10 @@ def commands(page):
             yield file, shlex.split(rest)
 
 
-@PAGE
+SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
 def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     """A flag that was renamed, or a value that is refused by now."""
     monkeypatch.chdir(tmp_path)
@@ -146,6 +151,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     for file, words in commands(page):
         if any(re.fullmatch("[A-Z]+", word) for word in words):     # RUN, DIR: to fill in
             continue
+        words = ["text" if word.startswith("$") else word for word in words]    # (in a script)
         try:
             PARSERS[file](words)
         except ConfigError as e:
@@ -153,6 +159,13 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
         except SystemExit as e:
             assert e.code == 0 and "--help" in words, words
     assert "warning" not in capsys.readouterr().err, "a former name of a flag"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_recipes_are_scripts(script):
+    """A recorded command that cannot be started, or goes on after one that failed."""
+    assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
 
 
 @functools.cache
