@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import train
-from tests.common import net, slow
+from tests.common import full, net, slow
 from tests.helpers import make, mesh_of, program_of
 from zigzag.core.mesh import by_path
 from zigzag.core.report import Reporter
@@ -129,7 +129,7 @@ def test_muon_sends_what_is_expected(mesh, changes):
      {("collective-permute", "data+fsdp"), ("collective-permute", "fsdp"), ("all-gather", "data"),
       ("all-reduce", "data")}, ("all-gather", "fsdp")),
     # No formula for the activations, which are summed over tensor too.
-    ("fsdp=2,tensor=2", dict(encoder_layers=1, source_len=16, fsdp_min=0),
+    full("fsdp=2,tensor=2", dict(encoder_layers=1, source_len=16, fsdp_min=0),
      {("all-reduce", "tensor"), ("all-gather", "tensor")}, ("collective-permute", "fsdp+tensor"))])
 def test_where_muons_bytes_are_not_known_none_are_expected(mesh, changes, unknown, known, capsys):
     """A wrong number beside the right one, where a part has no formula."""

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-from tests.common import check_network, mean_loss, net, peer, sums_and_gradients
+from tests.common import check_network, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.readme import block
 from tests.rule.test_rule import no_worse_than_by_hand
@@ -363,7 +363,7 @@ def test_what_we_train_transformers_reads(name, tmp_path):
     assert_close(their_logits(name, tmp_path / "out"), ours, 1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", slow("pipe=2,tensor=2"), slow("seq=2")])
 @pytest.mark.parametrize("name", cases(slow=()))
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """A family's own part that a mesh splits wrongly: its loss, and torch's gradients."""

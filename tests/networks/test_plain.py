@@ -64,8 +64,9 @@ def assert_agree(got, want, rtol):
 
 
 @pytest.mark.parametrize("changes", [
-    LLAMA, {**LLAMA, "tied": True}, MIXTRAL, {**LLAMA, "lora_rank": 4}, {**MIXTRAL, "lora_rank": 4},
-    dict(rope_scaling='{"rope_type": "linear", "factor": 2}')], ids=str)
+    LLAMA, full({**LLAMA, "tied": True}), full(MIXTRAL), full({**LLAMA, "lora_rank": 4}),
+    {**MIXTRAL, "lora_rank": 4}, full(dict(rope_scaling='{"rope_type": "linear", "factor": 2}'))],
+    ids=str)
 def test_both_networks_have_the_same_values_and_gradients(changes):
     """A change in only one of the two blocks: a LLaMA would become another model when an option is
     added to it."""
@@ -175,7 +176,7 @@ def on_no_mesh(config):
     return gradients_of(config, "", batch_of(config))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,seq=2", *(
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", full("pipe=2,seq=2"), *(
     full(axis + "=2") for axis in ("tensor", "seq", "pipe", "fsdp"))])
 @pytest.mark.parametrize("name", EDITS)
 @in_float64()

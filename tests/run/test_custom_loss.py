@@ -285,10 +285,11 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), ("coupled rows", "data=2"),
     full("batch statistics", "tensor=2"), full("a gentle coupling", "fsdp=2"),
     full("the hardest of a batch", "data=2"), full("statistics beside a metric", "data=2"),
-    ("branches", "data=2,tensor=2"), ("a mean", "data=4"), ("a constant count", "expert=2"),
-    full("a penalty", "fsdp=2,tensor=2"), ("one scalar", "data=2"), ("a count of zero", "data=2"),
+    ("branches", "data=2,tensor=2"), ("a mean", "data=4"), full("a constant count", "expert=2"),
+    full("a penalty", "fsdp=2,tensor=2"), full("one scalar", "data=2"),
+    full("a count of zero", "data=2"),
     ("a step of learning", "data=2,fsdp=2,tensor=2"),
-    full("a loop, a search, a stop", "fsdp=4,tensor=2"), ("two stacks", "data=2,fsdp=2"),
+    full("a loop, a search, a stop", "fsdp=4,tensor=2"), full("two stacks", "data=2,fsdp=2"),
     ("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
     ("a head that does not say that it needs all time", "pipe=2"),
@@ -505,8 +506,10 @@ def aside(p, b):
 
 
 @pytest.mark.parametrize("wrong", [
-    lambda p, b: (errors(p, b).sum() + 0.12, len(b["x"])), aside,
-    lambda p, b: (rounded(p, b)[0] + 12, len(b["x"]))], ids=["plus", "aside", "rounded plus"])
+    pytest.param(lambda p, b: (errors(p, b).sum() + 0.12, len(b["x"])), marks=pytest.mark.full),
+    aside,
+    pytest.param(lambda p, b: (rounded(p, b)[0] + 12, len(b["x"])), marks=pytest.mark.full)],
+    ids=["plus", "aside", "rounded plus"])
 def test_the_check_is_as_fine_as_rounding_lets_it_be(wrong):
     """A large table that nothing depends on, or one cast to 16 bits, hid sums that were wrong by a
     sixth; a leaf whose gradient is small learns as fast as others."""
@@ -649,6 +652,7 @@ def edited_mlp(w, h):
 MLP = model.mlp
 
 
+@pytest.mark.full       # (.ci/run has the next tests, and the command in test_tested.py)
 def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
     """An edit of the model that is right on one device and another model on a mesh. Without --check
     nothing compares our own loss at the start of a run."""
