@@ -70,9 +70,9 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
     initial standard deviation (None: all ones, 0.0: all zeros).
 
-    On a mesh with all of these axes, a large matrix is split as its row says. Only /tensor is
-    decided here; zigzag/rule finds the rest. For fsdp it takes the largest dimension that is left,
-    which without tensor may be F or V. python shard.py prints the result for any mesh."""
+    Only /tensor is read. The other axes are notes for the reader: what zigzag/rule chooses for a
+    large matrix on a mesh that has them all (a test compares). Without tensor, fsdp may take F or V
+    instead. python shard.py prints the result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.

@@ -10,9 +10,9 @@
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
 pass (zigzag/generate/passes.py) is one shard_map, as a training step is. A single token has no time
-to split, so its `shard.row` is an all-reduce. The passes hand on a dict of arrays, the state of B
-rows: prompts, padded on the left to one length, and as many more as the mesh needs. Over data, fsdp
-and expert each device has its own rows. What has no B is whole on all devices.
+to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
+arrays with B rows. A row is a prompt, padded on the left to a common length; rows are added until
+the mesh divides B. Over data, fsdp and expert each device has its own rows. What has no B is whole.
 
     cache      keys and values of each layer, most often k, v [B, K, S, N]: tensor splits the heads
                K or, if it does not split their weights, the slots S (zigzag/generate/cache.py)

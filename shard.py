@@ -21,8 +21,8 @@ E experts.
 
 If you know PyTorch's parallelism
 ---------------------------------
-    DistributedDataParallel.no_sync()       train.make_step marks the weights as varying, outside
-                                            the gradient: no part of a batch sums it over data
+    DistributedDataParallel.no_sync()       train.make_step marks the weights as varying before it
+                                            differentiates: no part of a batch sums a gradient
     its all-reduce, in the last backward    sum_gradients, once, after all parts
     FSDP: unshard before a block            gather, called by `layers`; its transpose is the
                                             reduce-scatter of the gradients
@@ -70,12 +70,12 @@ before `jax.value_and_grad`. No mark is inside the function that is differentiat
 transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
-marks over tensor to jax. Over tensor the type of a weight is information: it varies if its spec
-splits it, and `columns` and `row` decide by that. And whether the gradient of a whole weight needs
-a sum over tensor depends on the activation that it is multiplied with. A norm's scale beside a
-stream whose time is split does: jax marks it there, and the transpose sums its gradient. If n does
-not divide the time, the stream is whole, all devices find the same gradient, and nothing may be
-summed. Such weights are small, so a psum in each part costs little.
+marks over tensor to jax. A mark over tensor would destroy two things. `columns` and `row` see from
+the type whether a weight is split. And only some gradients of whole weights may be summed: that of
+a norm's scale beside a stream whose time is split, for example. jax marks the scale there, and the
+transpose sums its gradient. If n does not divide the time, the stream is whole, all devices find
+the same gradient, and nothing may be summed. Such weights are small, so a psum in each part costs
+little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -161,8 +161,9 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     """What a loss returned on this device, (sum, count, other sums), such that a sum over all axes
     but tensor counts every number once. (Over tensor it is summed here.) Devices along the axes
-    `shared` (pipe, seq) have the same rows: a value that does not vary over such an axis was
-    computed by all of them, and only the first keeps it. pools: the loss calls whole_time."""
+    `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, all of them
+    computed the same number: the first keeps it, and the others take 0. pools: the loss calls
+    whole_time, so each device of seq may have the whole sum already."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device has pooled all of the time
         total, others = pmean_over((total, others), "seq")
@@ -203,7 +204,12 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 #               weight is kept for the backward pass)
 #
 # train.gather_weights gathers what is no layer's, once in an update; `layers` gathers each layer's
-# weights when it runs; autodiff scatters the gradients, and so `sum_gradients` leaves out fsdp.
+# weights when it runs; autodiff scatters the gradients, and so `sum_gradients` leaves out fsdp. For
+# a weight w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
+#
+#     whole = lax.all_gather(w, "fsdp", axis=0, tiled=True)           # [D, F], for y = x @ whole
+#     dw = x.T @ dy                                                   # [D, F], of this device's rows
+#     dw = lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True)      # [D/n, F], of all rows
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
@@ -706,13 +712,13 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     The scan carries one microbatch [b, T, D]: what the previous stage sent in the previous tick.
     (All stages have x, from the embedding; only stage 0 uses it.) Autodiff makes the backward pass:
     the same ticks in reverse, and each send a send back."""
-    M, S, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
+    count, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
     # Marked out here: the batch may hold an encoder's output, whose gradient the transpose sums
     # over stages, and inside the ticks the idle ones would skip that sum. Cast out here: autodiff
     # adds up the ticks' gradients in the dtype of what they read.
-    xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)
+    xs, batch = split_rows(x, count), mark_varying(split_rows(batch, count), me)
     wide = cast(weights, "float32")
 
     def tick(x, t):
@@ -723,15 +729,15 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
         # decides what is saved inside it, in each layer.)
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
         def work(x):
-            return skip_idle((m >= 0) & (m < M), lambda x: stack(
+            return skip_idle((m >= 0) & (m < count), lambda x: stack(
                 astype(wide, weights), x, numbers, pick(batch, m)), x)
 
         x, added = work(x)
-        return lax.ppermute(x, "pipe", [(s, (s + 1) % S) for s in range(S)]), (x, added)
+        return lax.ppermute(x, "pipe", [(s, (s + 1) % stages) for s in range(stages)]), (x, added)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
-    _, (out, added) = lax.scan(tick, start, jnp.arange(M + S - 1))
-    return jnp.where(me == S - 1, out[S - 1:], 0).reshape(x.shape), added
+    _, (out, added) = lax.scan(tick, start, jnp.arange(count + stages - 1))
+    return jnp.where(me == stages - 1, out[stages - 1:], 0).reshape(x.shape), added
 
 
 def share_time(x: Array) -> Array:

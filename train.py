@@ -123,8 +123,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """The weights as the loss takes them, gathered over fsdp: all but those of layers, if each
-    layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (What
-    --override stores differently comes to its place first.)"""
+    layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (A
+    weight that --override stores in another place is first moved to where the loss expects it.)"""
     chunks, sum_dtype = plan.config.chunks, plan.config.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
@@ -176,7 +176,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # One sum over devices with other rows (fsdp has summed what it splits), of all of these.
+        # Sum once over all devices that had other rows. (`scatter` has summed what fsdp splits.)
         grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
@@ -188,7 +188,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
-        grads, (total, count, others) = gradients(params, batch, state["frozen"])
+        grads, (loss, count, others) = gradients(params, batch, state["frozen"])
         # The mean over all rows. (A device's own count would weigh its rows by how few they are.)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
@@ -196,16 +196,16 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         # Update, unless the gradient is not finite (it would spoil every weight for good), the loss
         # is not (its gradient means nothing) or the count is 0 (weights would decay for no reason).
         # The batch is used up all the same: `step` counts on.
-        rate = plan.schedule or functools.partial(learning_rate, plan.config)
-        rate, norm = rate(state["step"]), optax.tree.norm(grads)
+        schedule = plan.schedule or functools.partial(learning_rate, plan.config)
+        rate, norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        is_finite = jnp.isfinite(norm) & jnp.isfinite(total / divisor)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss / divisor)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
                                    (new_params, new_opt), (params, opt))
 
-        metrics = {"loss": total / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
+        metrics = {"loss": loss / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
         return {**state, "params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
