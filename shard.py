@@ -208,8 +208,8 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 # a weight w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
 #
 #     whole = lax.all_gather(w, "fsdp", axis=0, tiled=True)           # [D, F], for y = x @ whole
-#     dw = x.T @ dy                                                   # [D, F], of this device's rows
-#     dw = lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True)      # [D/n, F], of all rows
+#     dw = x.T @ dy                                                   # [D, F], of these rows
+#     dw = lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True)  # [D/n, F], of all rows
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`

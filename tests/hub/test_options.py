@@ -103,7 +103,7 @@ def assert_outcomes(cases):
     assert not bad, f"{len(bad)} of {len(cases)} cases ({dict(kinds)}):\n" + "\n".join(bad)
 
 
-# (Of the pinned transformers, whose options do not change, .ci/run takes a third of the families.)
+# (The options of the pinned transformers do not change: .ci/run takes a third of the families.)
 @pytest.mark.parametrize("name", [name if speaks_5() or n % 3 == 0 else full(name)
                                   for n, name in enumerate(BASES)])
 def test_a_sample_of_all_options(name):
