@@ -107,6 +107,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ANY_LOSS, ConfigError, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
+    BATCH_AXES,
     axis_size,
     cast,
     is_split,
@@ -156,7 +157,7 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
-#   more        train.make_step calls both; docs/parallelism.md
+#   more        train.make_step calls the first two; a loss that compares rows calls `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     """What a loss returned on this device, (sum, count, other sums), such that a sum over all axes
@@ -190,6 +191,21 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 
 # -------------------------------------------------------------------------------------------
+def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
+    """For a loss that compares rows: x [n B, ...] of the rows of all devices, in order, from this
+    device's x [B, ...]; and the number of its first row there. `rows` is any array of the batch:
+    its type says which axes split the rows. (The transpose of the all-gather is a reduce-scatter:
+    a row's gradient is summed over all devices that compared it.)
+
+        every, first = shard.all_rows(texts, batch["text"])     # [n B, D]
+        logits = jax.nn.log_softmax(pictures @ every.T)         # of own pictures with all texts
+        own = first + jnp.arange(len(texts))                    # the right text of each"""
+    axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
+    if not axes:
+        return named(x, "all_rows"), 0
+    return lax.all_gather(x, axes, tiled=True), lax.axis_index(axes) * len(x)
+
+
 # fsdp
 #
 #   split       the rows of a batch, and every large weight along one dimension

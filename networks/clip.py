@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import shard
 from networks import stems, tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import BATCH_AXES, cast, varying
+from zigzag.core.mesh import cast
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
 from zigzag.hub.published_config import Record, count, refuse_other_classes
 from zigzag.parallel.products import matmul
@@ -174,8 +174,8 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
     texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
     pictures = picture_vectors(params, _of(batch, "source"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
-    every_text, first = of_all_rows(texts, batch["tokens"])
-    every_picture, _ = of_all_rows(pictures, batch["tokens"])
+    every_text, first = shard.all_rows(texts, batch["tokens"])
+    every_picture, _ = shard.all_rows(pictures, batch["tokens"])
 
     def cross_entropy(own, every):
         logits = jax.nn.log_softmax(scale * own @ every.T)                      # [B, all rows]
@@ -183,24 +183,6 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 
     total = cross_entropy(pictures, every_text) + cross_entropy(texts, every_picture)
     return total / 2, jnp.float32(B)
-
-
-# The rows, split over the batch axes
-#
-#   split       the rows of a batch; every device has all columns of its rows' logits
-#   collective  an all-gather of the vectors [B, I] of texts, and one of pictures. The transpose is
-#               a reduce-scatter, which sums each vector's gradient over all devices
-#   bytes       4 (n-1)/n of the batch's vectors, float32
-#   correct     the loss is a sum over rows, and a row's part needs only the vectors of other rows
-
-def of_all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """(vectors [all rows, I] of all devices, the index of this device's first row), from this
-    device's vectors x [B, I]. `rows` is an array of the batch: its type says which axes split the
-    rows."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
-    if not axes:
-        return x, 0
-    return lax.all_gather(x, axes, tiled=True), lax.axis_index(axes) * len(x)
 
 
 # -------------------------------------------------------------------------------------------

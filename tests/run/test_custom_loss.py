@@ -17,6 +17,7 @@ import shard
 import train
 from tests.common import full, net, slow
 from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from tests.readme import block
 from zigzag.core import tested
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
@@ -328,6 +329,30 @@ def test_a_custom_loss_is_right_or_refused(name, mesh):
     # loss's. (A classifier's loss ends at a seventieth of the first; 0.9e-6 of the first was seen.)
     assert got == pytest.approx(want, rel=5e-5, abs=2e-6 * abs(want[0]))
     assert got[0] == pytest.approx(want[0], rel=2e-6)
+
+
+def compared(p, b):
+    """The loss of docs/tasks.md that compares each row with all rows of the batch."""
+    there = dict(shard=shard, jax=jax, jnp=jnp, vectors=lambda p, b: (
+        b["y"], through_perceptron(p, b["text"])))
+    exec(block("docs/tasks.md", "shard.all_rows(texts"), there)
+    return there["loss"](p, {"y": b["y"], "text": b["x"]})
+
+
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,fsdp=2,tensor=2", full("fsdp=2,expert=2"),
+                                  full("tensor=2")])
+def test_a_loss_may_compare_all_rows(mesh):
+    """A row compared with those of its own device; a gradient that other devices' comparisons do
+    not add to; a last batch of held-out rows (five, after eight) that is cut on a mesh and not on
+    one device. Parts of a batch would be compared among themselves."""
+    def losses(mesh, **changes):
+        rows, _ = learn(make(batch=8, **changes), mesh, loss=compared, **VECTORS)
+        return [row.get("loss", row.get("eval_loss")) for row in rows]
+
+    got, want = losses(mesh), losses("")
+    assert got == pytest.approx(want, rel=5e-5) and got[0] == pytest.approx(want[0], rel=2e-6)
+    with pytest.raises(ConfigError, match="not a sum over the rows.*accumulate 1"):
+        losses(mesh, accumulate=2)
 
 
 def noisy(seeds):

@@ -176,8 +176,9 @@ def _held_out_sums(program, task, state, first, last):
     total = None
     while first < last:
         rows = min(config.batch // config.accumulate, last - first)
-        if config.step == "shard_map":      # (with jit, rows may be coupled: they stay together)
+        if config.step == "shard_map" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
+        # (Rows that a loss compares stay together; with jit, any loss may do so.)
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
         sums = jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
