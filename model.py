@@ -144,10 +144,10 @@ def mlp(w, h):
 
 
 def mixture_of_experts(w, h, i, batch, c):
-    """The output of each token's best experts, weighted by the router's probabilities, for h
-    [B, T, D]; and, in training, router_loss."""
+    """For h [B, T, D], the output of each token's best experts, weighted by their shares; and
+    router_loss (None outside training)."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
-    shares, chosen = lax.top_k(jax.nn.softmax(logits), c.experts_per_token)     # [B, T, K] twice
+    shares, chosen = lax.top_k(jax.nn.softmax(logits), c.experts_per_token)     # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
     y = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
     return y, router_loss(logits, chosen, i, batch, c) if "seeds" in batch else None

@@ -9,8 +9,8 @@
                        -> passes.decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
-pass (zigzag/generate/passes.py) is one shard_map, as a training step is. A single token has no time
-to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
+pass (zigzag/generate/passes.py) is one shard_map, as a step's gradient is. A single token has no
+time to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
 arrays with B rows. A row is a prompt, padded on the left to a common length; rows are added until
 the mesh divides B. Over data, fsdp and expert each device has its own rows. What has no B is whole.
 
@@ -20,7 +20,7 @@ the mesh divides B. Over data, fsdp and expert each device has its own rows. Wha
     slot       []         the slot of the next token to be read
     ids        [B, room]  the new ids, and `count` [], how many there are so far
     logprobs   [B, room]  their log-probabilities, before temperature and penalty
-    ended      [B]        whether a row has one of the ids `ends` [8 or more] (-1: none)
+    ended      [B]        whether a row has an id of `ends` [8 or more, filled up with -1]
     seeds      [B, 3]     a row's random numbers follow from these and from `count`
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 
@@ -97,7 +97,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     key: temperature -> top_k -> top_p -> min_p -> one id."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    # (The largest logit becomes 0, and float32 does not round 1e-30 to 0, so nothing overflows.)
+    # (The largest logit is now 0, and 1e-30 is not 0 in float32: this makes no inf and no 0 / 0.)
     logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -105,7 +105,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p. (A tiny top_p is 0 in float32.)
+        # An id stays if those before it have less than top_p. (The first, if top_p rounds to 0.)
         stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -116,7 +116,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
 
 
 def engine_of(config: Any) -> passes.Engine:
-    """The model as passes take it: they call `draw` as it is here, also after an edit."""
+    """The model as passes take it. They call this file's `draw`, so an edit of it takes effect."""
     return passes.Engine(networks.network_of(config), config, shard.gather, draw)
 
 
@@ -125,7 +125,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
              tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
-    options are those of `stream`, but piece."""
+    options are those of `stream`, except piece."""
     stop, answers = stops_of(stop, tokenizer, prompts, tokens)
     piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
     results = collected(answers, stream(params, prompts, config, tokens, sampling, stop=stop,
@@ -211,8 +211,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
-    """The log-probability of each row's ids after the first, or after the first given[row], and how
-    many these are; with likeliest, also how many are the likeliest in their place (scores.py)."""
+    """For each row, the log-probability of its ids after the first (or after the first given[row])
+    and their number; with likeliest, also how many were the model's first choice (scores.py)."""
     found = scores.logprobs_of(engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
 
@@ -223,7 +223,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
     """(weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or the
-    newest, or of a published model (`edited`: also if the network's code computes something else).
+    newest, or of a published model (`edited`: even if the network's code computes another model).
     The weights are float32, split over the mesh if one is given."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = networks.load_hf(folder, mesh, edited)
@@ -233,7 +233,7 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
-    """As load, of what the flags name: the weights are as decoding uses them."""
+    """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
         c = networks.hf_config(flags.model)

@@ -22,14 +22,14 @@ E experts.
 If you know PyTorch's parallelism
 ---------------------------------
     DistributedDataParallel.no_sync()       train.make_step marks the weights as varying before it
-                                            differentiates: no part of a batch sums a gradient
+                                            differentiates, so no part of a batch is summed
     its all-reduce, in the last backward    sum_gradients, once, after all parts
     FSDP: unshard before a block            gather, called by `layers`; its transpose is the
                                             reduce-scatter of the gradients
     ColwiseParallel, RowwiseParallel,       columns and row; between blocks each device has a part
-    SequenceParallel                        of the time, if n divides it
+    SequenceParallel                        of the time, if the axis divides it
     DTensor: Shard(0), Replicate            P("data"), P(). Partial has no spec and no type of its
-                                            own: a partial sum varies, as a part does
+                                            own: a partial sum varies, as a shard does
     ScheduleGPipe, Schedule1F1B             gpipe; 1f1b and an interleaved GPipe are in pipeline.py
 
 Varying types: read this first
@@ -62,7 +62,7 @@ applies to gradients:
     all_gather(to="invarying")        varying -> not      this device's slice
     psum_scatter                      varying -> varying  all_gather
 
-*Gradients* follow from the second line. In w * x above, jax first marks w as varying, because x is.
+*Gradients* follow from `mark_varying`. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
 right, but it would happen in every part of a batch. So train.make_step marks the weights itself,
@@ -71,11 +71,11 @@ transposed: gradients stay local through all parts, and `sum_gradients` sums the
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. A mark over tensor would destroy two things. `columns` and `row` see from
-the type whether a weight is split. And only some gradients of whole weights may be summed: that of
-a norm's scale beside a stream whose time is split, for example. jax marks the scale there, and the
-transpose sums its gradient. If n does not divide the time, the stream is whole, all devices find
-the same gradient, and nothing may be summed. Such weights are small, so a psum in each part costs
-little.
+the type whether a weight is split. And jax sees from it which whole weights need their gradients
+summed: a norm's scale beside a stream whose time is split, for example. jax marks the scale there,
+and the transpose sums its gradient. If n does not divide the time, the stream is whole, all devices
+find the same gradient, and nothing may be summed. Most such weights are small, so a psum in each
+part costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -157,11 +157,11 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
-#   more        train.make_step calls the first two; a loss that compares rows calls `all_rows`
+#   more        train.make_step calls the two functions below; a loss that compares rows, `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
-    """What a loss returned on this device, (sum, count, other sums), such that a sum over all axes
-    but tensor counts every number once. (Over tensor it is summed here.) Devices along the axes
+    """A loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes but
+    tensor counts every number once. (Over tensor they are summed here.) Devices along the axes
     `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, all of them
     computed the same number: the first keeps it, and the others take 0. pools: the loss calls
     whole_time, so each device of seq may have the whole sum already."""
@@ -174,11 +174,11 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all but tensor. Axes that cut this weight (its spec names
-    them) are left out, because each of their devices holds another part of the weight. Over pipe
-    and expert the gradient of a part is complete as it is; over fsdp the transpose of `gather` has
-    summed it already. `moments` are the specs of the optimizer's state; where they name data
-    (--zero 1), each device gets its part of the sum."""
+    """Each gradient, summed over `axes`: all but tensor. Axes that cut this weight (its spec
+    names them) are left out, because each of their devices holds another part of the weight.
+    Over pipe and expert the gradient of such a piece is complete as it is; over fsdp the
+    transpose of `gather` has summed it already. `moments` are the specs of the optimizer's
+    state; where they name data (--zero 1), each device gets its part of the sum."""
     def total(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
@@ -219,8 +219,8 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
 #               weight is kept for the backward pass)
 #
-# train.gather_weights gathers what is no layer's, once in an update; `layers` gathers each layer's
-# weights when it runs; autodiff scatters the gradients, and so `sum_gradients` leaves out fsdp. For
+# train.gather_weights gathers the weights outside the layers, once in an update; `layers` gathers
+# each layer's weights when it runs; autodiff scatters the gradients of what was gathered. For
 # a weight w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
 #
 #     whole = lax.all_gather(w, "fsdp", axis=0, tiled=True)           # [D, F], for y = x @ whole
@@ -519,7 +519,7 @@ def slots_of(tokens: Array) -> Array:
 #   more        zigzag/parallel/attention.py (look, join); `attend`, below, calls the rings
 
 def _pass_on(keys):
-    """The keys that the previous device of the ring has, for those that this one has."""
+    """Send these keys to the next device of the ring; returns those of the previous one."""
     n = axis_size("seq")
     return lax.ppermute(keys, "seq", [(i, (i + 1) % n) for i in range(n)])
 
@@ -591,7 +591,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         causal                         no query sees a later key: half of the work can be skipped
         kernel                         it is plain causal softmax attention, so the device's own
                                        kernel may compute it
-        beyond                         what else it is, for messages: a mask, say; '': nothing"""
+        beyond                         for messages: what it has beyond causal softmax attention"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
         raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens")
@@ -608,8 +608,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
     # Two labels that exist in the jaxpr, but not in the compiled program. "attend" tells
-    # make_plan that a loss may be split over seq. From what name_of returns, a run's header says
-    # how attention is computed, and an export whether a LLaMA has it (zigzag/hub/reference.py).
+    # make_plan that a loss may be split over seq. The other lets a run's header say how attention
+    # is computed, and an export check that a LLaMA has it (zigzag/hub/reference.py).
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel, beyond))
 
 
@@ -675,11 +675,11 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 @labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
-    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the K
-    experts `chosen` [B, T, K], and their outputs, each times its share, are added up: `shares` is
-    [B, T, K]. An expert multiplies by its columns `up` (each [E, D, F]), applies activation(...),
-    and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as `row` takes them, of an
-    MLP that every token visits; they share the reduction over tensor."""
+    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the
+    experts `chosen` [B, T, best], and their outputs, each times its share, are added up:
+    `shares` is [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
+    activation(...), and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as
+    `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
     up, down = dispatch.matching(up, down)       # this device's F where any of them is split
     if is_split(x):
@@ -731,9 +731,9 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     count, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # Marked out here: the batch may hold an encoder's output, whose gradient the transpose sums
-    # over stages, and inside the ticks the idle ones would skip that sum. Cast out here: autodiff
-    # adds up the ticks' gradients in the dtype of what they read.
+    # The marks are outside the ticks: their transpose sums over stages the gradient of an encoder's
+    # output in the batch, and an idle tick would skip that sum. So is the cast: autodiff adds up
+    # the ticks' gradients in the dtype of what they read.
     xs, batch = split_rows(x, count), mark_varying(split_rows(batch, count), me)
     wide = cast(weights, "float32")
 

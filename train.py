@@ -93,7 +93,7 @@ class Config(MoreOptions):
     # saving
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with
                                     # its own values for flags you leave out
-    save_every: int | None = None   # updates between checkpoints; 0: at the end alone (and where
+    save_every: int | None = None   # updates between checkpoints; 0: only at the end (and where
                                     # --best is best); not given: a fifth of steps
 
     # evaluation
@@ -139,7 +139,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
                            head [D, V]           a layer's w_up [D, F]   a norm's scale [D]
         trained            [D/2, V/2]            [D/2, F/2]              [D]
-        whole              [D, V/2]              [D/2, F/2]: see below   [D]
+        whole              [D, V/2]              [D/2, F/2] (`layers`)   [D]
         grads of a part    [D, V/2]      2 rows  [D/2, F/2]      4 rows  [D]      2 rows
         after scatter      [D/2, V/2]    4 rows  [D/2, F/2]      4 rows  [D]      2 rows
         after scan, sum    [D/2, V/2]   16 rows  [D/2, F/2]     16 rows  [D]     16 rows
@@ -176,7 +176,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # Sum once over all devices that had other rows. (`scatter` has summed what fsdp splits.)
+        # Sum once over all devices. (`scatter` has summed what fsdp splits.)
         grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
@@ -189,7 +189,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss, count, others) = gradients(params, batch, state["frozen"])
-        # The mean over all rows. (A device's own count would weigh its rows by how few they are.)
+        # (By a device's own count, its tokens would weigh more, the fewer it has.)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
@@ -324,7 +324,7 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
         is_last = loop.at == config.steps
         is_best = False
         if config.eval_every and (is_last or loop.at % config.eval_every == 0):
-            is_best = evaluate(loop)    # of all held-out rows the loss, then predictions
+            is_best = evaluate(loop)    # the loss of all held-out rows, then predictions
         is_due = config.save_every and loop.at % config.save_every == 0
         if folder and (is_last or is_best or is_due):
             # params, opt and step: with them a run goes on with the same bits. (Frozen weights are
@@ -343,7 +343,7 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
     """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
     `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given.
 
-    Each array is cut over data, fsdp and expert along B; for a language model it has
+    Each array is cut over data, fsdp and expert along B. A language model's batch has
 
         tokens, targets, weights    [B, T]      T is cut over seq; a weight of 0 has no target
         segments, positions         [B, T]      with rows of documents; T is cut over seq
