@@ -177,7 +177,7 @@ def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh
     assert not list(tmp_path.iterdir())
     rows = [(read_size(sent), read_size(expected) if expected else 0.0)
             for sent, expected in re.findall(
-                r"^sends +([\d.]+ \w+) a device.*expected: (?:([\d.]+ \w+) in|none)",
+                r"^sends +([\d.]+ \w+) per device.*expected: (?:([\d.]+ \w+) in|none)",
                 done.stdout, re.M)]
     rows += [(0.0, read_size(expected)) for expected in re.findall(
         r"^sends +nothing.*expected: ([\d.]+ \w+) in", done.stdout, re.M)]

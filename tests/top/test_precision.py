@@ -68,7 +68,7 @@ def test_bfloat16_on_cpu(mesh, alone):
 
 # Trains in bfloat16 with every pass of the compiler: an abort would end all tests.
 WITH_ALL_PASSES = """
-from tests.common import learn, make, program_of
+from tests.helpers import learn, make, program_of
 for mesh, changes in %r:
     losses = [row["loss"] for row in learn(make(dtype="bfloat16", steps=3, **changes), mesh)[0]]
     print(mesh, losses, flush=True)
