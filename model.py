@@ -162,13 +162,13 @@ def router_loss(logits, chosen, i, batch, c):
     visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
     probability(e) is the router's mean probability for e. If all experts are equally busy, balance
     is the number of tokens. balance and z are divided by the loss's count."""
-    weights = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
-    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), weights)
+    counted = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
+    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), counted)
     busy = busy / c.experts_per_token
-    given = jnp.einsum("bte,bt->be", jax.nn.softmax(logits), weights)
-    total = jnp.maximum(shard.sum_over_time(weights.sum(-1, keepdims=True)), 1e-9)
-    balance = c.experts * jnp.sum(shard.sum_over_time(busy) * given / total)
-    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
+    mass = jnp.einsum("bte,bt->be", jax.nn.softmax(logits), counted)
+    total = jnp.maximum(shard.sum_over_time(counted.sum(-1, keepdims=True)), 1e-9)
+    balance = c.experts * jnp.sum(shard.sum_over_time(busy) * mass / total)
+    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * counted)
     added = c.balance * balance + c.router_z * z
     load = jnp.zeros((c.layers, c.experts)).at[i].set(busy.sum(0))
     return added, lax.stop_gradient({"router_loss": added, "expert_load": load})

@@ -179,7 +179,7 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
     Over pipe and expert the gradient of such a piece is complete as it is; over fsdp the
     transpose of `gather` has summed it already. `moments` are the specs of the optimizer's
     state; where they name data (--zero 1), each device gets its part of the sum."""
-    def total(x, spec, part):
+    def summed(x, spec, part):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(part):        # first, so that less is left for the psum
             x = reduce_scatter(x, "data", list(part).index("data"), spec)
@@ -187,10 +187,9 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
         return lax.psum(x, tuple(sorted(over)))
 
     specs = jax.tree.map(lambda _: P(), tree) if specs is None else specs
-    return jax.tree.map(total, tree, specs, specs if moments is None else moments)
+    return jax.tree.map(summed, tree, specs, specs if moments is None else moments)
 
 
-# -------------------------------------------------------------------------------------------
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
     """For a loss that compares rows: x [n B, ...] of the rows of all devices, in order, from this
     device's x [B, ...]; and the number of its first row there. `rows` is any array of the batch:
@@ -206,6 +205,7 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
     return lax.all_gather(x, axes, tiled=True), lax.axis_index(axes) * len(x)
 
 
+# -------------------------------------------------------------------------------------------
 # fsdp
 #
 #   split       the rows of a batch, and every large weight along one dimension
@@ -233,11 +233,11 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     if specs is None or axis_size("fsdp") == 1:
         return weights
 
-    def whole(w, spec):
+    def gathered(w, spec):
         return w if "fsdp" not in spec else all_gather(
             w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)
 
-    return jax.tree.map(whole, weights, specs)
+    return jax.tree.map(gathered, weights, specs)
 
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
@@ -512,7 +512,7 @@ def slots_of(tokens: Array) -> Array:
 #               see
 #   collective  keys and values go around a ring: n - 1 collective-permutes to the next device. The
 #               transpose of a step forward is a step back, which returns their gradients
-#   bytes       4 (n-1) K a layer; K is the bytes of a device's keys
+#   bytes       in each layer 4 (n-1) times those of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
 #               of exponentials; with both, `join` combines the parts into exact attention over all
 #               keys. The rest of a layer treats each token by itself
@@ -692,7 +692,7 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     if n > 1:
         here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
         rows = all_to_all(jnp.where(here[..., None], rows, 0), "expert").reshape(-1, D)
-        chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, K]
+        chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, best]
         shares = all_gather(shares, "expert", 0)
         chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
     out = dispatch.mixture(rows, chosen, shares, up, activation, down, expected)    # [n B T, D]

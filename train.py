@@ -351,12 +351,11 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
         seeds                       [B]         for dropout
         others of your own          [B, ...]    cut over seq only as [B, T, ...]"""
     def make(first, last):
-        first, last = at * config.batch + first, at * config.batch + last
-        numbers = numbers_at(task.examples, config.seed, np.arange(first, last))
+        places = at * config.batch + np.arange(first, last)
+        numbers = numbers_at(task.examples, config.seed, places)
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
         # A seed for each row, so that dropout does not depend on where a row is computed.
-        place = np.arange(first, last, dtype=np.uint64)
-        seeds = mix(place * np.uint64(2**32) + np.uint64(config.seed))
+        seeds = mix(places.astype(np.uint64) * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
 
     return place_batch(mesh, make, rows or config.batch)
