@@ -250,8 +250,8 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with ends_quietly():
-        keep_compiled(least=0)
         asked = parse(argv)
+        keep_compiled(least=0)
         params, c, tokenizer = load_model(asked.flags)
         Writer(generate, stream, beam_search, score, engine_of(c), params, tokenizer, asked).run()
 

@@ -66,7 +66,7 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
     """For a model that has weights already: how fit reads them, its tokenizer, and what config.json
     notes about them. Else None, None and {}."""
     return init_from.first_weights(config, networks.network_of(config),
-                                   tokenizer_of if needs(config) else None)
+                                   kind_of(config) != "arrays")
 
 
 @contextlib.contextmanager

@@ -16,13 +16,8 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
 from zigzag.core.mesh import cast, make_mesh
-from zigzag.disk.checkpoint import (
-    read_newest,
-    run_config,
-    run_record,
-    saved_shapes,
-    tokenizer_of_run,
-)
+from zigzag.disk.checkpoint import read_newest, run_config, run_record, saved_shapes
+from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import copy_files
 from zigzag.hub.llama import family_of, fields_of
 from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, write_folder
@@ -169,10 +164,11 @@ def export(network_of_record: Callable, argv: Sequence[str] | None = None) -> No
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")
-    network, out = network_of_record(run_record(options.run)), Path(options.export)
+    record, out = run_record(options.run), Path(options.export)
+    network = network_of_record(record)
     params, config = load_run(network, options.run)
     save_hf(network, out, params, config, options.dtype)
-    tokenizer = tokenizer_of_run(options.run)
+    tokenizer = tokenizer_of(Path(options.run), record) if "tokenizer" in record else None
     files = copy_files(tokenizer, out) if tokenizer else []
     without = "its tokens are bytes" if tokenizer else "the run has none"
     print(f"{out}: the weights of {options.run} in {options.dtype}, "

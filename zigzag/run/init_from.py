@@ -8,16 +8,16 @@ from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
+from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
 from zigzag.hub.folders import check_hf, read_hf, read_run_weights
 from zigzag.weights.network import Network
 
 
-def first_weights(config: Any, network: Network, tokenizer_of: Callable | None
+def first_weights(config: Any, network: Network, reads_text: bool
                   ) -> tuple[Callable | None, Tokenizer | None, dict[str, int]]:
     """(a function that reads the model's weights for train.fit, or None; its tokenizer, or None;
-    facts about them for config.json). `tokenizer_of` is data.py's, or None if the model reads no
-    text."""
+    facts about them for config.json). A model that `reads_text` needs a tokenizer."""
     source, own = config.init_from, Path(config.out)
     if not source:
         return None, None, {}
@@ -25,9 +25,9 @@ def first_weights(config: Any, network: Network, tokenizer_of: Callable | None
         whole = dataclasses.replace(config.network, lora_rank=0)
         check_hf(network, source, whole, config.edited)
         return (functools.partial(read_hf, network, source, whole), published_tokenizer(
-            source, config.vocab_size) if tokenizer_of else None, {})
+            source, config.vocab_size) if reads_text else None, {})
     record = read_run(source, network.config, "--init_from")
-    if "tokenizer" not in record and tokenizer_of:
+    if "tokenizer" not in record and reads_text:
         raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "
                           f"text")
     # The other run may have continued since this one began.
@@ -36,4 +36,4 @@ def first_weights(config: Any, network: Network, tokenizer_of: Callable | None
     if step is None:
         step = run_steps(source, "--init_from")[0]
     return (functools.partial(read_run_weights, network, source, step=step, flag="--init_from"),
-            tokenizer_of(Path(source), record) if tokenizer_of else None, {"base_step": step})
+            tokenizer_of(Path(source), record) if reads_text else None, {"base_step": step})
