@@ -17,10 +17,12 @@ DENSE = dict(layers=4, d_model=256, heads=8, kv_heads=4, d_ff=1024, vocab_size=5
 @pytest.mark.parametrize("changes, mesh", [
     ({}, dict(pipe=2, fsdp=2, tensor=2)), (dict(tied=True), dict(pipe=2, fsdp=4, tensor=4)),
     (dict(experts=4), dict(pipe=2, fsdp=2, expert=2, tensor=2)),
-    (dict(experts=8, layers=8), dict(pipe=4, fsdp=2, expert=4, tensor=4))], ids=str)
-def test_on_a_mesh_of_all_axes_a_weight_lies_as_its_row_says(changes, mesh):
+    (dict(experts=8, layers=8), dict(pipe=4, fsdp=2, expert=4, tensor=4)),
+    ({}, dict(fsdp=8)), (dict(tied=True), dict(pipe=2, fsdp=2)), (dict(experts=4), dict(fsdp=2)),
+    (dict(experts=4), dict(fsdp=4, expert=2))], ids=str)
+def test_a_weight_lies_as_its_row_says(changes, mesh):
     """A row whose axes are a reader's only source, and not true: of a router that expert does not
-    split, of a weight that fsdp splits elsewhere."""
+    split, of a weight that fsdp splits elsewhere (F is larger than D, and free without tensor)."""
     config, mesh = model.Config(**{**DENSE, **changes}), abstract_mesh(mesh)
     found = by_path(model.NETWORK.plan_weights(config, mesh, fsdp_min=1))
     for path, w in by_path(model.weights(config)).items():
@@ -30,6 +32,21 @@ def test_on_a_mesh_of_all_axes_a_weight_lies_as_its_row_says(changes, mesh):
         if is_matrix:
             assert [axis or "" for axis in spec] == [
                 axis if mesh.shape.get(axis, 1) > 1 else "" for axis in w.mesh_axes], path
+
+
+def test_an_edited_row_moves_its_weight():
+    """/fsdp that a fork moves to another dimension, or takes out, and that stays where it was."""
+    def spec_of_up(row):
+        table = model.weights(config)
+        table["layers"]["w_up"] = Table(L=4, D=256, F=1024)(row, 0.1)
+        network = dataclasses.replace(model.NETWORK, weights=lambda c: table)
+        specs = network.weight_specs(config, abstract_mesh(dict(fsdp=2, pipe=2)))
+        return tuple(full_spec(specs["layers"]["w_up"], 3))
+
+    config = model.Config(**DENSE)
+    assert spec_of_up("L/pipe D/fsdp F/tensor") == ("pipe", "fsdp", None)
+    assert spec_of_up("L/pipe D F/tensor") == ("pipe", None, "fsdp")    # the largest that is left
+    assert spec_of_up("L D/tensor F/fsdp") == ("pipe", None, "fsdp")
 
 
 def test_what_a_row_may_name():

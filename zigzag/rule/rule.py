@@ -41,7 +41,7 @@ Taking F makes w_up a column and w_down a row. The two alternate by themselves, 
 splits only one dimension of a weight. No names are read.
 
 The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
-counts experts, and `fsdp` the largest dimension that is left.
+counts experts, and `fsdp` the one that a network's row names for it, or the largest that is left.
 """
 
 import dataclasses
@@ -120,16 +120,18 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 
 def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
                   overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
-                  tensor_dims: Any = None) -> Any:
+                  tensor_dims: Any = None, fsdp_dims: Any = None) -> Any:
     """A Decision for each leaf of `params`; the arguments are those of infer_specs.
 
     `tensor_dims` is for a model whose own code handles `tensor`: a tree like `params` with the one
-    dimension of each leaf that this code accepts split, or -1 for none."""
+    dimension of each leaf that this code accepts split, or -1 for none. `fsdp_dims` is another with
+    the dimension that fsdp splits, or -1: the rule finds it."""
     sizes = _axis_sizes(mesh)
     paths, leaves, tree = flatten(params)
     places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
     arrays = list(places.values())
     code_dims = [None] * len(leaves) if tensor_dims is None else tree.flatten_up_to(tensor_dims)
+    fsdp_dims = [-1] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
 
     def call(values, args):
         merged = list(leaves)
@@ -142,7 +144,8 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     choice = _Choice(trace(closed, len(arrays), sizes["tensor"]), sizes["tensor"])
     decisions = [Decision(P(), "not an array")] * len(leaves)
     for leaf, split in enumerate(choice.splits([code_dims[i] for i in arrays])):
-        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min)
+        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min,
+                                          fsdp_dims[arrays[leaf]])
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
@@ -474,9 +477,9 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # The other axes
 
-def _decide(choice, leaf, split, mesh, fsdp_min):
+def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
     """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
-    are left."""
+    are left. (fsdp takes fsdp_dim, if it can.)"""
     sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
@@ -490,9 +493,10 @@ def _decide(choice, leaf, split, mesh, fsdp_min):
             why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
             why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min)
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, fsdp_dim)
     if "fsdp" in entries:
-        why.append("fsdp: its largest dimension left")
+        why.append("fsdp: " + ("as its row says" if entries.index("fsdp") == fsdp_dim else
+                               "its largest dimension left"))
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
@@ -508,12 +512,12 @@ def _decide(choice, leaf, split, mesh, fsdp_min):
                     bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
-def _put_on_largest(entries, shape, axis, size, fsdp_min):
-    """Write `axis` into `entries` at the largest unsplit dimension that it divides, if there is one
-    and the weight has at least `fsdp_min` elements."""
+def _put_on_largest(entries, shape, axis, size, fsdp_min, preferred=-1):
+    """Write `axis` into `entries` at the largest unsplit dimension that it divides (at `preferred`,
+    if that is one of them), if there is one and the weight has at least `fsdp_min` elements."""
     free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
-        entries[max(free, key=lambda d: shape[d])] = axis
+        entries[max(free, key=lambda d: (d == preferred, shape[d]))] = axis
 
 
 # -------------------------------------------------------------------------------------------

@@ -224,13 +224,14 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
-    tensor_dims = network.tensor_dims(config.network) if network else None
+    tensor_dims, fsdp_dims = ((network.tensor_dims(config.network),
+                               network.fsdp_dims(config.network)) if network else (None, None))
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
     jaxpr, sums = _traced(loss, weights, few, batch)
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
-                              tensor_dims=tensor_dims)
+                              tensor_dims=tensor_dims, fsdp_dims=fsdp_dims)
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1

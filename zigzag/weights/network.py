@@ -230,6 +230,10 @@ class Network:
         """The dimension of each weight that tensor may split, or -1."""
         return jax.tree.map(lambda w: w.tensor, self.table(config))
 
+    def fsdp_dims(self, config: Any) -> Params:
+        """The dimension of each weight that its row names for fsdp, or -1."""
+        return jax.tree.map(lambda w: w.named("fsdp"), self.table(config))
+
     def parameters(self, config: Any) -> tuple[int, int]:
         """(the number of parameters, how many of them one token visits)."""
         return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size,
@@ -254,7 +258,7 @@ class Network:
         return plan_sharding(
             lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
             self.batch_shapes(config, 1), mesh=mesh, tensor_dims=self.tensor_dims(config),
-            **options)
+            fsdp_dims=self.fsdp_dims(config), **options)
 
     def weight_specs(self, config: Any, mesh: Any) -> Params:
         return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))

@@ -21,6 +21,10 @@ class Weight:
     values: Any = None      # a function of the shape that makes the first values, instead of scale
     mesh_axes: Sequence[str] = ()   # the mesh axis that its row names behind each dimension, or ''
 
+    def named(self, axis: str) -> int:
+        """The dimension behind which the row names this mesh axis, or -1."""
+        return self.mesh_axes.index(axis) if axis in self.mesh_axes else -1
+
     @property
     def is_table(self) -> bool:
         """Whether tokens look up its rows, as their letter says, so that it is in no product."""
@@ -43,9 +47,11 @@ class Table:
     """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] of
     standard deviation 0.1, and tensor may split F. (`tensor` can also name the letter.)
 
-    Only /tensor decides anything. The other axes may stand behind their dimensions, too, for the
-    reader: the rule finds them by itself, and a test compares. Letters with a meaning of their own:
-    L layers, E experts, 1 one, and LOOKED_UP."""
+    A mesh axis splits the dimension that its row names. /tensor may stand only where the network's
+    code accepts a part of the dimension, and a row without it is whole over tensor. Where /fsdp,
+    /pipe or /expert are left out, the rule finds the dimension by itself: fsdp the largest one left,
+    pipe L, expert E. Letters with a meaning of their own: L layers, E experts, 1 one, and
+    LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
