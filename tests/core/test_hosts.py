@@ -480,7 +480,7 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
         assert ends(hosts(2, *words, "--steps", 14))[0][0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
     """A save that is lost because it is still in progress, on a slow disk."""
     file = awry(tmp_path, "batch = collate(examples, length); "
@@ -537,7 +537,7 @@ def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkeypatch):
     """Processes of SLURM that are not found with --distributed; a run on a laptop that looks for
     them. (jax reads SLURM's variables.)"""

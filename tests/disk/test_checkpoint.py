@@ -416,6 +416,7 @@ def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
     assert learn(make(steps=7, save_every=9, out=str(run)))[0][0]["step"] == 7
 
 
+@pytest.mark.full
 def test_what_reads_a_run_looks_at_what_it_reads(run, capsys):
     """Damaged weights in sample.py and load_run: they must be skipped, with a message."""
     want, _ = networks.load_run(run, step=4)

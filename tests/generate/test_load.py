@@ -32,6 +32,7 @@ def fitted(tmp_path_factory, text):
     return folder / "run", corpus.tokenizer
 
 
+@pytest.mark.full
 def test_a_run_of_fit_is_sampled_and_exported(fitted, tmp_path, capsys):
     """A run that cannot be sampled since nothing says what its ids mean; an export that says its
     tokens were bytes."""

@@ -377,7 +377,7 @@ with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2"])
 def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
     """A process with the texts of only its own rows, or that waits for ever for the other's."""

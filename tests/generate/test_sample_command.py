@@ -573,7 +573,7 @@ def test_ctrl_c_ends_a_single_answer():
         person.run.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_output_that_cannot_be_written_is_one_line():
     """A traceback if the disk is full, stdout is closed, or its encoding lacks a character."""
     def run(shell, **env):

@@ -93,6 +93,7 @@ def tuned_alone(published):
     return config, [row["loss"] for row in rows], float(total / count)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, how", [
     ("tensor=2", {}), slow("fsdp=2,tensor=4", {}), slow("data=2,fsdp=2", dict(zero=1)),
     slow("pipe=2,tensor=2", dict(schedule="interleaved", chunks=2, microbatches=2))])
@@ -146,7 +147,7 @@ def tuned(tmp_path_factory, published, text):
     return out, words
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tuned):
     """A continued run that starts again from the published weights. (Here these were replaced, and
     half of the run was deleted.)"""
@@ -215,7 +216,7 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
         export(out, mine)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text):
     """--init_from with new weights, with the old run's optimizer, schedule and step count, or with
     text in other tokens."""
@@ -309,6 +310,7 @@ def test_adapters_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch, text):
         capsys, "--run", "b", main=sample.main)
 
 
+@pytest.mark.full
 def test_an_edited_model_begins_with_published_weights_only_if_it_is_told_to(
         tmp_path, capsys, monkeypatch, published, text):
     """Another activation, with which a published model is fine-tuned or sampled silently; a run of

@@ -41,7 +41,7 @@ def test_a_grouped_product_by_blocks(R, E, share):
             np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_in_no_group_of_a_grouped_product_may_hold_anything(monkeypatch):
     """NaNs in every weight, because a TPU's kernel leaves memory as it was in rows of no group.
     Forward and backward, simulated on CPU devices."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import shard
-from tests.common import assert_same_on, net, slow
+from tests.common import assert_same_on, full, net, slow
 from tests.helpers import batch_of, make, mesh_of
 from zigzag.core.mesh import by_path, shardings, spec_axes, varying
 from zigzag.parallel import attention, products
@@ -18,7 +18,8 @@ from zigzag.parallel import attention, products
 # -------------------------------------------------------------------------------------------
 # The whole step
 
-@pytest.mark.parametrize("name", ["w_up", "wq", "wo", "w_down", "embed", "head", "wk", "w[qkv]"])
+@pytest.mark.parametrize("name", ["w_up", full("wq"), "wo", full("w_down"), full("embed"), "head",
+                                  full("wk"), full("w[qkv]")])
 def test_a_whole_weight_beside_split_ones(name):
     """An unsplit weight used in full with parts of the others, or a device's part of it used
     without summing its gradient: shapes fit in both cases. An unsplit head that is taken for a

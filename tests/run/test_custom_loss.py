@@ -291,12 +291,12 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     full("a count of zero", "data=2"),
     ("a step of learning", "data=2,fsdp=2,tensor=2"),
     full("a loop, a search, a stop", "fsdp=4,tensor=2"), full("two stacks", "data=2,fsdp=2"),
-    ("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
+    full("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
     ("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
     ("a head that does not say that it needs all time", "pipe=2"),
     full("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     full("a classifier", "seq=2"), full("a classifier", "pipe=4"),
-    slow("a classifier", "pipe=2,tensor=2"),
+    full("a classifier", "pipe=2,tensor=2"),
     slow("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
     slow("a classifier", "fsdp=2,seq=2,tensor=2"), slow("a classifier, 1F1B", "pipe=2,seq=2"),
     full("a classifier, 1F1B", "pipe=4"), full("a classifier", "pipe=2"),
@@ -548,6 +548,7 @@ def test_a_right_loss_with_16_bits_in_it_passes():
     assert mesh == pytest.approx(one, rel=1e-2)
 
 
+@pytest.mark.full
 def test_what_wraps_the_transformers_loss_is_another():
     """A wrapper of the transformer's loss taken for that loss itself, by its name or attributes."""
     ours = train.language(make())[1]

@@ -268,6 +268,7 @@ def test_other_sums_of_held_out_examples_are_logged(mesh):
     assert rows[-1]["eval_errors"] == pytest.approx(error.sum(0) / 203, abs=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [slow("data=2,pipe=2"), slow("fsdp=2,seq=2"), slow("tensor=2")])
 def test_other_sums_count_once_where_devices_have_the_same_rows(mesh):
     """Other sums that are added over devices with the same rows: those of one row's layers or time,
@@ -559,7 +560,7 @@ def test_kills_leave_the_best_checkpoint(tmp_path, text):
 # -------------------------------------------------------------------------------------------
 # The command line: pairs, prompts
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
     """The command line's own way from a line of JSON to a metric, its best checkpoint, and answers
     to prompts; a metric whose package is found missing only at the first evaluation."""

@@ -104,6 +104,7 @@ def test_another_schedule_for_fit_is_noticed(tmp_path):
     assert learn(change(config, steps=8), schedule=optax.constant_schedule(0.02))[1].step == 8
 
 
+@pytest.mark.full
 def test_other_data_for_fit_are_noticed(tmp_path):
     """Examples of another file, from which a run goes on to learn without a word."""
     config = make(steps=2, out=str(tmp_path / "run"), layers=1)

@@ -130,6 +130,7 @@ def test_a_wsd_run_goes_on_from_its_plateau_as_if_it_had_never_stopped(tmp_path)
     assert continuing.hold(flags.change(config, steps=30), lambda _: config).decay_steps == 10
 
 
+@pytest.mark.full
 def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatch):
     """A rate that jumps up, at once or when the run is continued again; one that can no longer be
     raised."""

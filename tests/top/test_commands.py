@@ -42,6 +42,7 @@ def test_libtpu_is_quiet_where_there_is_no_tpu():
     assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(start._glibc_version() < (2, 35), reason="another libc")
 @pytest.mark.parametrize("file", [pytest.param("train.py", marks=pytest.mark.full), "sample.py"])
 def test_a_command_starts_with_large_pages(file):

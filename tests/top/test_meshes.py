@@ -82,7 +82,7 @@ def draws(count, seed=0):
 
 
 DRAWN = draws(44)
-QUICK, SLOW = 3, 5          # the first few at each start, the next in .ci/run, the rest in .ci/full
+QUICK, SLOW = 3, 4          # the first few at each start, the next in .ci/run, the rest in .ci/full
 
 
 def parameters():
