@@ -65,7 +65,8 @@ def assert_agree(got, want, rtol):
 
 @pytest.mark.parametrize("changes", [
     LLAMA, full({**LLAMA, "tied": True}), full(MIXTRAL), full({**LLAMA, "lora_rank": 4}),
-    full({**MIXTRAL, "lora_rank": 4}), full(dict(rope_scaling='{"rope_type": "linear", "factor": 2}'))],
+    full({**MIXTRAL, "lora_rank": 4}),
+    full(dict(rope_scaling='{"rope_type": "linear", "factor": 2}'))],
     ids=str)
 def test_both_networks_have_the_same_values_and_gradients(changes):
     """A change in only one of the two blocks: a LLaMA would become another model when an option is

@@ -48,10 +48,9 @@ class Table:
     standard deviation 0.1, and tensor may split F. (`tensor` can also name the letter.)
 
     A mesh axis splits the dimension that its row names. /tensor may stand only where the network's
-    code accepts a part of the dimension, and a row without it is whole over tensor. Where /fsdp,
-    /pipe or /expert are left out, the rule finds the dimension by itself: fsdp the largest one left,
-    pipe L, expert E. Letters with a meaning of their own: L layers, E experts, 1 one, and
-    LOOKED_UP."""
+    code accepts a part of the dimension, and a row without it is whole over tensor. Where another
+    is left out the rule finds a dimension: for fsdp the largest one left, for pipe L, for expert E.
+    Letters with a meaning of their own: L layers, E experts, 1 one, and LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
