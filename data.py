@@ -29,6 +29,15 @@ from zigzag.disk.tokenizers import tokenizer_at
 
 # -------------------------------------------------------------------------------------------
 # Examples, and their order
+#
+# The examples are numbered from 0. An endless sequence takes each once, in a shuffled order, then
+# each once in another order, and so on (zigzag/disk/shuffle.py). Update `at` of a run takes the
+# places at * B ... at * B + B - 1 of it, so its batch follows from the seed and `at` alone. With 5
+# examples, a batch of 2 and seed 0:
+#
+#     place      0 1 | 2 3 | 4 5 | 6 7 | 8 9
+#     example    1 3 | 0 2 | 4 3 | 2 1 | 0 4
+#     update     0     1     2     3     4
 
 class Windows:
     """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one place later.

@@ -72,10 +72,10 @@ transposed: gradients stay local through all parts, and `sum_gradients` sums the
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. A mark over tensor would destroy two things. `columns` and `row` see from
 the type whether a weight is split. And jax sees from it which whole weights need their gradients
-summed: a norm's scale beside a stream whose time is split, for example. jax marks the scale there,
-and the transpose sums its gradient. If n does not divide the time, the stream is whole, all devices
-find the same gradient, and nothing may be summed. Most such weights are small, so a psum in each
-part costs little.
+summed: a norm's scale beside a stream whose time is split, for example. Where the scale meets
+the stream, jax marks it, and the mark's transpose sums its gradient. If tensor does not divide the
+time, the stream is whole: all devices find the same gradient, jax marks nothing, and nothing is
+summed. Most such weights are small, so a psum in each part costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -162,9 +162,10 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     """A loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes but
     tensor counts every number once. (Over tensor they are summed here.) Devices along the axes
-    `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, all of them
-    computed the same number: the first keeps it, and the others take 0. pools: the loss calls
-    whole_time, so each device of seq may have the whole sum already."""
+    `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, its devices
+    have all computed the same number: the first device keeps it, and the others take 0. `pools`
+    says that the loss calls whole_time, as one does that takes the mean of a row's positions; then
+    each device of seq may have the row's whole sum already."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device has pooled all of the time
         total, others = pmean_over((total, others), "seq")
@@ -365,6 +366,20 @@ def _vocab_ids(head):
     return first + jnp.arange(head.shape[1])
 
 
+def cross_entropy(logits: Array, ids: Array, targets: Array, weights: Array, split_vocab: bool
+                  ) -> Array:
+    """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], from this
+    device's part of the logits [B, T, V/n], which are those of `ids` [V/n]."""
+    top = lax.stop_gradient(logits.max(-1))                                     # [B, T]
+    top = lax.pmax(top, "tensor") if split_vocab else top
+    total = jnp.exp(logits - top[..., None]).sum(-1)                            # [B, T]
+    # (An indexed lookup would do; but some compilers send its gradient between devices.)
+    target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)            # [B, T]
+    if split_vocab:
+        total, target = lax.psum((total, target), "tensor")
+    return jnp.sum((jnp.log(total) + top - target) * weights)
+
+
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
@@ -381,15 +396,8 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
             logits = linear(x, head, jnp.float32)
         else:
             logits, = columns(x, head, dtype=jnp.float32)
-        logits = jnp.where(ids < vocab_size, capped(logits, softcap), -1e30)   # [B, T, V]
-        top = lax.stop_gradient(logits.max(-1))                                 # [B, T]
-        top = lax.pmax(top, "tensor") if split_vocab else top
-        total = jnp.exp(logits - top[..., None]).sum(-1)
-        # (An indexed lookup would do; but some compilers send its gradient between devices.)
-        target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)
-        if split_vocab:
-            total, target = lax.psum((total, target), "tensor")
-        return jnp.sum((jnp.log(total) + top - target) * weights)
+        logits = jnp.where(ids < vocab_size, capped(logits, softcap), -1e30)
+        return cross_entropy(logits, ids, targets, weights, split_vocab)
 
     vocabulary = len(ids) * (axis_size("tensor") if split_vocab else 1)
     chunks = chunks or loss_chunks(*x.shape[:2], vocabulary)

@@ -49,6 +49,7 @@ from zigzag.run.begin import begin, check_program
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, Loop, Task, end_early, end_run, flush_metrics, profile, save
 from zigzag.run.more_options import MoreOptions
+from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.trainer import Trainer
 
@@ -240,12 +241,19 @@ def make_evaluate(plan: Plan) -> Callable:
 
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-          schedule: Callable | None = None) -> Program:
+          schedule: Callable | None = None, step: Callable | None = None,
+          given: Any = None) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`. (plan.py
-    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways.)"""
+    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step
+    and given are fit's step and optimizer.)"""
+    update_of = optimizers.chosen(given, optimizer)
+    if step:
+        return OwnStep(step, config, mesh, init, loss, batch, overrides, schedule or
+                       functools.partial(learning_rate, config), update_of,
+                       lambda plan: make_step(plan, None)[1]).program(make_evaluate)
     own = networks.own_loss(config, loss)       # (else a custom one, which `fit` compares)
     plan = make_plan(config, mesh, init, loss, batch, overrides, typed, own, schedule)
-    update = optimizer(plan.config, plan.trained)
+    update = update_of(plan.config, plan.trained)
     return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
 
 
@@ -258,6 +266,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         predicted: int | None = None, samples: Any = None,
         sources: dict[str, int] | None = None, weights: Callable | None = None,
         overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
+        step: Callable | None = None, optimizer: Any = None,
         log: Callable | None = None, tokenizer: Any = None,
         record: dict[str, Any] | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
@@ -279,6 +288,10 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         overrides                   (path regex, PartitionSpec) pairs: where weights are stored,
                                     beside --override; the last match wins
         schedule(step)              replaces learning_rate(config, step); jax traces it
+        step                        replaces make_step's, for several networks or losses, and state
+                                    beside the weights (docs/tasks.md, zigzag/run/own_step.py)
+        optimizer                   an optax transformation, with its learning rate, or several by
+                                    the paths of weights: {"head": optax.sgd(0.1), "*": None}
         log(step, numbers)          called at each step and evaluation, like the loggers of --log
         tokenizer                   kept by the run, so that sample.py can read and write text
         record                      saved in config.json; must be the same when the run continues
@@ -286,6 +299,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         bits_per_nat                the held-out loss times this is bits per byte
         say                         the Reporter that prints progress"""
     stop: list[int] = []
+    schedule = schedule or (optimizers.as_it_is if optimizer else None)
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},
                 flops=flops, bits_per_nat=bits_per_nat)
@@ -295,11 +309,11 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
         program = check_program(
             functools.partial(build, config, mesh, init, loss, shapes, overrides,
-                              schedule=schedule),
+                              schedule=schedule, step=step, given=optimizer),
             task, TRAINER, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch,
             say)
-        with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, step):
-            run_loop(loop, step, stop)
+        with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, ready):
+            run_loop(loop, ready, stop)
         if not stop:
             end_run(loop)
     return loop.result()

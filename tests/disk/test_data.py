@@ -45,6 +45,12 @@ def test_each_epoch_is_a_shuffle_without_repeats(count):
         assert abs(np.corrcoef(epochs[0], np.arange(count))[0, 1]) < five_sigma
 
 
+def test_the_order_is_as_data_py_shows_it():
+    """An example of the order that nobody would get."""
+    line = re.search("#     example    (.*)", (ROOT / "data.py").read_text())[1]
+    assert order(5, 0, 0, 10).tolist() == [int(n) for n in line.replace("|", "").split()]
+
+
 def test_order_takes_no_memory():
     """A list of all examples, of which there may be 10**15."""
     assert (order(10**15, 0, 10**14, 4) < 10**15).all()

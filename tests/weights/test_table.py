@@ -38,7 +38,7 @@ def test_an_edited_row_moves_its_weight():
     """/fsdp that a fork moves to another dimension, or takes out, and that stays where it was."""
     def spec_of_up(row):
         table = model.weights(config)
-        table["layers"]["w_up"] = Table(L=4, D=256, F=1024)(row, 0.1)
+        table["layers"]["w_up"] = Table(L=4, D=config.d_model, F=1024)(row, 0.1)
         network = dataclasses.replace(model.NETWORK, weights=lambda c: table)
         specs = network.weight_specs(config, abstract_mesh(dict(fsdp=2, pipe=2)))
         return tuple(full_spec(specs["layers"]["w_up"], 3))
@@ -47,6 +47,8 @@ def test_an_edited_row_moves_its_weight():
     assert spec_of_up("L/pipe D/fsdp F/tensor") == ("pipe", "fsdp", None)
     assert spec_of_up("L/pipe D F/tensor") == ("pipe", None, "fsdp")    # the largest that is left
     assert spec_of_up("L D/tensor F/fsdp") == ("pipe", None, "fsdp")
+    config = model.Config(**{**DENSE, "d_model": 255, "heads": 5, "kv_heads": 5})
+    assert spec_of_up("L/pipe D/fsdp F/tensor") == ("pipe", None, None)     # not somewhere else
 
 
 def test_what_a_row_may_name():

@@ -4,10 +4,11 @@ ConfigError and RunError end a command with one line `error: ...` and exit statu
 flags.run_main). Every other exception is a bug, and stays a traceback.
 """
 
+import contextlib
 import difflib
 import importlib
 import re
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -36,6 +37,15 @@ class RunError(RuntimeError):
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that cannot be used; the message says why."""
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Puts `what` before the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}") from e.__cause__
 
 
 def optional_package(name: str, what: str) -> Any:

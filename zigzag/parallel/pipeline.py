@@ -326,9 +326,9 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
     time; as all stages run one program, all have room for stage 0's 2 S. This does not grow with
     the number of microbatches.
 
-    The gradient is made along with the loss, for a cotangent of 1 of its sum (the layers' term of
-    aux included) and of 0 of the count and the other sums; autodiff then only scales it. That is
-    right because the loss is the sum over microbatches."""
+    The gradient that is made along with the loss is that of its sum alone, in which the layers'
+    term of aux is included. Autodiff multiplies it by the cotangent that it is given. Count and
+    other sums have no gradient. That is right because the loss is the sum over microbatches."""
     @jax.custom_vjp
     def total(params, weights):      # runs when no gradient is asked for
         embed, stack, head, batch, options, gpipe = parts

@@ -479,7 +479,7 @@ class _Choice:
 
 def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
     """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
-    are left. (fsdp takes fsdp_dim, if it can.)"""
+    are left. (fsdp_dim: the one that a row names for fsdp, or -1.)"""
     sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
@@ -493,14 +493,15 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
             why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
             why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, fsdp_dim)
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min,
+                    only=None if fsdp_dim < 0 else [fsdp_dim])
     if "fsdp" in entries:
-        why.append("fsdp: " + ("as its row says" if entries.index("fsdp") == fsdp_dim else
-                               "its largest dimension left"))
+        why.append("fsdp: its largest dimension left" if fsdp_dim < 0 else "fsdp: as its row says")
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no other dimension divides by {sizes['fsdp']}"))
+            else f"no other dimension divides by {sizes['fsdp']}" if fsdp_dim < 0
+            else f"{shape[fsdp_dim]} does not divide by {sizes['fsdp']}"))
     contracted, free = (
         tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
@@ -512,12 +513,13 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
                     bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
-def _put_on_largest(entries, shape, axis, size, fsdp_min, preferred=-1):
-    """Write `axis` into `entries` at the largest unsplit dimension that it divides (at `preferred`,
-    if that is one of them), if there is one and the weight has at least `fsdp_min` elements."""
-    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
+def _put_on_largest(entries, shape, axis, size, fsdp_min, only=None):
+    """Write `axis` into `entries` at the largest unsplit dimension (of `only` these) that it
+    divides, if there is one and the weight has at least `fsdp_min` elements."""
+    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0
+            and (only is None or d in only)]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
-        entries[max(free, key=lambda d: (d == preferred, shape[d]))] = axis
+        entries[max(free, key=lambda d: shape[d])] = axis
 
 
 # -------------------------------------------------------------------------------------------

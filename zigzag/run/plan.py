@@ -72,6 +72,7 @@ class Plan:
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
+    learned: str | None = None      # the one tree of the weights that is trained; None: all
 
     @property
     def sizes(self) -> Any:
@@ -190,6 +191,9 @@ class Plan:
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """A tree like the weights as two: what is trained, and what is frozen."""
+        if self.learned:
+            return ({self.learned: tree[self.learned]},
+                    {name: x for name, x in tree.items() if name != self.learned})
         return lora.split(tree) if self.config.lora_rank else (tree, {})
 
     @property
@@ -205,11 +209,13 @@ def in_one(trained: Any, frozen: Any) -> Any:
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-              network: Any = None, schedule: Callable | None = None) -> Plan:
+              network: Any = None, schedule: Callable | None = None,
+              learned: str | None = None) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
     the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
-    None: the configuration's."""
+    None: the configuration's. learned: the name of the one tree in the weights that is trained,
+    beside others that are constants; "": none is."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if network:
@@ -219,7 +225,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.lora_rank:
         init = _with_frozen(init, config.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
-    _check_floats(params)
+    _check_floats(params if learned is None else {k: x for k, x in params.items() if k == learned})
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
@@ -236,7 +242,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
     if splits_tensor or not trusted and rows < config.batch:
-        decisions = _see_matrices(decisions, loss, weights, batch)
+        decisions = see_matrices(decisions, loss, weights, batch)
 
     names = names_in(jaxpr) if typed else set()
     why = "" if trusted else why_not_split(jaxpr, weights)
@@ -245,7 +251,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule)
+                config.dtype, config.accumulate, names, schedule, learned)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
@@ -281,7 +287,7 @@ def _whole_over_tensor(decision, why):
                                reductions=(), reason=decision.reason + reason)
 
 
-def _see_matrices(decisions, loss, weights, batch):
+def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
     """Decisions whose is_matrix comes from a whole batch without a mesh. Which weights are matrices
     must not depend on the mesh: not on the rows of a device, nor on kv heads repeated for
     tensor."""
@@ -380,6 +386,7 @@ class Program:
     start: Any              # (key, weights in place of init's or None) -> state
     step: Any               # (state, batch) -> state, metrics
     evaluate: Any           # (params, batch, frozen) -> sum, count, other sums
+    own: Any = None         # fit's own step, if it was given one: an own_step.OwnStep
 
     @property
     def config(self) -> Any:
