@@ -16,7 +16,6 @@ import functools
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -29,7 +28,7 @@ import model
 import sample
 from tests.helpers import (
     ROOT,
-    KeepRows,
+    StopAt,
     assert_same_copies,
     assert_same_gradient,
     assert_same_others,
@@ -152,18 +151,6 @@ def test_no_token_sees_a_later_one():
 
 # -------------------------------------------------------------------------------------------
 # Runs
-
-class StopAt(KeepRows):
-    """Asks the run to stop, as a person or a scheduler would, after a step."""
-
-    def __init__(self, step):
-        super().__init__([], [])
-        self.at = step
-
-    def step(self, row, *_):
-        if row["step"] == self.at:
-            signal.raise_signal(signal.SIGTERM)
-
 
 def test_a_run_that_is_stopped_and_continued_is_the_run(tmp_path):
     """Optimizer state, dropout, learning rate or the place in the data that a checkpoint does not

@@ -36,6 +36,7 @@ import networks
 import shard
 import tasks
 from zigzag.core import hosts
+from zigzag.core.errors import AtTheirLine
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import add_to, cast, float32_zeros, mark_varying, pmean_all, split_rows
 from zigzag.core.options import flag
@@ -48,6 +49,7 @@ from zigzag.run import command_line, commands, continuing, modes, optimizers, sc
 from zigzag.run.begin import begin, check_program
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, Loop, Task, end_early, end_run, flush_metrics, profile, save
+from zigzag.run.made import Made, made_by
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
@@ -261,7 +263,7 @@ def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
 # The loop
 
 def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
-        predict: Callable | None = None, examples: Sequence = (), held_out: Sequence = (), *,
+        predict: Callable | None = None, examples: Any = (), held_out: Sequence = (), *,
         show: Callable | None = None, metric: Callable | None = None,
         predicted: int | None = None, samples: Any = None,
         sources: dict[str, int] | None = None, weights: Callable | None = None,
@@ -270,8 +272,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         log: Callable | None = None, tokenizer: Any = None,
         record: dict[str, Any] | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
-    """Train init(key)'s weights on `examples` (anything with a length and an index) for
-    config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
+    """Train init(key)'s weights on `examples` (anything with a length and an index; or a function
+    (seed, step, weights) that makes those of an update) for config.steps updates, on config.mesh,
+    in config.out ('' keeps nothing on disk).
 
         predict(params, batch)      outputs for held-out examples, at each evaluation: any tree of
                                     arrays with a row for each example. All of them are put
@@ -300,11 +303,12 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         say                         the Reporter that prints progress"""
     stop: list[int] = []
     schedule = schedule or (optimizers.as_it_is if optimizer else None)
+    examples = Made(examples, held_out, config) if made_by(examples) else examples
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},
                 flops=flops, bits_per_nat=bits_per_nat)
     mesh = mesh or commands.machine(config)
-    with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
+    with hosts.exit_together(), hosts.stop_on_signals(stop, config.out), AtTheirLine():
         config = continuing.hold(schedules.with_steps(config, len(examples)), TRAINER.old_config)
         say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
         program = check_program(

@@ -8,6 +8,7 @@ every test file imports it before it touches a device; conftest.py does so for a
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,18 @@ class KeepRows(report.Reporter):
 
     def end(self, *_):
         pass
+
+
+class StopAt(KeepRows):
+    """Asks the run to stop, as a person or a scheduler would, after a step."""
+
+    def __init__(self, step):
+        super().__init__([], [])
+        self.at = step
+
+    def step(self, row, *_):
+        if row["step"] == self.at:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def learn(config, mesh="", lines=None, **given):

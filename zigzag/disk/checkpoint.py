@@ -461,7 +461,8 @@ def _parse_row(line):
 def state_items(state: Any) -> dict[str, Any]:
     """A state as the two items of a checkpoint: params, the weights, and opt, what only training
     needs."""
-    return {"params": state["params"], "opt": {"opt": state["opt"], "step": state["step"]}}
+    return {"params": state["params"],
+            "opt": {name: x for name, x in state.items() if name != "params"}}
 
 
 def _kinds(tree):

@@ -27,7 +27,8 @@ from zigzag.run import continuing
 from zigzag.run.custom_loss import check_loss, check_traceable, must_compare
 from zigzag.run.evaluation import check_task
 from zigzag.run.loop import Loop, Task, frozen_state, prepare, report_header
-from zigzag.run.plan import Program, shapes_hash
+from zigzag.run.made import Made
+from zigzag.run.plan import Program, in_one, shapes_hash
 from zigzag.run.trainer import Trainer
 
 
@@ -40,7 +41,8 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     are done). `weights`, `record`, `tokenizer` and `log` are fit's. At the end, wait for the last
     save."""
     config, plan = program.config, program.plan
-    record = record or (first_example(task, config.out) if config.out else {})
+    is_made = isinstance(task.examples, Made)
+    record = record or (first_example(task, config.out) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(tokenizer) if tokenizer else {})}
     hosts.assert_same_everywhere(facts)     # (check_program has compared the configurations)
@@ -56,11 +58,15 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
         loop = Loop(program, task, folder, say, lambda at: numbers_at(
             task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
         del first
+        if is_made:
+            task.examples.weights = lambda: program.permute(
+                in_one(loop.state["params"], loop.state["frozen"]), back=True)
         report_header(program, say, trainer.hidden(),
                       trainer.networks.describe(config) if plan.trusted else "")
         step = prepare(loop, weights)
-        if step:
-            say.collectives(collectives(step), expected_traffic(plan), is_complete(plan))
+        if step:        # (what a step of one's own sends has no formula)
+            say.collectives(collectives(step), [] if program.own else expected_traffic(plan),
+                            not program.own and is_complete(plan))
         yield loop, step
 
 

@@ -24,13 +24,14 @@ from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_gr
 from zigzag.core.options import changes, check_values
 from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
-from zigzag.run import schedules
+from zigzag.run import averages, schedules
 
 
 def check_config(c: Any) -> None:
     """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
     check_values(c)
     schedules.check(c)
+    averages.check(c)
     if c.save and not c.plot:
         raise ConfigError(f"--save {c.save}: names the picture of --plot RUN, which was not given")
     known = dict.fromkeys(changes(type(c)).values())

@@ -374,6 +374,8 @@ def _norm(x):
 
 def _moved(params, key, size):
     def move(w, key):
+        if not jnp.issubdtype(w.dtype, jnp.floating):       # (a buffer of a step of one's own)
+            return w
         rms = jnp.sqrt(jnp.mean(w * w))
         scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
         return w + scale * jax.random.normal(key, w.shape, w.dtype)

@@ -31,7 +31,7 @@ from zigzag.generate.chat import chat_ids, user
 from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
-from zigzag.run import loggers, metrics
+from zigzag.run import averages, loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
 from zigzag.run.plan import LOGGED, Program
 
@@ -182,7 +182,7 @@ def _held_out_sums(program, task, state, first, last):
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
         sums = jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
-            program.evaluate(state["params"], batch, state["frozen"])))
+            program.evaluate(averages.used(state), batch, state["frozen"])))
         total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
     return total

@@ -80,7 +80,7 @@ class Task:
         """The batch of the first example alone, from which the shapes of all follow."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])
+        return batch_arrays(self.collate, [self.examples[0]])   # (a held-out one, if they are made)
 
 
 class Learned(NamedTuple):

@@ -71,6 +71,8 @@ class MoreOptions:
                                     # last rate, as a share of the peak
     beta1: float = flag(0.9, same=True)     # AdamW's decay rate of the mean of gradients
     beta2: float = flag(0.95, same=True)    # AdamW's decay rate of the mean of squared gradients
+    ema: float = flag(0.0, same=True)       # evaluate and save an average of the weights over
+                                    # updates, which each update multiplies by this (0.999); 0: none
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
                                     # gradient is not finite

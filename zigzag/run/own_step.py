@@ -82,6 +82,9 @@ class OwnStep:
         check_batch(self.config, mesh)
         if config.lora_rank:
             raise ConfigError("--lora_rank: a step of one's own has no adapters; leave it out")
+        if config.ema:
+            raise ConfigError(f"--ema {config.ema:g}: a step of one's own keeps its own average, "
+                              f"as a tree of init's that the step updates; leave it out")
         self.params = jax.eval_shape(init, jax.random.key(0))
         if not isinstance(self.params, dict) or not all(isinstance(n, str) for n in self.params):
             raise ConfigError("with a step of one's own, init(key) must return a dict "
@@ -260,7 +263,7 @@ class OwnStep:
                 return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
                                out_shardings=place)(batches[at])
 
-            with named(str(pair)):
+            with named("the loss that fit evaluates" if is_held_out else str(pair)):
                 while not check_loss(self.planned(pair), self.make_gradients, make_evaluate,
                                      batch, is_held_out, say):
                     self.as_one_device.add(pair.key)

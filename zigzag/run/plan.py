@@ -39,6 +39,7 @@ from zigzag.core.mesh import (
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
+from zigzag.run import averages
 from zigzag.run.checks import check_batch, check_overrides, check_rows
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
@@ -405,17 +406,17 @@ class Program:
         return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
     def weights(self, state: Any) -> Any:
-        """All weights of a state, trained and frozen, as one tree."""
-        return in_one(state["params"], state["frozen"])
+        """All weights of a state, trained (their average, with --ema) and frozen, as one tree."""
+        return in_one(averages.used(state), state["frozen"])
 
     def saved(self, state: Any) -> Any:
         """The part of a state that a checkpoint holds: all but frozen weights, which a run reads
         again from where they came from."""
-        return {name: x for name, x in state.items() if name != "frozen"}
+        return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
 
     def restored(self, saved: Any, first: Any) -> Any:
         """The state from what was saved of it. `first` is the state that the run began with."""
-        return {**saved, "frozen": first["frozen"] if first else {}}
+        return {**averages.from_disk(saved), "frozen": first["frozen"] if first else {}}
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -428,19 +429,23 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
             trained, frozen = (trained, cast(weights, c.dtype)) if c.lora_rank else (weights, {})
+        average = {"average": trained} if c.ema else {}
         return {"params": trained, "frozen": frozen, "opt": optimizer.init(trained),
-                "step": jnp.zeros((), jnp.int32)}
+                "step": jnp.zeros((), jnp.int32), **average}
 
     trained, frozen = plan.specs
     opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.moments)
-    places = shardings({"params": trained, "frozen": frozen, "opt": opt, "step": P()}, mesh)
+    average = {"average": trained} if c.ema else {}
+    places = shardings({"params": trained, "frozen": frozen, "opt": opt, "step": P(), **average},
+                       mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
                          plan.batch)
     start = jit(start, donate_argnums=1, out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
-                   jit(step, donate_argnums=0, out_shardings=(places, whole)),
+                   jit(averages.with_average(step, c.ema), donate_argnums=0,
+                       out_shardings=(places, whole)),
                    jit(evaluate, out_shardings=whole))
 
 

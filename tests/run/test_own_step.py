@@ -1,0 +1,496 @@
+"""fit(step=...): several networks and losses, and state beside the weights, are the same on a mesh
+as on one device, continue to the same bits, and are refused where they would not be."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sample
+import shard
+import train
+from tests.common import peer, slow
+from tests.helpers import KeepRows, StopAt, make, mesh_of, without_times
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import by_path
+
+RNG = np.random.default_rng(0)
+EXAMPLES = [RNG.normal(size=16).astype(np.float32) for _ in range(64)]
+MESHES = ["fsdp=2,tensor=2", slow("data=2,fsdp=2,tensor=2"), slow("data=4"), slow("tensor=4"),
+          slow("expert=2,fsdp=2")]
+
+
+def collate(examples):
+    return {"x": np.stack(examples)}
+
+
+def matrix(key, rows, columns):
+    return jax.random.normal(key, (rows, columns)) * rows**-0.5
+
+
+def mlp_of(key, rows, columns, hidden=64):
+    up, down = jax.random.split(key)
+    return {"up": matrix(up, rows, hidden), "down": matrix(down, hidden, columns)}
+
+
+def mlp(w, x):
+    return jax.nn.relu(x @ w["up"]) @ w["down"]
+
+
+def noise(batch, size):
+    return jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (size,)))(batch["seeds"])
+
+
+def run(task, mesh="", out="", stop=None, steps=10, **flags):
+    """What a task (init, step, loss) logs in ten steps, and what fit returns."""
+    rows, given = [], dict(examples=EXAMPLES, held_out=EXAMPLES[:10], collate=collate)
+    init, step, loss = task
+    config = make(**{**dict(steps=steps, batch=16, lr=0.01, fsdp_min=1, out=out), **flags})
+    result = train.fit(config, init=init, loss=loss, step=step, mesh=mesh_of(mesh),
+                       say=StopAt(stop) if stop else KeepRows(rows, []), **given)
+    return rows, result
+
+
+# -------------------------------------------------------------------------------------------
+# Algorithms, as their users write them
+
+def gan():
+    """Two networks with losses of their own, and an average of one of them."""
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"generator": mlp_of(a, 8, 16), "critic": mlp_of(b, 16, 1),
+                "average": mlp_of(a, 8, 16)}
+
+    def critic_loss(trees, batch):
+        fake = mlp(trees["generator"], noise(batch, 8))
+        of_real, of_fake = mlp(trees["critic"], batch["x"]), mlp(trees["critic"], fake)
+        loss = jax.nn.softplus(-of_real) + jax.nn.softplus(of_fake)
+        return loss.sum(), len(loss), {"of_real": of_real.sum()}
+
+    def generator_loss(trees, batch):
+        fake = mlp(trees["generator"], noise(batch, 8))
+        return jax.nn.softplus(-mlp(trees["critic"], fake)).sum(), len(fake)
+
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(critic_loss, state["params"], "critic", batch)
+        state = update(state, "critic", grads)
+        grads, others = gradients(generator_loss, state["params"], "generator", batch)
+        state = update(state, "generator", grads)
+        trees = state["params"]
+        average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, trees["average"],
+                               trees["generator"])
+        return ({**state, "params": {**trees, "average": average}},
+                {**numbers, "generator_loss": others["loss"]})
+
+    def held_out(trees, batch):
+        return jax.nn.softplus(-mlp(trees["critic"], batch["x"])).sum(), len(batch["x"])
+
+    return init, step, held_out
+
+
+def mean_teacher():
+    """A tree that is never trained: it follows the trained one, which learns from it."""
+    def init(key):
+        first = mlp_of(key, 16, 8)
+        return {"student": first, "teacher": first}
+
+    def loss(trees, batch):
+        x = batch["x"]
+        x = x + 0.1 * noise(batch, 16) if "seeds" in batch else x
+        teacher = jax.nn.softmax(mlp(trees["teacher"], batch["x"]) * 2)
+        student = jax.nn.log_softmax(mlp(trees["student"], x))
+        return -(teacher * student).sum(), len(x)
+
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(loss, state["params"], "student", batch)
+        state = update(state, "student", grads)
+        trees = state["params"]
+        teacher = jax.tree.map(lambda t, s: 0.95 * t + 0.05 * s, trees["teacher"],
+                               trees["student"])
+        return {**state, "params": {**trees, "teacher": teacher}}, numbers
+
+    return init, step, loss
+
+
+def replay():
+    """A buffer of whole numbers and of rows, from which a second batch is drawn in each step."""
+    def init(key):
+        return {"model": mlp_of(key, 16, 16),
+                "buffer": {"rows": jnp.zeros((64, 16)), "age": jnp.zeros(64, jnp.int32)}}
+
+    def loss(trees, batch):
+        return jnp.square(mlp(trees["model"], batch["x"]) - batch["x"]).sum(), batch["x"].size
+
+    def step(state, batch, gradients, update):
+        buffer, x = state["params"]["buffer"], batch["x"]
+        places = (state["step"] * len(x) + jnp.arange(len(x))) % 64
+        buffer = {"rows": buffer["rows"].at[places].set(x), "age": buffer["age"].at[places].add(1)}
+        drawn = jax.random.choice(jax.random.key(state["step"]), 64, (8,))
+        trees = {"model": state["params"]["model"]}
+        grads, numbers = gradients(loss, trees, "model", {"x": buffer["rows"][drawn]})
+        state = update(state, "model", grads)
+        return {**state, "params": {**state["params"], "buffer": buffer}}, numbers
+
+    return init, step, loss
+
+
+def ranking():
+    """A loss that compares all rows of a batch, beside one that does not."""
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"score": mlp_of(a, 16, 1), "decoder": mlp_of(b, 1, 16)}
+
+    def ranks(trees, batch):
+        x = batch["x"]
+        score = mlp(trees["score"], x)[:, 0]
+        every, _ = shard.all_rows(score, x)
+        truth, _ = shard.all_rows(x[:, 0], x)
+        wrong = jax.nn.softplus(jnp.sign(truth - x[:, :1]) * (score[:, None] - every))
+        return jnp.where(truth != x[:, :1], wrong, 0).sum(), len(x)
+
+    def decodes(trees, batch):
+        found = mlp(trees["decoder"], mlp(trees["score"], batch["x"]))
+        return jnp.square(found - batch["x"]).sum(), len(found)
+
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(ranks, state["params"], "score", batch)
+        more, others = gradients(decodes, state["params"], "decoder", batch)
+        state = update(update(state, "score", grads), "decoder", more)
+        return state, {**numbers, "decodes": others["loss"]}
+
+    return init, step, ranks
+
+
+def maml():
+    """The gradient of a loss after a step of gradient descent: second derivatives."""
+    def init(key):
+        return {"model": mlp_of(key, 8, 8)}
+
+    def task_loss(w, x, y):
+        return jnp.square(mlp(w, x) - y).mean()
+
+    def loss(trees, batch):
+        def of_row(x):          # (a row is a task: to learn from its first half)
+            x, y = jnp.outer(x[:4], jnp.ones(8)), jnp.outer(x[4:8], jnp.ones(8))
+            inner = jax.grad(task_loss)(trees["model"], x, y)
+            learned = jax.tree.map(lambda w, g: w - 0.1 * g, trees["model"], inner)
+            return task_loss(learned, 2 * x, y)
+
+        losses = jax.vmap(of_row)(batch["x"])
+        return losses.sum(), len(losses)
+
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(loss, state["params"], "model", batch)
+        return update(state, "model", grads), numbers
+
+    return init, step, loss
+
+
+TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking, maml)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["gan", "ranking", *map(slow, ("mean_teacher", "replay", "maml"))])
+def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
+    """A gradient that is summed twice, or over a device's rows alone; weights of one network that
+    another loss places elsewhere; a state that is another on a mesh."""
+    task = TASKS[name]()
+    (rows, one), (others, other) = run(task), run(task, mesh)
+    assert len(rows) == len(others) == 15       # five of them evaluations
+    for a, b in zip(rows, others):
+        for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes"} & a.keys():
+            assert b[key] == pytest.approx(a[key], rel=2e-5, abs=1e-6), (a["step"], key)
+    for path, a in by_path(one.params).items():
+        b = np.asarray(by_path(other.params)[path])
+        np.testing.assert_allclose(b, np.asarray(a), atol=2e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["gan", "replay", slow("mean_teacher")])
+def test_it_continues_to_the_same_bits(tmp_path, name):
+    """A second optimizer, an average or a buffer that a checkpoint does not bring back."""
+    task, how = TASKS[name](), dict(mesh="fsdp=2,tensor=2", steps=6, save_every=5, eval_every=3)
+    _, whole = run(task, out=str(tmp_path / "whole"), **how)
+    _, first = run(task, out=str(tmp_path / "stopped"), stop=2, **how)
+    assert first.step < 6
+    _, second = run(task, out=str(tmp_path / "stopped"), **how)
+    assert without_times(tmp_path / "stopped/metrics.jsonl") == without_times(
+        tmp_path / "whole/metrics.jsonl")
+    for path, a in by_path(jax.device_get(second.params)).items():
+        assert (a == np.asarray(by_path(whole.params)[path])).all(), path
+
+
+def test_accumulated_gradients_are_the_same():
+    """Parts of a batch of which each is divided by its own count."""
+    rows, _ = run(TASKS["gan"]())
+    others, _ = run(TASKS["gan"](), "data=2", accumulate=4)
+    assert [r["loss"] for r in others if "loss" in r] == pytest.approx(
+        [r["loss"] for r in rows if "loss" in r], rel=2e-5)
+
+
+# -------------------------------------------------------------------------------------------
+# What is refused
+
+def step_with(loss, name="critic"):
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(loss, state["params"], name, batch)
+        return update(state, name, grads), numbers
+
+    return step
+
+
+def score(trees, batch):
+    return mlp(trees["critic"], batch["x"])[:, 0]
+
+
+def a_mean(trees, batch):
+    return score(trees, batch).mean(), 1.0
+
+
+def all_pairs(trees, batch):
+    s = score(trees, batch)
+    return jax.nn.softplus(s[:, None] - s).sum(), len(s)
+
+
+def noise_by_row(trees, batch):
+    x = batch["x"] + jax.random.normal(jax.random.key(0), batch["x"].shape)
+    return score(trees, {"x": x}).sum(), len(x)
+
+
+@pytest.mark.parametrize("loss, says", [
+    (a_mean, r"gradients\(a_mean, \.\.\., 'critic', \.\.\.\): this loss is not a sum over"),
+    (all_pairs, "get them by shard.all_rows"), (noise_by_row, "make noise by jax.random from")])
+def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
+    """Only the first loss is compared with one device; the critic's gradient is that of a mesh."""
+    init, step, held_out = gan()
+
+    def both(state, batch, gradients, update):
+        state, numbers = step(state, batch, gradients, update)
+        return step_with(loss)(state, batch, gradients, update)[0], numbers
+
+    with pytest.raises(ConfigError, match=says):
+        run((init, both, held_out), "fsdp=2,tensor=2")
+    run((init, both, held_out), steps=1)        # (one device computes it)
+
+
+def closes_over(state, batch, gradients, update):
+    middle = batch["x"].mean(0)
+    loss = step_with(lambda trees, batch: (score(trees, {"x": batch["x"] - middle}).sum(), 1.0))
+    return loss(state, batch, gradients, update)
+
+
+@pytest.mark.parametrize("step, says", [
+    (closes_over, "closes over an array that the step has computed"),
+    (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
+    (lambda state, batch, gradients, update: (state, {"loss": 0.0}), "asked for no gradients"),
+    (step_with(score_sum := lambda trees, batch: (score(trees, batch).sum(), 1), "critik"),
+     "trees must be a dict .* and have this name"),
+    (lambda state, batch, gradients, update: (update(state, "generator", gradients(
+        score_sum, state["params"], "critic", batch)[0]), {"loss": 0.0}),
+     r"float32\[64, 1\] at down, where init returned float32\[64, 16\]"),
+    (lambda state, batch, gradients, update: (
+        {**state, "params": {}}, gradients(score_sum, state["params"], "critic", batch)[1]),
+     "has nothing at average.down"),
+    (lambda state, batch, gradients, update: (
+        update(state, "critic", gradients(score_sum, state["params"], "critic", batch)[0]), {}),
+     "metrics a dict that has a \"loss\"")])
+def test_a_step_that_makes_no_sense_is_a_clear_error(step, says):
+    """A page of jax, or a run in which nothing learns."""
+    init, _, held_out = gan()
+    with pytest.raises(ConfigError, match=says):
+        run((init, step, held_out))
+
+
+def test_an_error_of_the_users_shows_his_line():
+    """Frames of ours between the call of fit and the line to mend."""
+    def wrong(trees, batch):
+        return score(trees, batch) @ jnp.ones((3, 3)), 1
+
+    init, step, held_out = gan()
+    for task in ((init, step_with(wrong), held_out), (init, None, wrong)):
+        with pytest.raises(TypeError) as found:
+            run(task)
+        frames = traceback.extract_tb(found.value.__traceback__)
+        ours = [f for f in frames if "/zigzag/" in f.filename or f.filename.endswith("train.py")]
+        assert len(ours) <= 5 and any("jnp.ones((3, 3))" in f.line for f in frames)
+
+
+# -------------------------------------------------------------------------------------------
+# Optimizers
+
+def test_any_optimizer_and_several_by_path():
+    """An optimizer of optax's whose rate is applied twice, or with the wrong sign; a part that was
+    to stay as it is."""
+    def init(key):
+        return mlp_of(key, 16, 16)
+
+    def loss(w, batch):
+        return jnp.square(mlp(w, batch["x"]) - 1).sum(), len(batch["x"])
+
+    def by_hand(optimizer, w):
+        state = optimizer.init(w)
+        for at in range(10):
+            rows = train.training_batch(make(batch=16), mesh_of(""), TASK, None, at)
+            g = jax.grad(lambda w: loss(w, rows)[0] / 16)(w)
+            updates, state = optimizer.update(g, state, w)
+            w = optax.apply_updates(w, updates)
+        return w
+
+    TASK = train.Task(collate=collate, examples=EXAMPLES)
+    first = init(jax.random.key(0))
+    fit = dict(init=init, collate=collate, loss=loss, examples=EXAMPLES)
+    for optimizer, alone in [
+            (optax.adam(1e-2), optax.adam(1e-2)),
+            ({"up": None, "*": optax.sgd(1e-2, momentum=0.9)}, optax.multi_transform(
+                {"up": optax.set_to_zero(), "down": optax.sgd(1e-2, momentum=0.9)},
+                {"up": "up", "down": "down"}))]:
+        for mesh in ("", "fsdp=2,tensor=2"):
+            found = train.fit(make(steps=10, batch=16, fsdp_min=1), **fit, optimizer=optimizer,
+                              mesh=mesh_of(mesh), say=KeepRows([], []))
+            for path, w in by_path(by_hand(alone, first)).items():
+                np.testing.assert_allclose(np.asarray(by_path(found.params)[path]), w, atol=1e-5)
+    assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
+    for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
+                        ({"(": optax.sgd(0.1)}, "not a regular expression")]:
+        with pytest.raises(ConfigError, match=says):
+            train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))
+
+
+def test_each_network_has_its_own_optimizer():
+    """The critic's rate for the generator."""
+    task, still = TASKS["gan"](), jax.random.key(0)
+    config = make(steps=3, batch=16, fsdp_min=1)
+    init, step, loss = task
+    found = train.fit(config, init, collate, loss, examples=EXAMPLES, step=step,
+                      optimizer={"critic": optax.adam(1e-2), "generator.up": None,
+                                 "*": optax.sgd(0.1)},
+                      mesh=mesh_of("fsdp=2"), say=KeepRows([], [])).params
+    first = init(still)
+    # (1e-6: init is compiled in a run, and its product with 8**-0.5 rounded otherwise.)
+    np.testing.assert_allclose(found["generator"]["up"], first["generator"]["up"], rtol=1e-6)
+    assert np.abs(found["generator"]["down"] - first["generator"]["down"]).max() > 1e-4
+    moved = np.abs(np.asarray(found["critic"]["up"]) - np.asarray(first["critic"]["up"]))
+    assert 0 < moved.max() < 0.031      # three of Adam's updates
+
+
+# -------------------------------------------------------------------------------------------
+# An average of the weights, statistics of batches, examples that a run makes
+
+def line_task():
+    def init(key):
+        return mlp_of(key, 16, 16)
+
+    def loss(w, batch):
+        x = batch["x"] + 0.1 * noise(batch, 16) if "seeds" in batch else batch["x"]
+        return jnp.square(mlp(w, x) - 1).sum(), len(x)
+
+    return init, None, loss
+
+
+def test_ema_is_the_average_that_it_says_and_what_everything_uses(tmp_path):
+    """An average that is evaluated and not saved, or saved and not continued; one of the wrong
+    updates."""
+    task, flat = line_task(), dict(decay="constant", warmup=0, mesh="fsdp=2,tensor=2")
+    each = [jax.device_get(run(task, steps=n, **flat)[1].params) for n in range(1, 7)]
+    average = jax.device_get(jax.jit(task[0])(jax.random.key(0)))
+    for n, w in enumerate(each):
+        share = max(1 - 0.8, 9 / (10 + n))
+        average = jax.tree.map(lambda a, b: a + share * (b - a), average, w)
+    out = str(tmp_path / "run")
+    assert run(task, steps=6, out=out, stop=2, save_every=5, ema=0.8, **flat)[1].step < 6
+    rows, found = run(task, steps=6, out=out, save_every=5, ema=0.8, **flat)
+    for path, a in by_path(average).items():
+        np.testing.assert_allclose(np.asarray(by_path(found.params)[path]), a, atol=2e-6)
+    total, count = task[2](average, collate(EXAMPLES[:10]))
+    assert rows[-1]["eval_loss"] == pytest.approx(float(total / count), rel=1e-5)
+    saved, _, _ = sample.load(out)
+    for path, a in by_path(jax.device_get(found.params)).items():
+        assert (np.asarray(by_path(saved)[path]) == np.asarray(a)).all()
+    with pytest.raises(ConfigError, match="--ema 1: expected a number from 0"):
+        make(ema=1.0)
+    with pytest.raises(ConfigError, match="keeps its own average"):
+        run(gan(), ema=0.9)
+
+
+def test_a_flax_model_with_batch_statistics_trains():
+    """Statistics of a device's rows; a running mean that a step does not bring back."""
+    nn = peer("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(64)(x)))
+            return nn.Dense(16)(x)
+
+    net = Net()
+
+    def init(key):
+        made = net.init(key, jnp.zeros((1, 16)), train=False)
+        return {"params": made["params"], "stats": made["batch_stats"]}
+
+    def loss(trees, batch):
+        x, both = batch["x"], {"params": trees["params"], "batch_stats": trees["stats"]}
+        if "seeds" not in batch:
+            return jnp.square(net.apply(both, x, train=False) - x).sum(), len(x)
+        y, new = net.apply(both, x, train=True, mutable="batch_stats")
+        flat, _ = jax.flatten_util.ravel_pytree(new["batch_stats"])
+        return jnp.square(y - x).sum(), len(x), {"stats": flat * len(x)}    # (divided by the count)
+
+    def step(state, batch, gradients, update):
+        trees = state["params"]
+        grads, numbers = gradients(loss, trees, "params", batch)
+        _, as_tree = jax.flatten_util.ravel_pytree(trees["stats"])
+        state = update(state, "params", grads)
+        stats = as_tree(numbers.pop("stats"))
+        return {**state, "params": {**state["params"], "stats": stats}}, numbers
+
+    task = init, step, loss
+    rows, one = run(task, step="jit")
+    others, other = run(task, "data=2,fsdp=2,tensor=2", step="jit")
+    for a, b in zip(rows, others, strict=True):
+        for key in {"loss", "eval_loss"} & a.keys():
+            assert b[key] == pytest.approx(a[key], rel=2e-5)
+    mean = np.asarray(one.params["stats"]["BatchNorm_0"]["mean"])
+    np.testing.assert_allclose(other.params["stats"]["BatchNorm_0"]["mean"], mean, atol=1e-5)
+    assert np.abs(mean).max() > 0.01
+    with pytest.raises(ConfigError, match="not a sum over the rows"):
+        run(task, "data=2")
+
+
+def test_examples_are_made_from_the_weights_as_they_are(tmp_path):
+    """Examples of the weights of an earlier update, or others after a continued run or on another
+    mesh."""
+    init, _, loss = line_task()
+    made = {}
+
+    def make_examples(seed, step, weights):
+        scale = float(jnp.abs(weights["up"]).mean())
+        made.setdefault(step, []).append(scale)
+        rng = np.random.default_rng([seed, step])
+        return [scale * rng.normal(size=16).astype(np.float32) for _ in range(16)]
+
+    def learned(mesh, out="", stop=None, **more):
+        config = make(steps=6, batch=16, lr=0.01, fsdp_min=1, save_every=5, eval_every=0, out=out)
+        rows = []
+        say = StopAt(stop) if stop else KeepRows(rows, [])
+        return rows, train.fit(config, init, collate, loss, **{**dict(
+            examples=make_examples, held_out=EXAMPLES[:3], mesh=mesh_of(mesh), say=say), **more})
+
+    _, one = learned("")
+    assert list(made) == list(range(6)) and len(set(x[0] for x in made.values())) == 6
+    _, whole = learned("fsdp=2,tensor=2", str(tmp_path / "whole"))
+    assert learned("fsdp=2,tensor=2", str(tmp_path / "stopped"), stop=2)[1].step < 6
+    _, second = learned("fsdp=2,tensor=2", str(tmp_path / "stopped"))
+    assert without_times(tmp_path / "stopped/metrics.jsonl") == without_times(
+        tmp_path / "whole/metrics.jsonl")
+    for step, (first, mesh, *again) in made.items():
+        assert mesh == pytest.approx(first, rel=1e-5) and set(again) == {mesh}, step
+    for path, a in by_path(whole.params).items():
+        assert (np.asarray(by_path(second.params)[path]) == np.asarray(a)).all()
+        np.testing.assert_allclose(a, np.asarray(by_path(one.params)[path]), atol=2e-5)
+    with pytest.raises(ConfigError, match="no held-out examples: at least one"):
+        learned("", held_out=[])
+    with pytest.raises(ConfigError, match="made 3 for update 0; expected --batch 16"):
+        learned("", examples=lambda seed, step, weights: EXAMPLES[:3])
