@@ -62,7 +62,7 @@ class More(Few):
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
-    (["--best", "smallest:a", "--best", "largest:b"], "given twice"),
+    (["--best", "smallest:a", "--best", "biggest:b"], "--best biggest:b: expected smallest:NAME"),
     (["--beams", 4], "it is for pairs of texts (a model with an encoder)"),
     (["--fields", "a", "b", "--pack", "stream"], "--fields a b has no effect on text"),
     (["--model", "transformer", "--head", "classes", "--labels", 3], "--causal false"),

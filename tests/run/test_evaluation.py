@@ -42,6 +42,7 @@ from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
+from zigzag.generate.prompts import step_of
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import continuing, evaluation, metrics
 from zigzag.run.evaluation import predict_all
@@ -486,6 +487,36 @@ def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     assert result.best == best_step(run) == 10
     shutil.rmtree(run / "checkpoints/10")
     assert best_step(run) == 11
+
+
+def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
+    """The best by one number that is deleted for the best by the other, or when the run goes on."""
+    run, left = tmp_path / "run", iter([(1, 5), (3, 4), (2, 3), (2, 6), (0, 1)])
+
+    def metric(outputs, examples):
+        return dict(zip(("right", "wrong"), next(left)))
+
+    config = dict(eval_every=1, save_every=0, keep=1, out=str(run),
+                  best=("largest:right", "smallest:wrong"))
+    _, result = learn(make(steps=4, **config), **OWN, metric=metric)
+    assert result.best == 2 and run_steps(run) == [4, 3, 2]
+    _, result = learn(make(steps=5, **config), **OWN, metric=metric)
+    assert result.best == best_step(run) == 2 and run_steps(run) == [5, 2]
+    assert best_step(run, by="smallest:wrong") == step_of(str(run), "smallest:wrong") == 5
+    assert step_of(str(run), "best") == step_of(str(run), "largest:right") == 2
+    with pytest.raises(ConfigError, match="with a number for smallest:right_"):
+        step_of(str(run), "smallest:right_")
+
+
+def test_an_evaluation_has_its_own_batch():
+    """Rows that count twice, or predictions out of order, with another batch."""
+    found = [learn(make(steps=2, eval_every=2, eval_batch=rows), mesh, **OWN)
+             for mesh in ("", "data=2,tensor=2") for rows in (None, 6, 500)]
+    losses = [rows[-1]["eval_loss"] for rows, _ in found]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
+    for _, result in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result.outputs,
+                     found[0][1].outputs)
 
 
 def test_a_run_without_a_best_checkpoint_says_so(tmp_path):

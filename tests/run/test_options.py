@@ -33,7 +33,7 @@ VALUES = {
     "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",
     "metric": "f1", "beams": "2", "best": "smallest:eval_loss", "sample_prompts": "a.txt",
     "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "plot": "run",
-    "profile": "2", "edited": "true",
+    "profile": "2", "edited": "true", "ema": "0.9", "eval_batch": "16",
     "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9"}
 # {kind of data: the options that only some kinds use, and this one does}
@@ -43,7 +43,7 @@ MODES = {
     "arrays": set()}
 OF_A_KIND = set().union(*MODES.values())
 OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
-            "eval_tokens", "held_out", "metric", "beams", "best", "sample_prompts",
+            "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best", "sample_prompts",
             "sample_temperature", "check", "profile"}
 NOT_USED = {"bench": OF_A_RUN | {"topology"}, "topology": OF_A_RUN | {"max_skipped", "bench"}}
 

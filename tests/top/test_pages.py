@@ -195,6 +195,7 @@ RUN_BY = {
     "def main():\n    config": "test_all.py",
     "shard.whole_time(y)": "test_the_task_by_hand",
     "shard.all_rows(texts": "run/test_custom_loss.py",
+    "generator_loss": "run/test_own_step.py",
     'GPT["phi"]': "networks/test_families.py",
     "NETWORK = Network(": "test_a_network_of_your_own",
     "import data, train": "test_a_network_of_your_own",

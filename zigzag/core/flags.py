@@ -77,13 +77,12 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
 
 
 def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                renamed: dict[str, str] = {}, once: Sequence[str] = (),
-                groups: dict[str, Sequence[str]] | None = None
+                renamed: dict[str, str] = {}, groups: dict[str, Sequence[str]] | None = None
                 ) -> tuple[dict[str, Any], list[str]]:
     """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
     dataclass, or a tuple of dataclasses whose fields are all flags. `renamed` maps former names of
-    flags to their names. If a flag is given twice, the last value counts, except for flags in
-    `once`, which are refused. --help prints the flags in `groups` ({heading: names})."""
+    flags to their names. If a flag is given twice, the last value counts; if it takes several
+    values, all of them. --help prints the flags in `groups` ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {option.name: option.kind for c in classes for option in options(c).values()}
@@ -103,8 +102,6 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
                 while argv and not argv[0].startswith("--"):
                     argv.pop(0)
                 continue
-            if name in once and name in given:
-                raise ConfigError(f"--{name} is given twice; give it once")
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
                     not values or types[name] is tuple):

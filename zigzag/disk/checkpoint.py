@@ -221,7 +221,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.has_damaged = False        # newer checkpoints than the restored one were set aside
         self.skipped = 0        # updates in a row that learned nothing, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
-        self.best = None        # step of the best checkpoint
+        self.best = set()       # steps of the best checkpoints
         self.samples = None     # samples.jsonl, opened at the first sample
         check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
                          change=change, params=state["params"])
@@ -353,16 +353,18 @@ class RunFolder(contextlib.AbstractContextManager):
         """Compile the checksums before the first step, so that no save waits for the compiler."""
         checksums(state_items(state))
 
-    def read_best(self, best: str) -> dict[int, dict]:
-        """{best saved step: its evaluation}, or {}. That checkpoint is kept from here on."""
-        found = evaluations(self.folder) if best and self.is_process_0 else {}
+    def read_best(self, several: Sequence[str]) -> dict[str, dict[int, dict]]:
+        """{one of --best: {the best saved step by it: its evaluation}, or {}}. These checkpoints
+        are kept from here on."""
+        found = evaluations(self.folder) if several and self.is_process_0 else {}
         found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
-        self.best = best_of(best, found) if found else None
-        return {} if self.best is None else {self.best: found[self.best]}
+        steps = {best: best_of(best, found) for best in several}
+        self.best = {*steps.values()} - {None}
+        return {best: {} if at is None else {at: found[at]} for best, at in steps.items()}
 
-    def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: int | None) -> None:
+    def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: set[int]) -> None:
         """Start saving the state of step `at`, with the numbers of its evaluation; the save
-        continues in the background. `best` is the best step so far, which is kept."""
+        continues in the background. `best` are the best steps so far, which are kept."""
         if self.saved == at:
             return
         _trim_memory()
@@ -401,7 +403,7 @@ def _as_run_error(what):
 
 
 class _Kept:
-    """The policy that orbax asks at the start of a save: the last `keep` steps, and the best. orbax
+    """The policy that orbax asks at the start of a save: the last `keep` steps and the best. orbax
     deletes the others only when that save is complete, so a kill never leaves fewer."""
 
     def __init__(self, keep, best):
@@ -409,7 +411,7 @@ class _Kept:
 
     def should_preserve(self, checkpoints, *, context):
         steps = [c.step for c in checkpoints]
-        return [step in steps[-self.keep:] or step == self.best() for step in steps]
+        return [step in steps[-self.keep:] or step in self.best() for step in steps]
 
 
 def _orbax():
@@ -561,9 +563,11 @@ def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
     return min(sorted(found), key=lambda step: sign * found[step], default=None)
 
 
-def best_step(folder: str | Path, flag: str = "--run") -> int:
-    """The step of a run's best checkpoint, by the --best with which it was trained."""
-    best = run_record(folder, flag).get("best")
+def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
+    """The step of a run's best checkpoint, `by` smallest:NAME or largest:NAME, or else by the first
+    --best with which it was trained."""
+    several = run_record(folder, flag).get("best") or ()
+    best = by or next(iter([several] if isinstance(several, str) else several), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
                           f"checkpoints is the best; the newest has step "
@@ -571,7 +575,7 @@ def best_step(folder: str | Path, flag: str = "--run") -> int:
     step = best_of(best, evaluations(folder))
     if step is None:
         raise ConfigError(f"{flag} {folder}: no checkpoint yet has an evaluation with a number for "
-                          f"--best {best}")
+                          f"{best}")
     return step
 
 
@@ -583,6 +587,9 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
                           f"{', '.join(map(str, steps))}")
+    if (ema := run_record(folder, flag).get("ema")) and jax.process_index() == 0:
+        print(f"{flag} {folder}: these weights are averages over updates (--ema {ema:g})",
+              file=sys.stderr)
     for at in steps if step is None else [step]:
         try:
             return read_checkpoint(checkpoints / str(at), {"params": params},

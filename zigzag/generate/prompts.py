@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
@@ -37,7 +38,8 @@ class Flags:
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
     a chat template, else it continues what you type. With --chat a prompt is a message to it."""
     run: str = "out"            # the --out of a train.py
-    checkpoint: str = ""        # its checkpoint of this step, or best; empty: the newest
+    checkpoint: str = ""        # its checkpoint of this step, best, or smallest:NAME or
+                                # largest:NAME (of an evaluation); empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
     edited: bool = False        # load a published model into an edited model.py, although that
                                 # computes something else
@@ -160,13 +162,15 @@ def check_used(given: dict[str, Any]) -> None:
 
 
 def step_of(run: str, step: str) -> int | None:
-    """The step that --checkpoint names: a number, or that of "best"; None (the newest) if empty."""
+    """The step that --checkpoint names: a number, that of "best", or the best by smallest:NAME or
+    largest:NAME; None (the newest) if empty."""
     if not step:
         return None
-    if step == "best":
-        return best_step(run)
+    if step == "best" or re.fullmatch(r"(smallest|largest):\S+", step):
+        return best_step(run, by="" if step == "best" else step)
     if not step.isdecimal() or len(step) > 18:
-        raise ConfigError(f"--checkpoint {step}: expected the number of a step, or best")
+        raise ConfigError(f"--checkpoint {step}: expected the number of a step, best, or "
+                          f"smallest:NAME or largest:NAME")
     return int(step)
 
 

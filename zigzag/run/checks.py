@@ -42,6 +42,7 @@ def check_config(c: Any) -> None:
     if c.eval_every == 0:
         for name in ("best", "metric", "eval_first"):
             if value := getattr(c, name):
+                value = " ".join(value) if name == "best" else value
                 raise ConfigError(f"--{name} {value}: nothing is evaluated with --eval_every 0; "
                                   f"leave one of them out")
     if len(c.fields) == 1 and c.fields[0].count(",") == 1:
@@ -76,9 +77,10 @@ def check_config(c: Any) -> None:
     if c.zero not in (0, 1):
         raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
                           f"for weights and gradients too, --mesh fsdp=N")
-    if c.best and not re.fullmatch(r"(smallest|largest):\S+", c.best):
-        raise ConfigError(f"--best {c.best}: expected smallest:NAME or largest:NAME, with the name "
-                          f"of a number in an evaluation, smallest:eval_loss for example")
+    for best in c.best:
+        if not re.fullmatch(r"(smallest|largest):\S+", best):
+            raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, with the "
+                              f"name of a number in an evaluation, smallest:eval_loss for example")
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)

@@ -45,6 +45,7 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if not len(task.held_out):
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
+                value = " ".join(value) if flag == "best" else value
                 raise ConfigError(f"--{flag} {value}: there are no held-out examples to evaluate")
         if task.metric:
             raise ConfigError("fit was given a metric, and no held-out examples to predict")
@@ -74,11 +75,12 @@ def check_task(config: Any, program: Program, task: Task) -> None:
             *of_metric])
 
 
-def _check_best(best, known):
-    name = best.partition(":")[2]
-    if name and name not in known:
-        raise ConfigError(f"--best {best}: an evaluation of this task has the numbers "
-                          f"{', '.join(known)}" + did_you_mean(name, known))
+def _check_best(several, known):
+    for best in several:
+        name = best.partition(":")[2]
+        if name not in known:
+            raise ConfigError(f"--best {best}: an evaluation of this task has the numbers "
+                              f"{', '.join(known)}" + did_you_mean(name, known))
 
 
 # -------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def tokens_to_evaluate(config: Any) -> int:
 
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, report it, and return whether this is the best evaluation so far, by config.best.
+    """Evaluate, report it, and return whether this is the best evaluation so far, by one of --best.
     An evaluation that is not new (an earlier run ended with this step) is not written to disk, and
     is never the best."""
     task, program, at = loop.task, loop.program, loop.at
@@ -144,15 +146,16 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
 
 
 def _is_best(loop, row):
-    best, at = loop.program.config.best, loop.at
-    if not best:
-        return False
-    found = {**loop.best, at: row}
-    step = best_of(best, found)
-    loop.best = {} if step is None else {step: found[step]}
-    if step == at:
-        loop.reporter.line(f"step {at} is the best so far (--best {best})")
-    return step == at
+    """Whether this evaluation is the best so far by one of --best."""
+    at, is_best = loop.at, False
+    for best in loop.program.config.best:
+        found = {**loop.best.get(best, {}), at: row}
+        step = best_of(best, found)
+        loop.best[best] = {} if step is None else {step: found[step]}
+        if step == at:
+            loop.reporter.line(f"step {at} is the best so far (--best {best})")
+            is_best = True
+    return is_best
 
 
 def _held_out_means(program, task, state):
@@ -175,7 +178,7 @@ def _held_out_sums(program, task, state, first, last):
     config, groups = program.config, row_groups(program.mesh)
     total = None
     while first < last:
-        rows = min(config.batch // config.accumulate, last - first)
+        rows = min(rows_at_once(config), last - first)
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         # (Rows that a loss compares stay together; with jit, any loss may do so.)
@@ -186,6 +189,10 @@ def _held_out_sums(program, task, state, first, last):
         total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
     return total
+
+
+def rows_at_once(config: Any) -> int:
+    return config.eval_batch or config.batch // config.accumulate
 
 
 def _add(a, b):
@@ -216,7 +223,7 @@ def predict_all(program: Program, predict: Callable, collate: Callable, examples
     of numpy arrays [count, ...], in every process. All batches have the same number of rows, so one
     program is compiled; the padding of the last batch is dropped."""
     config, groups = program.config, row_groups(program.mesh)
-    rows = min(config.batch // config.accumulate, -(-count // groups) * groups)
+    rows = min(rows_at_once(config), -(-count // groups) * groups)
     compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
     parts = []
     for first in range(0, count, rows):

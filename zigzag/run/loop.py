@@ -47,7 +47,7 @@ class Fit(NamedTuple):
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
     evaluation: dict[str, Any]      # all of its numbers, as in metrics.jsonl
-    best: int | None                # the step of the best evaluation, by config.best
+    best: int | None                # the step of the best evaluation, by the first of config.best
 
 
 class Samples(NamedTuple):
@@ -114,7 +114,8 @@ class Loop:
     skipped: int = 0                # updates in a row whose loss or gradient was not finite
     evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
     outputs: Any = None             # and its predictions
-    best: dict[int, dict] = dataclasses.field(default_factory=dict)     # step -> its evaluation
+    # {one of --best: {the best step by it: its evaluation}}, or {} before there is one
+    best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def loggers(self) -> Loggers:
@@ -127,7 +128,7 @@ class Loop:
         program = self.program
         return Fit(program.permute(program.weights(self.state), back=True), self.at,
                    self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
-                   next(iter(self.best), None))
+                   next(iter(next(iter(self.best.values()), ())), None))
 
     def write(self, row: dict[str, Any]) -> None:
         """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
@@ -276,7 +277,7 @@ def save(loop: Loop) -> None:
     program, state = loop.program, loop.program.saved(loop.state)
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
     loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
-                     next(iter(loop.best), None))
+                     {step for best in loop.best.values() for step in best})
     loop.reporter.saved(time.perf_counter() - begin)
     watchdog.arm("a step")
 
@@ -350,6 +351,8 @@ def report_header(program: Program, say: Reporter, hidden: set[str], network: st
     say.header(config, program.mesh, weights, table, schedule,
                process_allgather(socket.gethostname()),
                [network and f"network  {network}", describe_sizes(plan), describe_training(plan),
+                config.ema and f"average  evaluations and checkpoints have the average of the "
+                               f"weights over updates (--ema {config.ema:g})",
                 options_text(config, hidden), describe_attention(plan)])
 
 

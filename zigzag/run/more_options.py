@@ -32,8 +32,8 @@ class MoreOptions:
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
 
     # evaluation
-    best: str = ""                  # smallest:NAME or largest:NAME: keep the checkpoint where this
-                                    # number, which evaluations log, was best
+    best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
+                                    # checkpoint where this number, which evaluations log, was best
     sample_prompts: str = flag("", of=("text", "pairs"))
                                     # a file of prompts that every evaluation continues
 
@@ -94,6 +94,9 @@ class MoreOptions:
     held_out: tuple[str, ...] = flag((), same=True)
                                     # data to evaluate on, as --data; empty: a tenth of --data
     eval_first: bool = False        # evaluate and save before the first update, too
+    eval_batch: int | None = flag(None, least=1)
+                                    # held-out examples computed at once; not given: batch /
+                                    # accumulate
     eval_tokens: int | None = flag(None, least=1, of=("text",))
                                     # held-out tokens of running text per evaluation; not given: as
                                     # many as keep evaluations to a fifth of the run's time
@@ -121,6 +124,8 @@ class MoreOptions:
                                     # the longest wait so far
 
     def __post_init__(self) -> None:
+        if isinstance(self.best, str):      # (as in records of earlier versions)
+            object.__setattr__(self, "best", tuple(self.best.split()))
         checks.check_config(self)
         derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
         schedules.fill_in(self)
