@@ -45,9 +45,10 @@ class Config(Computed):
     head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
                                   # prediction: tokens, masked (tokens, by BERT's head), classes
                                   # (one for each row) or none
-    labels: int = 0               # number of classes
-    pool: str = flag("first", one_of=("first", "mean"))
-                                  # input of the classifier: first (token), or mean (of patches)
+    labels: int = 0               # number of classes; 1: a number for each row (regression)
+    pool: str = flag("first", one_of=("first", "last", "mean"))
+                                  # input of the classifier: first or last (token), or mean (of
+                                  # patches)
     pool_dense: bool = False      # a dense layer with tanh before the classifier
     head_scale: float = 0.0       # factor on the head's input; 0: none
     layer_groups: int = 0         # number of layers with weights of their own, each used several
@@ -222,9 +223,11 @@ def _check_parts(c):
 
 def _check_encoder(c):
     """Refuse what no encoder, or encoder-decoder, can be."""
-    if c.head == "classes" and c.causal:
+    if c.head == "classes" and c.causal and c.pool != "last":
         raise ConfigError("--head classes: the class is read off the first token, which sees only "
-                          "itself while --causal is true; give --causal false")
+                          "itself while --causal is true; give --pool last or --causal false")
+    if c.pool == "last" and (c.head != "classes" or c.own_stem != "tokens"):
+        raise ConfigError("--pool last: is for --head classes of tokens")
     if c.head == "classes" and not c.labels:
         raise ConfigError("--head classes: give --labels, the number of classes")
     if c.head == "classes" and c.encoder_layers:

@@ -34,6 +34,7 @@ import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.positions import relative_bias
+from networks.tables import labels_shape
 from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
@@ -230,7 +231,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
     return {"source": jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32),
-            "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+            "labels": labels_shape(config, rows)}
 
 
 def check(c: Config, mesh: Any) -> None:

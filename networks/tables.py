@@ -59,7 +59,8 @@ def _head_weights(c, make):
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = _norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
-        weights |= {"classifier": make("D A", D**-0.5), "classifier_bias": make("A", 0.0)}
+        weights |= {"classifier": make("D A", D**-0.5)}
+        weights |= {} if c.pool == "last" else {"classifier_bias": make("A", 0.0)}
     if c.pool_dense:
         weights |= {"pool": make("d D", D**-0.5), "pool_bias": make("D", 0.0)}
     if c.head == "masked":
@@ -161,7 +162,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))
     batch = {"tokens": ids, "targets": ids, "weights": weights}
     if c.head == "classes":
-        batch = {"tokens": ids, "mask": weights, "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+        batch = {"tokens": ids, "mask": weights, "labels": labels_shape(c, rows)}
     if c.own_stem != "tokens":
         batch = {name: batch[name] for name in ("labels",) if name in batch}
     if c.stem != "tokens":
@@ -169,3 +170,8 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     elif c.encoder_layers:
         batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
     return batch
+
+
+def labels_shape(config: Any, rows: int) -> jax.ShapeDtypeStruct:
+    """Classes, or numbers if there is one label: a regression."""
+    return jax.ShapeDtypeStruct((rows,), jnp.float32 if config.labels == 1 else jnp.int32)

@@ -439,7 +439,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     c, params, batch = prepare_batch(params, batch, c)
     x = trunk(params, c, batch)
     if c.head == "classes":
-        return _class_logits(params, x, c)
+        return _class_logits(params, x, c, batch)
     if c.head == "none":
         x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
         x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
@@ -480,7 +480,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
     def head(params, x, batch):
         if c.head == "classes":
-            return class_loss(_class_logits(params, x, c), batch["labels"])
+            return class_loss(_class_logits(params, x, c, batch), batch["labels"])
         if c.head == "none":        # (traced by the rule, which needs some loss)
             return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = loss_head(params, x, c)
@@ -616,20 +616,30 @@ def _cross_keys(w, encoded, c):
     return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
 
 
-def _class_logits(params, x, c):
-    """float32 logits [B, A] of each row's class, from its first token, or from the mean of a
-    picture's patches. (The last norm then comes after the mean.)"""
+def _class_logits(params, x, c, batch):
+    """float32 logits [B, A] of each row's class, from its first token, from its last one (that the
+    mask has), or from the mean of a picture's patches. (The last norm then comes after the
+    mean.)"""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
-    x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
+    if c.pool == "last":
+        there = shard.whole_time(batch.get("mask", jnp.ones(batch["tokens"].shape))) > 0
+        last = jnp.argmax(there * jnp.arange(1, there.shape[1] + 1), -1)        # [B]
+        x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]
+    else:
+        x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
     if "norm" in params:
         x = norm(params, "norm", x, c)
     if c.pool_dense:
         x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
-    return matmul(x, params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+    logits = matmul(x, params["classifier"], 1, jnp.float32)
+    return _plus_bias(params, logits, "classifier")
 
 
 def class_loss(logits, labels):
-    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows."""
+    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
+    one label (a regression), the squared error."""
+    if logits.shape[1] == 1:
+        return jnp.sum((logits[:, 0] - labels) ** 2), jnp.float32(len(logits))
     chosen = jax.nn.one_hot(labels, logits.shape[1])
     return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
 

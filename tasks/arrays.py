@@ -3,13 +3,13 @@ themselves; zigzag/disk/examples.py reads them."""
 
 import contextlib
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import networks
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.run import schedules
+from zigzag.run import metrics, schedules
 from zigzag.run.loop import Learned, Task
 
 
@@ -28,5 +28,29 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     held_out, description, digest = examples.beside(own, other)
     config = schedules.with_steps(config, len(own.train))
     task = Task(collate=examples.collate_arrays, examples=own.train, held_out=held_out,
-                flops=networks.flops_of_update(config))
+                flops=networks.flops_of_update(config), **scored(config, network))
     yield Learned(config, lambda: task, {"fingerprint": digest}, description)
+
+
+def scored(config: Any, network: Any) -> dict[str, Callable]:
+    """With --metric, the functions predict and metric of a model with classes."""
+    if not config.metric:
+        return {}
+    if network.gives(config.network) != "classes" or config.labels < 2:
+        raise ConfigError(f"--metric {config.metric}: is for a model with classes (--head classes, "
+                          f"--labels of at least 2); leave it out")
+    if config.metric not in metrics.CLASS_METRICS:
+        raise ConfigError(f"--metric {config.metric}: is for pairs of texts; expected "
+                          f"{' or '.join(metrics.CLASS_METRICS)} for classes")
+
+    def predict(params, batch):
+        batch = dict(batch)
+        first = batch.pop("source") if "source" in batch else batch.pop("tokens")
+        more = {name: x for name, x in batch.items() if name not in ("labels", "seeds")}
+        return network.forward(params, first, config.network, **more).argmax(-1)
+
+    def metric(outputs, rows):
+        return metrics.CLASS_METRICS[config.metric](
+            outputs.tolist(), [int(row["labels"]) for row in rows])
+
+    return dict(predict=predict, metric=metric)

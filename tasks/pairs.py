@@ -13,6 +13,7 @@ import numpy as np
 
 import networks
 import sample
+from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.disk.corpus import kept_tokenizer, tokenizer_record
 from zigzag.disk.tokenizers import Bytes, Tokenizer
@@ -43,6 +44,9 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequence) -> Task:
     """Learning the targets; at each evaluation, answers to held-out sources."""
+    if config.metric not in ("", *metrics.TEXT_METRICS):
+        raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
+                          f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
     width, = networks.network_of(config).source_shape(config.network)
     start, end, pad = special_ids(config, tokenizer)
     to_batch = functools.partial(collate, source_len=width, target_len=config.seq_len, start=start,

@@ -40,7 +40,7 @@ VALUES = {
 MODES = {
     "text": {"weights", "pack", "eval_tokens", "sample_temperature", "sample_prompts"},
     "pairs": {"fields", "metric", "beams", "sample_prompts"},
-    "arrays": set()}
+    "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())
 OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
             "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best", "sample_prompts",

@@ -24,7 +24,7 @@ from zigzag.hub.family import (
     rows,
     under,
 )
-from zigzag.hub.published_config import MOST_LAYERS, activation, count, refuse, sizes
+from zigzag.hub.published_config import MOST_LAYERS, activation, count, labels, refuse, sizes
 
 ENCODERS: dict[str, Family] = {}
 
@@ -58,7 +58,7 @@ def classed(r, **heads):
                           f"model_type {r['model_type']}, only {', '.join(known)}")
     fields = dict(known[names[0]])
     if fields["head"] == "classes":
-        fields["labels"] = _labels(r)
+        fields["labels"] = labels(r)
     if names[0].endswith("ForPreTraining"):
         fields["published"] = _published(r, architectures=[f"{kind}ForMaskedLM"])
     return fields
@@ -66,16 +66,6 @@ def classed(r, **heads):
 
 def _published(r, **changes):
     return json.dumps({**r.given, **changes}, sort_keys=True)
-
-
-def _labels(r):
-    if r.get("problem_type") not in (None, "single_label_classification"):
-        refuse(r, problem_type="single_label_classification")
-    names = r.plain("id2label")
-    labels = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
-    if count({"labels": labels}, "labels") == 1:
-        raise ConfigError("config.json: 1 label is not supported: that is a regression")
-    return labels
 
 
 def _pooler(r, fields, folder):

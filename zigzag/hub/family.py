@@ -89,7 +89,9 @@ def under(prefix, *groups):
 
 
 def head(c, name="lm_head.weight"):
-    """The pattern of the loss head; in a tied model it repeats the embedding, if it is there."""
+    """The pattern of a decoder's head; in a tied model it repeats the embedding, if it is there."""
+    if c.head == "classes":
+        return {"score.weight": "A D -> classifier"}
     return {name: "V W = embed" if c.tied else "V W -> head"}
 
 

@@ -21,9 +21,9 @@ from zigzag.hub.family import (
 )
 from zigzag.hub.published_config import (
     activation,
+    decoder_head,
     refuse,
     refuse_other,
-    refuse_other_heads,
     rope,
     sizes,
     window,
@@ -33,9 +33,8 @@ GPT: dict[str, Family] = {}
 
 
 def _old(r, norm_eps="layer_norm_epsilon", **names):
-    refuse_other_heads(r)
-    return {**sizes(r, **names), "norm": "layer", "norm_eps": r[norm_eps], "gated": False,
-            "tied": bool(r["tie_word_embeddings"])}
+    return {**sizes(r, **names), **decoder_head(r), "norm": "layer", "norm_eps": r[norm_eps],
+            "gated": False, "tied": bool(r["tie_word_embeddings"])}
 
 
 OLD = dict(layer_norm_epsilon=1e-5, tie_word_embeddings=True)
@@ -79,7 +78,8 @@ def _gptj(r):
 
 
 def _gptj_arrays(c):
-    return {"transformer.wte.weight": "V W -> embed", **head(c), "lm_head.bias": "V -> head_bias",
+    return {"transformer.wte.weight": "V W -> embed", **head(c),
+            **({"lm_head.bias": "V -> head_bias"} if c.head == "tokens" else {}),
             **under("transformer.", layer_norm("ln_f", "norm"))} | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"),
         columns("attn.q_proj", "H N", "wq", False), columns("attn.k_proj", "K N", "wk", False),
@@ -173,12 +173,14 @@ GPT["gpt_neox"] = Family(
 
 
 def _opt(r):
-    refuse_other_heads(r)
     refuse(r, enable_bias=True, layer_norm_elementwise_affine=True,
            _remove_final_layer_norm=False)
     width = r["word_embed_proj_dim"] or r["hidden_size"]
-    return {**sizes(r), "norm": "layer", "norm_eps": 1e-5, "gated": False, "d_ff": r["ffn_dim"],
-            "tied": bool(r["tie_word_embeddings"]), "positions": "learned",
+    of_head = decoder_head(r)
+    if of_head and width != r["hidden_size"]:
+        refuse(r, word_embed_proj_dim=r["hidden_size"])
+    return {**sizes(r), **of_head, "norm": "layer", "norm_eps": 1e-5, "gated": False,
+            "d_ff": r["ffn_dim"], "tied": bool(r["tie_word_embeddings"]), "positions": "learned",
             "position_offset": 2, "position_rows": r["max_position_embeddings"] + 2, "pad_id": -2,
             "biases": "qkv,out,mlp", "embed_dim": width,
             "norm_place": "pre" if r["do_layer_norm_before"] else "post",
@@ -278,12 +280,12 @@ GPT["falcon"] = Family(
 
 
 def _starcoder2(r):
-    refuse_other_heads(r)
     refuse(r, norm_type="layer_norm", mlp_type="default")
     bias = r["use_bias"]
-    return {**sizes(r), **rope(r), **window(r), "kv_heads": r["num_key_value_heads"],
-            "head_dim": r.get("head_dim") or 0, "d_ff": r["intermediate_size"],
-            "norm": "layer", "norm_eps": r["norm_epsilon"], "gated": False,
+    return {**sizes(r), **decoder_head(r), **rope(r), **window(r),
+            "kv_heads": r["num_key_value_heads"], "head_dim": r.get("head_dim") or 0,
+            "d_ff": r["intermediate_size"], "norm": "layer", "norm_eps": r["norm_epsilon"],
+            "gated": False,
             "activation": activation(r["hidden_act"]), "tied": bool(r["tie_word_embeddings"]),
             **biased(qkv=bias, out=bias, mlp=bias)}
 

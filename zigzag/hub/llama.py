@@ -37,10 +37,10 @@ from zigzag.hub.published_config import (
     activation,
     as_older,
     count,
+    decoder_head,
     factor,
     refuse,
     refuse_other,
-    refuse_other_heads,
     rope,
     sizes,
     window,
@@ -188,8 +188,8 @@ def as_llama(params: Any, c: Any, has_window: bool = False) -> tuple[Any, Any]:
 
 def _modern(r, **of_rope):
     """The fields that most newer families have."""
-    refuse_other_heads(r)
-    return {**sizes(r), "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
+    return {**sizes(r), **decoder_head(r),
+            "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
             "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0,
             "d_ff": r["intermediate_size"], "norm_eps": r["rms_norm_eps"],
             "tied": bool(r["tie_word_embeddings"]), "activation": activation(r["hidden_act"]),

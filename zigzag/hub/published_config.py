@@ -266,6 +266,27 @@ def refuse_other_heads(r: Record) -> None:
                           f"...ForConditionalGeneration")
 
 
+def decoder_head(r: Record) -> dict[str, Any]:
+    """The fields of a decoder's head that `architectures` names: {} for a language model's, or
+    those of classes, read off the last token. Others are refused."""
+    names = r.get("architectures")
+    if isinstance(names, list) and str((names or [""])[0]).endswith("ForSequenceClassification"):
+        return {"head": "classes", "pool": "last", "labels": labels(r)}
+    refuse_other_heads(r)
+    return {}
+
+
+def labels(r: Record) -> int:
+    """The number of classes; 1: a regression."""
+    names = r.plain("id2label")
+    found = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
+    usual = "regression" if count({"labels": found}, "labels") == 1 else (
+        "single_label_classification")
+    if r.get("problem_type") not in (None, usual):
+        refuse(r, problem_type=usual)
+    return found
+
+
 def refuse_other_classes(r: Record, *known: str) -> None:
     """Refuse a model of another class than these, if the file names one."""
     names = r.get("architectures")

@@ -52,8 +52,9 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if config.metric and not task.metric:
-        raise ConfigError(f"--metric {config.metric}: the command line has metrics only for pairs "
-                          f"of texts (a model with an encoder); give fit a metric of your own")
+        raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
+                          f"texts (a model with an encoder) and for classes; give fit a metric of "
+                          f"your own")
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")

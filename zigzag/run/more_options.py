@@ -100,9 +100,10 @@ class MoreOptions:
     eval_tokens: int | None = flag(None, least=1, of=("text",))
                                     # held-out tokens of running text per evaluation; not given: as
                                     # many as keep evaluations to a fifth of the run's time
-    metric: str = flag("", one_of=("", *metrics.TEXT_METRICS), of=("pairs",))
-                                    # score answers to held-out pairs by exact, f1, rouge or
-                                    # rouge_stemmed (which needs the package nltk)
+    metric: str = flag("", one_of=("", *metrics.TEXT_METRICS, "accuracy"), of=("pairs", "arrays"))
+                                    # score answers to held-out pairs of texts by exact, f1, rouge
+                                    # or rouge_stemmed (which needs the package nltk), and predicted
+                                    # classes by accuracy or f1
     beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
     sample_temperature: float = flag(0.8, of=("text",))
                                     # temperature of the texts that an evaluation shows; 0: greedy
