@@ -22,8 +22,8 @@ import model
 import networks
 import sample
 from networks import transformer
-from tests.common import published_files, refused
-from tests.helpers import ROOT, config_of, make
+from tests.common import command, ends, hosts, published_files, refused, started
+from tests.helpers import ROOT, config_of, learn, make
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
 from zigzag.generate import chat, terminal, writer
@@ -571,6 +571,24 @@ def test_ctrl_c_ends_a_single_answer():
         assert status == 130 and "Traceback" not in rest and "checkpoint" not in rest
     finally:
         person.run.kill()
+
+
+@pytest.mark.slow
+def test_the_command_runs_in_several_processes(tmp_path):
+    """Two answers, none, or lines of a library among them; a wait for ever on standard input."""
+    run, file = tmp_path / "run", tmp_path / "prompts.txt"
+    learn(make(vocab_size=257, out=str(run), steps=3, save_every=0, dtype=""), tokenizer=Bytes())
+    file.write_text("ab\nabca\na\n")
+    words = ("--run", run, "--prompts", file, "--mesh", "data=2,tensor=2", "--tokens", 6,
+             "--temperature", 0, "--json")
+    one = command(*words, file="sample.py")
+    assert one.returncode == 0, one.stderr
+    (status, out, error), (other, nothing, _) = ends(hosts(2, *words, file="sample.py"))
+    assert status == other == 0 and not nothing, error
+    assert out == one.stdout and out.count("\n") == 3
+    run = started("--run", run, "--coordinator", "127.0.0.1:1", "--processes", 2,
+                  "--process_id", 0, file="sample.py")
+    assert "do not share one standard input" in run.communicate()[1]
 
 
 @pytest.mark.full

@@ -41,6 +41,25 @@ CONTINUES = "when all have ended, the same command in each continues from the la
 # -------------------------------------------------------------------------------------------
 # Joining the other processes, and exchanging values
 
+def check_processes(c: Any) -> None:
+    """Refuse flags that name no processes, or not all that is needed to join them."""
+    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
+    if any(given) and not all(given):
+        raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
+                          "and --process_id I (from 0), or only --distributed under SLURM, Open "
+                          "MPI or on a TPU pod")
+    if all(given) and c.distributed:
+        raise ConfigError("--distributed finds the coordinator by itself, and --coordinator names "
+                          "it: give one of them")
+    if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
+                              and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
+        raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
+                          f"listens")
+    if all(given) and c.process_id >= c.processes:
+        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes}, expected "
+                          f"0 to {c.processes - 1}")
+
+
 def init_distributed(config: Any) -> None:
     """Join the other processes, if there are any. Call it before anything touches a device."""
     if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():

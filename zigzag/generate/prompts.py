@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
+from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.options import check_values, flag
@@ -76,6 +77,11 @@ class Flags:
     seed: int = 0               # random seed
     shards: int = 0             # devices to split the model over, whatever it was trained on
     mesh: str = ""              # or axis=size,...; data takes the remaining devices
+    coordinator: str = ""       # many hosts: HOST:PORT of process 0
+    processes: int = 0          # number of processes
+    process_id: int = flag(-1, least=-1)        # the number of this process, from 0, which prints
+    distributed: bool = False   # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
+    patience: int = flag(120, least=1)          # seconds to wait for other processes
 
     def __post_init__(self) -> None:
         _check_flags(self)
@@ -93,6 +99,7 @@ GROUPS = {
     "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
                   "stop_at_context", "beams", "length_penalty", "seed"),
     "output": ("json", "logprobs", "batch"),
+    "many hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
 }
 # {flag: the flags that have no effect beside it}
 OF_NEW_IDS = [name for name in GROUPS["which ids"] if name not in ("beams", "length_penalty")]
@@ -109,6 +116,7 @@ class TooLong(ConfigError):
 def _check_flags(flags):
     """Refuse flags with wrong values, and flags that exclude each other."""
     check_values(flags)
+    hosts.check_processes(flags)
     try:
         flags.sampling
     except ConfigError as e:

@@ -1,11 +1,17 @@
 """The command of sample.py: answer prompts, hold a conversation, score texts and choices."""
 
 import itertools
+import math
+import os
 import sys
 from typing import Any, Callable, NamedTuple, Sequence
 
+import jax
+
+from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import check_shards, parse_flags
+from zigzag.core.mesh import mesh_sizes, simulate_devices
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate import chat, choices, terminal
 from zigzag.generate.answers import Answer
@@ -49,7 +55,29 @@ def parse(argv: Sequence[str] | None) -> Asked:
     if flags.system and not (is_chat or flags.chat):
         raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
                           "--chat")
-    return Asked(flags, given_text(flags), has_input, is_chat)
+    asked = Asked(flags, given_text(flags), has_input, is_chat)
+    if flags.coordinator or flags.distributed:
+        _join_processes(asked)
+    return asked
+
+
+def _join_processes(asked):
+    """Join the other processes. All of them compute; process 0 prints."""
+    flags = asked.flags
+    if not asked.has_input:
+        raise ConfigError("several processes do not share one standard input: give --prompt, "
+                          "--prompts FILE, --source, --score or --choices")
+    count, rest = divmod(math.prod(mesh_sizes(flags.mesh, flags.shards).values()),
+                         max(1, flags.processes))
+    if not flags.distributed and rest == 0:
+        simulate_devices(count)
+    hosts.init_distributed(flags)
+    jax.devices()       # (these; later nothing can simulate others)
+    hosts.watchdog.arm("")
+    # The library that connects CPUs writes to file 1 by itself: that goes to stderr.
+    out = os.devnull if jax.process_index() else os.dup(1)
+    sys.stdout = open(out, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2, 1)
 
 
 class Writer(NamedTuple):

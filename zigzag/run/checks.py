@@ -13,6 +13,7 @@ from typing import Any, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from zigzag.core import hosts
 from zigzag.core.errors import (
     ConfigError,
     did_you_mean,
@@ -84,25 +85,7 @@ def check_config(c: Any) -> None:
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)
-    _check_hosts(c)
-
-
-def _check_hosts(c):
-    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
-    if any(given) and not all(given):
-        raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
-                          "and --process_id I (from 0), or only --distributed under SLURM, Open "
-                          "MPI or on a TPU pod")
-    if all(given) and c.distributed:
-        raise ConfigError("--distributed finds the coordinator by itself, and --coordinator names "
-                          "it: give one of them")
-    if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
-                              and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
-        raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
-                          f"listens")
-    if all(given) and c.process_id >= c.processes:
-        raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes}, expected "
-                          f"0 to {c.processes - 1}")
+    hosts.check_processes(c)
 
 
 def check_network(config: Any, network: Any, mesh: Any) -> None:
