@@ -195,6 +195,50 @@ def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
         np.testing.assert_allclose(b, np.asarray(a), atol=2e-5, err_msg=path)
 
 
+def test_it_is_the_algorithm_that_one_would_write_by_hand():
+    """A gradient of the sum, not of the mean; a second loss at the weights before the first update;
+    a number of the step that is counted twice."""
+    def mean(loss, name):
+        def of(tree, trees, batch):
+            total, count, *_ = loss({**trees, name: tree}, batch)
+            return total / count
+        return jax.value_and_grad(of)
+
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"student": mlp_of(a, 16, 16), "teacher": mlp_of(b, 16, 16)}
+
+    def near(trees, batch):
+        gap = mlp(trees["student"], batch["x"]) - mlp(trees["teacher"], batch["x"])
+        return jnp.square(gap).sum(), len(gap), {"far": jnp.abs(gap).sum()}
+
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(near, state["params"], "student", batch)
+        state = update(state, "student", grads)
+        grads, others = gradients(near, state["params"], "teacher", batch)
+        return update(state, "teacher", grads), {**numbers, "second": others["loss"],
+                                                  "step_before": state["step"]}
+
+    rows, config = [], make(steps=4, batch=16, fsdp_min=1)
+    found = train.fit(config, init, collate, near, examples=EXAMPLES, step=step, say=KeepRows(
+        rows, []), optimizer=optax.sgd(0.05), mesh=mesh_of("fsdp=2,tensor=2")).params
+    trees, task = jax.jit(init)(jax.random.key(0)), train.Task(collate=collate, examples=EXAMPLES)
+    for at in range(4):
+        batch = train.training_batch(config, mesh_of(""), task, None, at)
+        for name, logged in (("student", "loss"), ("teacher", "second")):
+            loss, grads = mean(near, name)(trees[name], trees, batch)
+            assert rows[at][logged] == pytest.approx(float(loss), rel=1e-5)
+            if name == "student":
+                assert rows[at]["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)),
+                                                              rel=1e-5)
+                assert rows[at]["far"] == pytest.approx(float(near(trees, batch)[2]["far"]) / 16,
+                                                        rel=1e-5)
+            trees[name] = jax.tree.map(lambda w, g: w - 0.05 * g, trees[name], grads)
+        assert rows[at]["step_before"] == at and rows[at]["tokens"] == 16
+    for path, w in by_path(trees).items():
+        np.testing.assert_allclose(by_path(found)[path], w, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gan", "replay", slow("mean_teacher")])
 def test_it_continues_to_the_same_bits(tmp_path, name):
     """A second optimizer, an average or a buffer that a checkpoint does not bring back."""
