@@ -70,9 +70,9 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
     initial standard deviation (None: all ones, 0.0: all zeros).
 
-    These rows decide. If an axis of the mesh does not divide its dimension, the weight is whole
-    over that axis. Where a row names no axis, as a norm's, zigzag/rule chooses. python shard.py
-    prints the result for any mesh."""
+    These rows decide: an axis of the mesh splits the dimension before it, if it divides it, and no
+    other. Rows that name no axis, as a norm's, are left to zigzag/rule. python shard.py prints the
+    result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.

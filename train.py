@@ -158,7 +158,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
         # gradients over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
         whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
-        frozen = gather_weights(plan, frozen, plan.frozen)      # {} without --lora_rank
+        frozen = gather_weights(plan, frozen, plan.frozen)      # often {}
 
         def loss(whole, frozen, rows):          # -> this device's sum, (sum, count, other sums)
             sums = plan.loss(in_one(whole, frozen), rows, plan.used)
@@ -244,13 +244,13 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
           schedule: Callable | None = None, step: Callable | None = None,
-          given: Any = None) -> Program:
+          own_optimizer: Any = None) -> Program:
     """The program that trains init's weights with `loss` on batches shaped like `batch`. (plan.py
     decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step
-    and given are fit's step and optimizer.)"""
-    update_of = optimizers.chosen(given, optimizer)
+    and own_optimizer are fit's step and optimizer.)"""
+    update_of = optimizers.Chosen(own_optimizer, optimizer)
     if step:
-        return OwnStep(step, config, mesh, init, loss, batch, overrides, schedule or
+        return OwnStep(step, config, mesh, init, loss, batch, overrides, schedule,
                        functools.partial(learning_rate, config), update_of,
                        lambda plan: make_step(plan, None)[1]).program(make_evaluate)
     own = networks.own_loss(config, loss)       # (else a custom one, which `fit` compares)
@@ -313,7 +313,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
         program = check_program(
             functools.partial(build, config, mesh, init, loss, shapes, overrides,
-                              schedule=schedule, step=step, given=optimizer),
+                              schedule=schedule, step=step, own_optimizer=optimizer),
             task, TRAINER, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch,
             say)
         with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, ready):

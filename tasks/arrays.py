@@ -51,6 +51,6 @@ def scored(config: Any, network: Any) -> dict[str, Callable]:
 
     def metric(outputs, rows):
         return metrics.CLASS_METRICS[config.metric](
-            outputs.tolist(), [int(row["labels"]) for row in rows])
+            outputs.tolist(), [int(row["labels"]) for row in rows], config.labels)
 
     return dict(predict=predict, metric=metric)

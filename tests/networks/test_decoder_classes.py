@@ -147,5 +147,6 @@ def test_f1_of_classes_is_that_of_its_definition():
         each = [2 * ((a == c) & (b == c)).sum() / ((a == c).sum() + (b == c).sum())
                 for c in range(count)]
         want = each[1] if count == 2 else np.mean(each)
-        assert metrics.f1_of_classes(a, b)["f1"] == pytest.approx(want)
-    assert metrics.f1_of_classes([3, 3], [3, 5])["f1"] == pytest.approx((2 / 3 + 0) / 2)
+        assert metrics.f1_of_classes(a, b, count)["f1"] == pytest.approx(want)
+    assert metrics.f1_of_classes([3, 3], [3, 5], 6)["f1"] == pytest.approx((2 / 3 + 0) / 2)
+    assert metrics.f1_of_classes([0, 1], [0, 1], 3)["f1"] == 1

@@ -253,6 +253,58 @@ def test_it_continues_to_the_same_bits(tmp_path, name):
         assert (a == np.asarray(by_path(whole.params)[path])).all(), path
 
 
+def test_it_goes_on_with_more_steps(tmp_path):
+    """A schedule of our own that is taken for an edited one when --steps changes."""
+    out = str(tmp_path / "run")
+    assert run(gan(), out=out, steps=3, decay="constant")[1].step == 3
+    assert run(gan(), out=out, steps=5, decay="constant")[1].step == 5
+
+
+@pytest.mark.parametrize("mesh, flags", [("data=2,tensor=2", dict(zero=1)),
+                                         slow("data=2", dict(dtype="bfloat16")),
+                                         slow("fsdp=2", dict(override=("up$=-,fsdp",)))])
+def test_options_of_a_run_hold_for_it(mesh, flags):
+    """Moments that are not split as their gradients; weights stored elsewhere."""
+    (rows, _), (others, _) = run(gan()), run(gan(), mesh, **flags)
+    close = 0.1 if "dtype" in flags else 2e-5
+    assert [r["loss"] for r in others if "loss" in r] == pytest.approx(
+        [r["loss"] for r in rows if "loss" in r], rel=close)
+    with pytest.raises(ConfigError, match="--chunks 2: not with a step of one's own"):
+        run(gan(), "pipe=2", schedule="interleaved", chunks=2)
+
+
+def test_an_evaluation_of_any_tree_is_compared():
+    """A held-out loss of a tree that no gradient is asked for, that is a mean: another number on
+    each mesh."""
+    init, step, _ = gan()
+
+    def of_average(trees, batch):
+        return jnp.square(mlp(trees["average"], batch["x"][:, :8])).mean(), 1.0
+
+    with pytest.raises(ConfigError, match="the loss that fit evaluates: .*not a sum over the rows"):
+        run((init, step, of_average), "data=2")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    """Weights that are spoilt for good, and a run that does not say so, when it is the second
+    network's gradient."""
+    init, step, held_out = gan()
+
+    def broken(state, batch, gradients, update):
+        def loss(trees, batch):
+            bad = jnp.where(batch["seeds"] == batch["seeds"], jnp.nan, 0.0)
+            return (mlp(trees["generator"], noise(batch, 8))[:, 0] * bad).sum(), len(bad)
+
+        new, numbers = step(state, batch, gradients, update)
+        grads, _ = gradients(loss, new["params"], "generator", batch)
+        return update(new, "generator", grads), numbers
+
+    (rows, one), (_, two) = run((init, broken, held_out), max_skipped=20), run(gan())
+    assert [r["skipped"] for r in rows if "skipped" in r] == [*range(1, 11)]
+    for path, a in by_path(one.params).items():
+        np.testing.assert_allclose(a, by_path(two.params)[path], atol=1e-6)
+
+
 def test_accumulated_gradients_are_the_same():
     """Parts of a batch of which each is divided by its own count."""
     rows, _ = run(TASKS["gan"]())
@@ -306,21 +358,47 @@ def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
     run((init, both, held_out), steps=1)        # (one device computes it)
 
 
+def counts_from_zero(state, batch, gradients, update):
+    return state, {**gradients(score_sum, state["params"], "critic", batch)[1],
+                   "step": state["step"]}
+
+
+def few_rows(state, batch, gradients, update):
+    few = jax.tree.map(lambda x: x[:3], batch)
+    return state, gradients(score_sum, state["params"], "critic", few)[1]
+
+
+def in_a_scan(state, batch, gradients, update):
+    def one(state, _):
+        grads, numbers = gradients(score_sum, state["params"], "critic", batch)
+        return state, numbers["loss"]
+
+    state, losses = jax.lax.scan(one, state, None, 2)
+    return state, {"loss": losses[0]}
+
+
 def closes_over(state, batch, gradients, update):
     middle = batch["x"].mean(0)
     loss = step_with(lambda trees, batch: (score(trees, {"x": batch["x"] - middle}).sum(), 1.0))
     return loss(state, batch, gradients, update)
 
 
+def score_sum(trees, batch):
+    return score(trees, batch).sum(), len(batch["x"])
+
+
 @pytest.mark.parametrize("step, says", [
+    (counts_from_zero, "one of its metrics the name 'step'"),
+    (few_rows, "the batch has 3 rows, which do not divide among 2 groups"),
+    (in_a_scan, "inside a loop or function of jax's"),
     (closes_over, "closes over an array that the step has computed"),
     (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
     (lambda state, batch, gradients, update: (state, {"loss": 0.0}), "asked for no gradients"),
-    (step_with(score_sum := lambda trees, batch: (score(trees, batch).sum(), 1), "critik"),
+    (step_with(score_sum, "critik"),
      "trees must be a dict .* and have this name"),
     (lambda state, batch, gradients, update: (update(state, "generator", gradients(
         score_sum, state["params"], "critic", batch)[0]), {"loss": 0.0}),
-     r"float32\[64, 1\] at down, where init returned float32\[64, 16\]"),
+     r"has \[64, 1\] at down, where init returned \[64, 16\]"),
     (lambda state, batch, gradients, update: (
         {**state, "params": {}}, gradients(score_sum, state["params"], "critic", batch)[1]),
      "has nothing at average.down"),
@@ -331,7 +409,7 @@ def test_a_step_that_makes_no_sense_is_a_clear_error(step, says):
     """A page of jax, or a run in which nothing learns."""
     init, _, held_out = gan()
     with pytest.raises(ConfigError, match=says):
-        run((init, step, held_out))
+        run((init, step, held_out), "data=2")
 
 
 def test_an_error_of_the_users_shows_his_line():
@@ -384,6 +462,7 @@ def test_any_optimizer_and_several_by_path():
                 np.testing.assert_allclose(np.asarray(by_path(found.params)[path]), w, atol=1e-5)
     assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
     for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
+                        ({"hed": None, "*": optax.sgd(0.1)}, "'hed' is the first match of no"),
                         ({"(": optax.sgd(0.1)}, "not a regular expression")]:
         with pytest.raises(ConfigError, match=says):
             train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))

@@ -45,9 +45,10 @@ def test_an_edited_row_moves_its_weight():
 
     config = model.Config(**DENSE)
     assert spec_of_up("L/pipe D/fsdp F/tensor") == ("pipe", "fsdp", None)
-    assert spec_of_up("L/pipe D F/tensor") == ("pipe", None, "fsdp")    # the largest that is left
-    assert spec_of_up("L D/tensor F/fsdp") == ("pipe", None, "fsdp")
-    config = model.Config(**{**DENSE, "d_model": 255, "heads": 5, "kv_heads": 5})
+    assert spec_of_up("L/pipe D F/fsdp") == ("pipe", None, "fsdp")
+    assert spec_of_up("L/pipe D F/tensor") == ("pipe", None, None)
+    assert spec_of_up("L D F/tensor") == ("pipe", None, "fsdp")         # (the rule's choice)
+    config = model.Config(**{**DENSE, "d_model": 255, "head_dim": 16})
     assert spec_of_up("L/pipe D/fsdp F/tensor") == ("pipe", None, None)     # not somewhere else
 
 
@@ -60,6 +61,10 @@ def test_what_a_row_may_name():
     for wrong in ("D F/tenser", "D/tensor F/tensor", "D/pipe F", "L E D/expert", "D/data F"):
         with pytest.raises(ValueError, match="behind some of them"):
             make(wrong)
+    for some in ("L D/fsdp F", "L/pipe E D/fsdp F", "L E/expert D F"):
+        with pytest.raises(ValueError, match="must name all axes that split it"):
+            make(some)
+    assert make("L/pipe D/fsdp E").fsdp == 1                            # (a router)
     with pytest.raises(ValueError, match="in the row alone"):
         make("D/tensor F", None, "F")
     with pytest.raises(ValueError):

@@ -8,14 +8,18 @@ import contextlib
 import difflib
 import importlib
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
+
+import jax
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 HERE = Path(__file__).parents[1]        # zigzag/; beside it, the files that call users' functions
+INSTALLED = tuple({*map(str, sysconfig.get_paths().values()), str(Path(jax.__file__).parent), "<"})
 OURS = {"train.py", "shard.py", "sample.py", "data.py"}
 
 # Said where a loss cannot run on an axis.
@@ -56,7 +60,7 @@ class AtTheirLine:
             frames.append(trace)
             trace = trace.tb_next
         theirs = [i for i, frame in enumerate(frames) if not _is_ours(frame)
-                  and "site-packages" not in frame.tb_frame.f_code.co_filename]
+                  and not frame.tb_frame.f_code.co_filename.startswith(INSTALLED)]
         if not theirs or isinstance(error, ConfigError):
             return
         kept = [frame for i, frame in enumerate(frames)
@@ -71,7 +75,7 @@ def _is_ours(frame):
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Puts `what` before the message of a ConfigError."""
     try:
         yield

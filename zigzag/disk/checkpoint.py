@@ -128,6 +128,8 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     record = {RENAMED.get(name, name): value for name, value in record.items()}
     if isinstance(record.get("weights"), str):      # (of an earlier version: a digest of shapes)
         record["shapes"] = record.pop("weights")
+    if isinstance(record.get("best"), str):         # (there could be one)
+        record["best"] = record["best"].split()
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     return record

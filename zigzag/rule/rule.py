@@ -73,6 +73,8 @@ from zigzag.rule.trace import Cost, trace
 # labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
 # that only read raw features or only make last outputs, if they are less than ENDS of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
+# In place of the number of a dimension that fsdp splits.
+NONE, BY_RULE = -1, -2
 # The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
 # The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
@@ -125,13 +127,13 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
 
     `tensor_dims` is for a model whose own code handles `tensor`: a tree like `params` with the one
     dimension of each leaf that this code accepts split, or -1 for none. `fsdp_dims` is another with
-    the dimension that fsdp splits, or -1: the rule finds it."""
+    the dimension that fsdp splits, -1 for none, or BY_RULE."""
     sizes = _axis_sizes(mesh)
     paths, leaves, tree = flatten(params)
     places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
     arrays = list(places.values())
     code_dims = [None] * len(leaves) if tensor_dims is None else tree.flatten_up_to(tensor_dims)
-    fsdp_dims = [-1] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
+    fsdp_dims = [BY_RULE] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
 
     def call(values, args):
         merged = list(leaves)
@@ -479,7 +481,7 @@ class _Choice:
 
 def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
     """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
-    are left. (fsdp_dim: the one that a row names for fsdp, or -1.)"""
+    are left. (fsdp_dim is the one that a row names for fsdp, -1 for none, or BY_RULE.)"""
     sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
@@ -494,13 +496,15 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
         elif free:
             why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
     _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min,
-                    only=None if fsdp_dim < 0 else [fsdp_dim])
+                    only=None if fsdp_dim == BY_RULE else [fsdp_dim])
     if "fsdp" in entries:
-        why.append("fsdp: its largest dimension left" if fsdp_dim < 0 else "fsdp: as its row says")
+        why.append("fsdp: its largest dimension left" if fsdp_dim == BY_RULE else
+                   "fsdp: as its row says")
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no other dimension divides by {sizes['fsdp']}" if fsdp_dim < 0
+            else f"no other dimension divides by {sizes['fsdp']}" if fsdp_dim == BY_RULE
+            else "its row does not name fsdp" if fsdp_dim < 0
             else f"{shape[fsdp_dim]} does not divide by {sizes['fsdp']}"))
     contracted, free = (
         tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])

@@ -8,7 +8,9 @@
     loop            what the loop in train.py carries, and does besides stepping
     own_step        a step of one's own: several networks and losses, state beside the weights
     schedules       the learning rate, and --epochs
-    optimizers      Muon
+    optimizers      Muon; fit(optimizer=...)
+    averages        --ema
+    made            fit(examples=function): examples that a run makes
     loggers         --log: TensorBoard, wandb, trackio
     plots           --plot: charts of runs
     evaluation      held-out loss, predictions, metrics, sampled texts

@@ -26,7 +26,8 @@ def with_average(step: Callable, ema: float) -> Callable:
         new, metrics = step(state, batch)
         share = jnp.maximum(1 - ema, 9 / (10 + state["step"]))
         return {**new, "average": jax.tree.map(
-            lambda a, w: a + share * (w - a), state["average"], new["params"])}, metrics
+            lambda a, w: (a + share * (w - a)).astype(a.dtype), state["average"],
+            new["params"])}, metrics
 
     return averaged if ema else step
 

@@ -129,8 +129,8 @@ def check_program(build: Callable, task: Task, trainer: Trainer, make_gradients:
     batch = functools.partial(make_batch, program.config, program.mesh, task, program.batch)
     with jax.set_mesh(program.mesh):
         if program.own:
-            program.own.check(program, make_evaluate, batch, len(task.held_out) > 0, say.line)
-            return program
+            return program.own.check(program, make_evaluate, batch, len(task.held_out) > 0,
+                                     say.line)
         while not check_loss(program.plan, make_gradients, make_evaluate, batch,
                              len(task.held_out) > 0, say.line):
             program = build(typed=False)

@@ -231,7 +231,7 @@ def _find_difference(plan, given, is_narrow, note, compute):
         for args in given:
             found = jax.device_get(compiled(*args, jnp.float32(size)))
             norms = jax.tree.leaves(found.norms)
-            if not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
+            if norms and not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
                 continue
             times = process_allgather(_times_allowed(found, is_narrow))
             times = {name: max(t[name] for t in times) for name in times[0]}

@@ -224,7 +224,7 @@ def predict_all(program: Program, predict: Callable, collate: Callable, examples
     of numpy arrays [count, ...], in every process. All batches have the same number of rows, so one
     program is compiled; the padding of the last batch is dropped."""
     config, groups = program.config, row_groups(program.mesh)
-    rows = min(rows_at_once(config), -(-count // groups) * groups)
+    rows = min(max(rows_at_once(config) // groups, 1), -(-count // groups)) * groups
     compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
     parts = []
     for first in range(0, count, rows):

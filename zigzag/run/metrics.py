@@ -70,28 +70,29 @@ def _rouge(pairs):
             "rougeL": _mean(_f_measure(_longest_common(p, r), len(p), len(r)) for p, r in pairs)}
 
 
-def f1_of_classes(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """F1 of classes: of class 1, if there are no others than 0 and 1; else the mean over the
-    classes that are predicted or are right somewhere, as scikit-learn's "macro"."""
+def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> dict[str, float]:
+    """F1 of classes: of class 1, if there are two labels; else the mean over the classes that are
+    predicted or are right somewhere, as scikit-learn's "macro"."""
     pairs = [(int(p), int(r)) for p, r in _pairs(predictions, references)]
-    classes = {c for pair in pairs for c in pair}
+    classes = [1] if labels == 2 else {c for pair in pairs for c in pair}
 
     def score(c):
         return _f_measure(sum(p == r == c for p, r in pairs), sum(p == c for p, _ in pairs),
                           sum(r == c for _, r in pairs))
 
-    return {"f1": _mean(map(score, [1] if classes <= {0, 1} else classes))}
+    return {"f1": _mean(map(score, classes))}
 
 
-# The choices of --metric, for pairs of texts and for classes.
+# The choices of --metric, for pairs of texts and for classes (whose number comes third).
 TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge,
                                       "rouge_stemmed": rouge_stemmed, "f1": f1}
-CLASS_METRICS: dict[str, Callable] = {"accuracy": accuracy, "f1": f1_of_classes}
+CLASS_METRICS: dict[str, Callable] = {"accuracy": lambda p, r, labels: accuracy(p, r),
+                                       "f1": f1_of_classes}
 
 
 def names(metric: str) -> tuple[str, ...]:
     """The names of the numbers that this choice of --metric returns."""
-    return tuple((TEXT_METRICS | CLASS_METRICS)[metric]([], []))
+    return (metric,) if metric in CLASS_METRICS else tuple(TEXT_METRICS[metric]([], []))
 
 
 # -------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ class MoreOptions:
 
     # evaluation
     best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
-                                    # checkpoint where this number, which evaluations log, was best
+                                    # checkpoint where this number, which evaluations log, was best;
+                                    # none: stop that
     sample_prompts: str = flag("", of=("text", "pairs"))
                                     # a file of prompts that every evaluation continues
 
@@ -125,8 +126,9 @@ class MoreOptions:
                                     # the longest wait so far
 
     def __post_init__(self) -> None:
-        if isinstance(self.best, str):      # (as in records of earlier versions)
-            object.__setattr__(self, "best", tuple(self.best.split()))
+        if isinstance(self.best, str) or self.best in (("",), ("none",)):
+            words = self.best.split() if isinstance(self.best, str) else ()
+            object.__setattr__(self, "best", tuple(words))
         checks.check_config(self)
         derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
         schedules.fill_in(self)

@@ -1,12 +1,12 @@
 """Optimizers that need to know more of a weight than its shape, and those that fit is given."""
 
 import re
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import jax
 import optax
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import flatten
 from zigzag.rule.rule import matrices_of_layers
 
@@ -23,24 +23,35 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
 # -------------------------------------------------------------------------------------------
 # fit(optimizer=...)
 
-def chosen(given: Any, default: Callable) -> Callable:
-    """(config, decisions, name) -> the optimizer of these weights, in the tree `name` of a step of
-    one's own. It is default(config, decisions) unless fit was given one: an optax transformation,
-    or several, {regular expression for paths: transformation, or None: these weights stay as they
-    are}, of which the first match counts; "*" matches all."""
-    if given is None:
-        return lambda config, decisions, name="": default(config, decisions)
-    if not isinstance(given, dict):
-        return lambda config, decisions, name="": _without_rate(_checked("fit", given))
-    each = {pattern: optax.set_to_zero() if one is None else _checked(repr(pattern), one)
-            for pattern, one in given.items()}
+class Chosen:
+    """Which optimizer trains which weights: default(config, decisions), unless fit was given one:
+    an optax transformation, or several, {regular expression for paths: transformation, or None:
+    these weights stay as they are}, of which the first match counts; "*" matches all."""
 
-    def by_path(config, decisions, name=""):
+    def __init__(self, given: Any, default: Callable):
+        self.default, self.each, self.matched = default, None, set()
+        if given is not None:
+            each = given if isinstance(given, dict) else {"*": given}
+            self.each = {pattern: optax.set_to_zero() if one is None else _checked(pattern, one)
+                         for pattern, one in each.items()}
+
+    def __call__(self, config: Any, decisions: Any, name: str = "") -> optax.GradientTransformation:
+        """The optimizer of these weights, in the tree `name` of a step of one's own."""
+        if self.each is None:
+            return self.default(config, decisions)
         paths, _, tree = flatten(decisions)
-        labels = [_label(f"{name}.{path}" if name else path, each) for path in paths]
-        return _without_rate(optax.multi_transform(each, jax.tree.unflatten(tree, labels)))
+        labels = [_label(".".join(filter(None, (name, path))), self.each) for path in paths]
+        self.matched |= {*labels}
+        if not name:
+            self.check(paths)
+        return _without_rate(optax.multi_transform(self.each, jax.tree.unflatten(tree, labels)))
 
-    return by_path
+    def check(self, paths: Iterable[str]) -> None:
+        """Refuse a pattern that has matched no weight, once all optimizers are made."""
+        for pattern in self.each or ():
+            if pattern not in self.matched and pattern != "*":
+                raise ConfigError(f"optimizer: {pattern!r} is the first match of no weight"
+                                  + did_you_mean(pattern, paths))
 
 
 def as_it_is(step: Any) -> float:
@@ -48,10 +59,10 @@ def as_it_is(step: Any) -> float:
     return 1.0
 
 
-def _checked(what, one):
+def _checked(pattern, one):
     if not isinstance(one, optax.GradientTransformation):
-        raise ConfigError(f"optimizer: {what} was given a {type(one).__name__}; expected an optax "
-                          f"transformation, optax.adam(1e-3) for example")
+        raise ConfigError(f"optimizer: {pattern!r} was given a {type(one).__name__}; expected an "
+                          f"optax transformation, optax.adam(1e-3) for example")
     return one
 
 

@@ -12,9 +12,9 @@ beside its weights (an average, statistics, a buffer).
 Only the losses run in pieces, inside train.make_step's shard_map. Everything else in a step is
 ordinary jax on whole arrays, which the compiler splits. How a step is prepared:
 
-    asked       the step is traced once with shapes, to see which gradients it asks for
+    calls       the step is traced once with shapes, to see which gradients it asks for
     places      the rule sees all losses together, so each weight has one place for all of them
-    planned     each loss, with the tree in which its gradient is taken, has a Plan of its own
+    plans       each call, a loss and the tree in which its gradient is taken, has a Plan
     check       each of them is compared with one device, on batches that the step makes
 """
 
@@ -24,18 +24,20 @@ import re
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, did_you_mean, named
+from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change
 from zigzag.core.mesh import batch_spec, by_path, cast, flatten, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.custom_loss import check_loss, sums_and_gradient
 from zigzag.run.plan import (
+    LOGGED,
     Plan,
     Program,
     loss_sums,
@@ -46,116 +48,149 @@ from zigzag.run.plan import (
     with_checked_sums,
 )
 
+# The numbers that `gradients` returns, which a step may log.
+NUMBERS = {"loss", "grad_norm", "tokens", "skipped"}
 
-class Asked(NamedTuple):
-    """A gradient that a step asks for."""
+
+class Call(NamedTuple):
+    """A call of `gradients`; or (with the name "") the evaluation of fit's loss."""
     loss: Callable
     trees: Any              # shapes
     name: str               # of the tree in which the gradient is taken
     batch: Any              # shapes
 
-    @property
-    def key(self) -> Any:
-        """Equal for the same call in another trace, where a lambda is another object."""
-        loss = self.loss
-        while isinstance(loss, functools.partial):
-            loss = loss.func
-        return getattr(loss, "__code__", loss), self.name, str((self.trees, self.batch))
-
     def __str__(self) -> str:
+        if not self.name:
+            return "the loss that fit evaluates"
         return f"gradients({getattr(self.loss, '__name__', 'loss')}, ..., {self.name!r}, ...)"
 
 
 class OwnStep:
     """A step of the user's, and what is planned for it.
 
-    schedule(step)                      the learning rate
+    schedule(step)                      fit's, or None; default_rate(step) where it gave none
     make_optimizer(config, decisions, name)     the optimizer of a tree
     make_gradients(plan)                the device half of train.make_step"""
 
     def __init__(self, step: Callable, config: Any, mesh: Any, init: Callable, loss: Callable,
-                 batch: Any, overrides: Sequence[tuple[str, P]], schedule: Callable,
-                 make_optimizer: Callable, make_gradients: Callable):
+                 batch: Any, overrides: Sequence[tuple[str, P]], schedule: Callable | None,
+                 default_rate: Callable, make_optimizer: Any, make_gradients: Callable):
         self.step, self.mesh, self.init, self.schedule = step, mesh, init, schedule
+        self.rate, self.make_gradients = schedule or default_rate, make_gradients
         self.config = resolve_dtype(config, mesh)
-        self.make_gradients = make_gradients
-        check_batch(self.config, mesh)
-        if config.lora_rank:
-            raise ConfigError("--lora_rank: a step of one's own has no adapters; leave it out")
-        if config.ema:
-            raise ConfigError(f"--ema {config.ema:g}: a step of one's own keeps its own average, "
-                              f"as a tree of init's that the step updates; leave it out")
+        _check_config(self.config, mesh)
         self.params = jax.eval_shape(init, jax.random.key(0))
         if not isinstance(self.params, dict) or not all(isinstance(n, str) for n in self.params):
             raise ConfigError("with a step of one's own, init(key) must return a dict "
                               "{name: tree}, with a tree for each network")
-        self.asked, self.updated = [], []
-        self.metrics = self._record(batch)
-        self.evaluated = Asked(loss, self.params, self.asked[0].name if self.asked else "", batch)
+        self.calls, self.updated = [], []
+        self._record(batch)
+        self.evaluation = Call(loss, self.params, "", batch)
         self.places = self._places(overrides)
         self.optimizers = {name: make_optimizer(self.config, self.places[name], name)
                            for name in self.updated}
-        self.plans, self.as_one_device = {}, set()
+        make_optimizer.check(by_path(self.params))
+        self.plans = {}                 # {the number of a call, or None for the evaluation: Plan}
+        self.as_one_device = set()      # of these, the ones whose loss runs as on one device
+        self.number, self.skipped = 0, []       # of the trace in progress: calls made, and whether
+                                                # the loss or the gradient was not finite
 
     # -- the first trace, with shapes alone
 
     def _record(self, batch):
-        """Fill `asked` and `updated`; the shapes of the step's metrics."""
+        """Fill `calls` and `updated`."""
         def gradients(loss, trees, name, batch):
-            asked = Asked(loss, *_shapes((trees,)), name, *_shapes((batch,)))
-            _check_asked(asked, trees, batch)
-            self.asked.append(asked)
+            call = Call(loss, _shapes(trees), name, _shapes(batch))
+            if _trace() != outer[0]:
+                raise ConfigError(f"{call}: it is called inside a loop or function of jax's (scan, "
+                                  f"jit, vmap); call it in the step itself, in a loop of Python's "
+                                  f"if several times")
+            self._check_call(call)
+            self.calls.append(call)
             return _means(jax.tree.map(jnp.zeros_like, trees[name]),
                           loss_sums(loss(trees, batch)))
 
         def update(state, name, gradient):
             self._check_update(name, gradient)
-            if name not in self.updated:
-                self.updated.append(name)
+            self.updated += [name] * (name not in self.updated)
             return state
 
+        def step(state, batch):
+            outer.append(_trace())
+            return self._results(self.step(state, batch, gradients, update))
+
+        outer = []      # the trace of the step itself
         state = {"params": self.params, "opt": {}, "step": jax.ShapeDtypeStruct((), jnp.int32)}
-        new, metrics = jax.eval_shape(lambda s, b: _pair(self.step(s, b, gradients, update)),
-                                      state, batch)
-        self._check_state(new)
-        if not self.asked:
+        jax.eval_shape(step, state, batch)
+        if not self.calls:
             raise ConfigError("step asked for no gradients: call gradients(loss, trees, name, "
                               "batch) in it")
-        if not isinstance(metrics, dict) or "loss" not in metrics:
-            raise ConfigError("step must return (state, metrics), with metrics a dict that has a "
-                              "\"loss\" among its numbers")
-        return metrics
+
+    def _check_call(self, call):
+        if not isinstance(call.trees, dict) or call.name not in call.trees:
+            raise ConfigError(f"{call}: trees must be a dict {{name: tree}}, and have this name; "
+                              f"state[\"params\"] for example")
+        rows = {x.shape[:1] for x in jax.tree.leaves(call.batch)}
+        if not isinstance(call.batch, dict) or len(rows) != 1 or rows == {()}:
+            raise ConfigError(f"{call}: batch must be a dict of arrays with the same number of "
+                              f"rows")
+        (rows,), = rows
+        parts = row_groups(self.mesh) * self.config.accumulate
+        if rows % parts:
+            raise ConfigError(f"{call}: the batch has {rows} rows, which do not divide among "
+                              f"{row_groups(self.mesh)} groups of devices x "
+                              f"{self.config.accumulate} parts (--accumulate)")
+        constants = jax.make_jaxpr(call.loss)(call.trees, call.batch).consts
+        if any(isinstance(x, jax.core.Tracer) for x in constants):
+            raise ConfigError(f"{call}: the loss closes over an array that the step has computed; "
+                              f"a device would not have its own part of it: give it to the loss "
+                              f"in trees, or in batch if it has a row for each example")
 
     def _check_update(self, name, gradient):
         if name not in self.params:
             raise ConfigError(f"update(state, {name!r}, ...): init returned no tree of this name"
                               + did_you_mean(str(name), self.params))
         _check_like(f"the gradient that update(state, {name!r}, ...) is given", gradient,
-                    self.params[name])
+                    self.params[name], lambda x: list(x.shape))
 
-    def _check_state(self, new):
+    def _results(self, results):
+        """What a step returned: its state and its metrics."""
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise ConfigError("step must return (state, metrics)")
+        new, metrics = results
         if not isinstance(new, dict) or not {"params", "opt", "step"} <= new.keys():
             raise ConfigError("step must return (state, metrics), with the state as it was given: "
                               "a dict of params, opt and step")
-        _check_like("the state that step returned", new["params"], self.params)
+        _check_like("the state that step returned", new["params"], self.params,
+                    lambda x: f"{x.dtype}{list(x.shape)}")
+        if not isinstance(metrics, dict) or jnp.shape(
+                metrics.get("loss", jnp.zeros(1))):
+            raise ConfigError("step must return (state, metrics), with metrics a dict that has a "
+                              "\"loss\" among its numbers")
+        for name in metrics:
+            if not isinstance(name, str) or name in LOGGED - NUMBERS:
+                raise ConfigError(f"step gave one of its metrics the name {name!r}: expected a "
+                                  f"text other than {', '.join(sorted(LOGGED - NUMBERS))}, which a "
+                                  f"run logs already")
+        return new, metrics
 
-    # -- where weights live
+    # -- where weights live, and how each loss runs
 
     def _places(self, overrides):
         """A Decision for every array of the trees, from all losses together."""
         c, parts = self.config, row_groups(self.mesh) * self.config.accumulate
-        pairs = [*self.asked, self.evaluated]
+        calls = [*self.calls, self.evaluation]
 
         def all_losses(params, given):
-            sums = [loss_sums(pair.loss({**others, **{n: params[n] for n in pair.trees
+            sums = [loss_sums(call.loss({**others, **{n: params[n] for n in call.trees
                                                       if n in params}}, batch))[0]
-                    for pair, (others, batch) in zip(pairs, given, strict=True)]
+                    for call, (others, batch) in zip(calls, given, strict=True)]
             return sum(sums), sum(sums)
 
         def given(parts):
-            return [(cast({n: x for n, x in pair.trees.items() if n not in self.params}, c.dtype),
+            return [(cast({n: x for n, x in call.trees.items() if n not in self.params}, c.dtype),
                      jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
-                                  pair.batch)) for pair in pairs]
+                                  call.batch)) for call in calls]
 
         weights = jax.eval_shape(lambda p: cast(p, c.dtype), self.params)
         decisions = plan_sharding(
@@ -163,30 +198,26 @@ class OwnStep:
             overrides=check_overrides(c.override, self.params, self.mesh, overrides))
         return see_matrices(decisions, all_losses, weights, given(1))
 
-    def planned(self, asked: Asked) -> Plan:
-        """The Plan of a loss and the tree in which its gradient is taken."""
-        if asked.key not in self.plans:
-            self.plans[asked.key] = self._plan(asked)
-        # (Another trace may have a loss of the same code that closes over other numbers.)
-        return dataclasses.replace(self.plans[asked.key], loss=with_checked_sums(asked.loss)[0])
+    def plan(self, number: int | None, call: Call) -> Plan:
+        """The Plan of the call of this number in a trace (None: of the evaluation)."""
+        if number not in self.plans:
+            self.plans[number] = self._plan(number, call)
+        # (Another trace has another function, which may close over other numbers.)
+        return dataclasses.replace(self.plans[number], loss=with_checked_sums(call.loss)[0])
 
-    def _plan(self, asked):
-        rows = jax.tree.leaves(asked.batch)[0].shape[0]
-        others = {n: x for n, x in asked.trees.items() if n not in self.params}
-
+    def _plan(self, number, call):
         def init(key):
-            known = {n: x for n, x in self.init(key).items() if n in asked.trees}
-            return {**known, **jax.tree.map(
-                lambda x, key: jax.random.normal(key, x.shape).astype(x.dtype),
-                others, optax.tree.split_key_like(key, others))}
+            known = {n: x for n, x in self.init(key).items() if n in call.trees}
+            return {**{n: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x)
+                       for n, x in call.trees.items()}, **known}
 
-        known = {n: d for n, d in self.places.items() if n in asked.trees}
+        known = {n: d for n, d in self.places.items() if n in call.trees}
         exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
-        with named(str(asked)):
+        rows = jax.tree.leaves(call.batch)[0].shape[0]
+        with naming(str(call)):
             plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
-                             asked.loss, asked.batch, exactly,
-                             asked.key not in self.as_one_device, schedule=self.schedule,
-                             learned=asked.name)
+                             call.loss, call.batch, exactly, number not in self.as_one_device,
+                             schedule=self.schedule, learned=call.name)
         paths, decisions, tree = flatten(plan.decisions)
         reasons = {path: d.reason for path, d in by_path(known).items()}
         return dataclasses.replace(plan, decisions=jax.tree.unflatten(tree, [
@@ -196,16 +227,23 @@ class OwnStep:
     # -- what a step calls
 
     def gradients(self, loss: Callable, trees: Any, name: str, batch: Any) -> tuple[Any, Any]:
-        plan = self.planned(Asked(loss, *_shapes((trees,)), name, *_shapes((batch,))))
+        number, call = self.number, Call(loss, _shapes(trees), name, _shapes(batch))
+        if number >= len(self.calls) or self.calls[number][1:] != call[1:]:
+            raise ConfigError(f"{call}: the step asks for other gradients than when it was traced "
+                              f"first; it must not depend on anything that changes")
+        self.number += 1
+        plan = self.plan(number, call)
         trained, frozen = plan.in_two(trees)
         grads, sums = self.make_gradients(plan)(trained, batch, frozen)
-        return _means(grads[name], sums)
+        gradient, numbers = _means(grads[name], sums)
+        self.skipped.append(numbers["skipped"])
+        return gradient, numbers
 
     def update(self, state: Any, name: str, gradient: Any) -> Any:
         self._check_update(name, gradient)
         params, opt = state["params"][name], state["opt"][name]
         updates, new_opt = self.optimizers[name].update(gradient, opt, params)
-        rate = self.schedule(state["step"])
+        rate = self.rate(state["step"])
         new = jax.tree.map(lambda p, u: p - rate * u, params, updates), new_opt
         # (A gradient that is not finite would spoil every weight for good.)
         learns = jnp.isfinite(optax.tree.norm(gradient))
@@ -217,18 +255,18 @@ class OwnStep:
     # -- the program
 
     def program(self, make_evaluate: Callable) -> Program:
-        plan = self._plan(self.evaluated._replace(name=""))
-        plan = dataclasses.replace(plan, config=self.config)
+        plan = self.plan(None, self.evaluation)
+        plan = dataclasses.replace(plan, config=self.config, learned=None)
 
         def step(state, batch):
-            own = {name: state[name] for name in ("params", "opt", "step")}
-            new, metrics = _pair(self.step(own, batch, self.gradients, self.update))
-            self._check_state(new)
-            usual = {"lr": self.schedule(state["step"]), "grad_norm": jnp.float32(0),
-                     "tokens": jnp.float32(self.config.batch),
-                     "skipped": 1 - jnp.isfinite(metrics["loss"])}
+            self.number, self.skipped = 0, []
+            new, metrics = self._results(self.step(_of_user(state), batch, self.gradients,
+                                                   self.update))
+            usual = {"lr": self.rate(state["step"]), "grad_norm": jnp.float32(0),
+                     "tokens": jnp.float32(self.config.batch)}
+            skipped = functools.reduce(jnp.maximum, self.skipped)
             return ({**state, "params": new["params"], "opt": new["opt"],
-                     "step": state["step"] + 1}, {**usual, **metrics})
+                     "step": state["step"] + 1}, {**usual, **metrics, "skipped": skipped})
 
         return dataclasses.replace(make_program(plan, self._optimizer(), step,
                                                 make_evaluate(plan)), own=self)
@@ -249,34 +287,45 @@ class OwnStep:
     # -- the check
 
     def check(self, program: Program, make_evaluate: Callable, make_batch: Callable,
-              evaluates: bool, say: Callable) -> None:
-        """Compare every gradient that the step asks for, and the evaluation, with one device."""
-        made = self._batches(program, make_batch)
-        pairs = [(pair, [batches[i] for batches in made], False)
-                 for i, pair in enumerate(self.asked)]
+              evaluates: bool, say: Callable) -> Program:
+        """Compare every gradient that the step asks for, and the evaluation, with one device. The
+        program that is right then."""
+        made = self._made(program, make_batch)
+        for number, call in enumerate(self.calls):
+            self._check(number, call, [update[number] for update in made], make_evaluate, False,
+                        say)
         if evaluates:
-            held = [make_batch(at, 0) for at in range(len(made))]
-            pairs.append((self.evaluated, held, True))
-        for pair, batches, is_held_out in pairs:
-            def batch(at, rows, batches=batches):
-                place = NamedSharding(self.mesh, batch_spec(self.mesh))
-                return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
-                               out_shardings=place)(batches[at])
+            held = [({}, make_batch(at, 0)) for at in range(len(made))]
+            self._check(None, self.evaluation, held, make_evaluate, True, say)
+        return self.program(make_evaluate)
 
-            with named("the loss that fit evaluates" if is_held_out else str(pair)):
-                while not check_loss(self.planned(pair), self.make_gradients, make_evaluate,
-                                     batch, is_held_out, say):
-                    self.as_one_device.add(pair.key)
-                    del self.plans[pair.key]
+    def _check(self, number, call, given, make_evaluate, is_evaluation, say):
+        place = NamedSharding(self.mesh, batch_spec(self.mesh))
+        first_trees = given[0][0]
 
-    def _batches(self, program, make_batch):
-        """For each of the first updates, the batches for which the step asks for gradients, at new
-        weights and on one device."""
-        def batches(state, batch):
+        def batch(at, rows):
+            return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
+                           out_shardings=place)(given[at][1])
+
+        with naming(str(call)):
+            while True:
+                plan = self.plan(number, call)
+                own = plan.init
+                plan = dataclasses.replace(plan, init=lambda key: {**own(key), **first_trees})
+                if check_loss(plan, self.make_gradients, make_evaluate, batch, is_evaluation,
+                              lambda text: say(f"{call}: {text}")):
+                    return
+                self.as_one_device.add(number)
+                del self.plans[number]
+
+    def _made(self, program, make_batch):
+        """For each of the first updates, and each call: the trees that only the step has computed,
+        and the batch, at new weights and on one device."""
+        def made(state, batch):
             found = []
 
             def gradients(loss, trees, name, batch):
-                found.append(batch)
+                found.append(({n: x for n, x in trees.items() if n not in self.params}, batch))
                 others = {n: x for n, x in trees.items() if n != name}
                 sums, grads = untyped(functools.partial(
                     sums_and_gradient, with_checked_sums(loss)[0]))(
@@ -286,54 +335,55 @@ class OwnStep:
             self.step(state, batch, gradients, self.update)
             return found
 
-        state = program.start(jax.random.key(self.config.seed), None)
-        own = {name: state[name] for name in ("params", "opt", "step")}
-        compiled = jax.jit(batches, compiler_options=program.plan.compiler_options,
+        compiled = jax.jit(made, compiler_options=program.plan.compiler_options,
                            out_shardings=NamedSharding(self.mesh, P()))
-        return [compiled(own, make_batch(at, 0)) for at in range(3)]
+        state = _of_user(program.start(jax.random.key(self.config.seed), None))
+        # (One after the other: a CPU's devices may wait for each other for ever.)
+        return [jax.block_until_ready(compiled(state, make_batch(at, 0))) for at in range(3)]
 
 
-def _shapes(trees):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trees)
+def _check_config(c, mesh):
+    check_batch(c, mesh)
+    if c.lora_rank:
+        raise ConfigError("--lora_rank: a step of one's own has no adapters; leave it out")
+    if c.ema:
+        raise ConfigError(f"--ema {c.ema:g}: a step of one's own keeps its own average, as a tree "
+                          f"of init's that the step updates; leave it out")
+    if c.chunks > 1:        # (layers of trees in no loss would lie in another order than others)
+        raise ConfigError(f"--chunks {c.chunks}: not with a step of one's own, which sees layers "
+                          f"in their own order; give --schedule gpipe or 1f1b")
+
+
+def _trace():
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+def _of_user(state):
+    return {name: state[name] for name in ("params", "opt", "step")}
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def _means(gradient, sums):
-    """The gradient of the mean, and the numbers to log."""
+    """The gradient of the mean, and the numbers to log. If the loss is not finite, or its count is
+    0, the gradient means nothing: it is NaN, so that `update` changes nothing."""
     total, count, others = sums
     divisor = jnp.where(count == 0, 1, count)
     gradient = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), gradient)
-    norm = optax.tree.norm(gradient)
-    is_finite = jnp.isfinite(norm) & jnp.isfinite(total)
+    norm, is_loss = optax.tree.norm(gradient), jnp.isfinite(total)
+    gradient = jax.tree.map(lambda g: jnp.where(is_loss & (count != 0), g, jnp.nan), gradient)
     return gradient, {"loss": total / divisor, "grad_norm": norm, "tokens": count,
-                      "skipped": 1 - is_finite,
+                      "skipped": 1 - (jnp.isfinite(norm) & is_loss),
                       **{name: x / divisor for name, x in others.items()}}
 
 
-def _pair(result):
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ConfigError("step must return (state, metrics)")
-    return result
-
-
-def _check_asked(asked, trees, batch):
-    if not isinstance(trees, dict) or asked.name not in trees:
-        raise ConfigError(f"{asked}: trees must be a dict {{name: tree}}, and have this name; "
-                          f"state[\"params\"] for example")
-    rows = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if not isinstance(batch, dict) or len(rows) != 1 or rows == {()}:
-        raise ConfigError(f"{asked}: batch must be a dict of arrays with the same number of rows")
-    constants = jax.make_jaxpr(asked.loss)(asked.trees, asked.batch).consts
-    if any(isinstance(x, jax.core.Tracer) for x in constants):
-        raise ConfigError(f"{asked}: the loss closes over an array that the step has computed; a "
-                          f"device would not have its own part of it: give it to the loss in "
-                          f"trees, or in batch if it has a row for each example")
-
-
-def _check_like(what, found, wanted):
-    """Refuse a tree that has not the structure, shapes and dtypes of another."""
-    found, wanted = by_path(_shapes(found)), by_path(_shapes(wanted))
+def _check_like(what, found, wanted, kind):
+    """Refuse a tree whose leaves have not the paths and kinds of another's."""
+    found, wanted = ({path: kind(x) for path, x in by_path(_shapes(tree)).items()}
+                     for tree in (found, wanted))
     for path in [*wanted, *found]:
-        a, b = (f"{t[path].dtype}{list(t[path].shape)}" if path in t else "nothing"
-                for t in (found, wanted))
+        a, b = (kinds.get(path, "nothing") for kinds in (found, wanted))
         if a != b:
             raise ConfigError(f"{what} has {a} at {path}, where init returned {b}")

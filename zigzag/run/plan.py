@@ -6,7 +6,8 @@
     Plan, step, evaluate          -->          Program: the functions to compile, and their shapes
 
 Weights are two trees wherever a step takes them: those that are trained, and the frozen ones ({}
-unless --lora_rank). Checkpoints hold only the first; a loss is given both as one.
+without --lora_rank and a step of one's own). Checkpoints hold only the first; a loss is given both
+as one.
 """
 
 import dataclasses
@@ -73,7 +74,8 @@ class Plan:
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
-    learned: str | None = None      # the one tree of the weights that is trained; None: all
+    learned: str | None = None      # in a step of one's own: the one tree that is trained, ""
+                                    # where none is (an evaluation); None: all weights are
 
     @property
     def sizes(self) -> Any:
@@ -192,9 +194,9 @@ class Plan:
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """A tree like the weights as two: what is trained, and what is frozen."""
-        if self.learned:
-            return ({self.learned: tree[self.learned]},
-                    {name: x for name, x in tree.items() if name != self.learned})
+        if self.learned is not None:
+            own = {name: x for name, x in tree.items() if name == self.learned}
+            return own, {name: x for name, x in tree.items() if name not in own}
         return lora.split(tree) if self.config.lora_rank else (tree, {})
 
     @property
@@ -216,7 +218,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
     the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
     None: the configuration's. learned: the name of the one tree in the weights that is trained,
-    beside others that are constants; "": none is."""
+    beside others that are constants, or ""."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     if network:

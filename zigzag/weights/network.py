@@ -231,8 +231,8 @@ class Network:
         return jax.tree.map(lambda w: w.tensor, self.table(config))
 
     def fsdp_dims(self, config: Any) -> Params:
-        """The dimension of each weight that its row names for fsdp, or -1."""
-        return jax.tree.map(lambda w: w.named("fsdp"), self.table(config))
+        """The dimension of each weight that its row names for fsdp (table.Weight.fsdp)."""
+        return jax.tree.map(lambda w: w.fsdp, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """(the number of parameters, how many of them one token visits)."""

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zigzag.rule.rule import BY_RULE, NONE
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -21,9 +23,12 @@ class Weight:
     values: Any = None      # a function of the shape that makes the first values, instead of scale
     mesh_axes: Sequence[str] = ()   # the mesh axis that its row names behind each dimension, or ''
 
-    def named(self, axis: str) -> int:
-        """The dimension behind which the row names this mesh axis, or -1."""
-        return self.mesh_axes.index(axis) if axis in self.mesh_axes else -1
+    @property
+    def fsdp(self) -> int:
+        """The dimension that fsdp splits; NONE, or BY_RULE if the row names no axis but tensor."""
+        if not {*self.mesh_axes} - {"", "tensor"}:
+            return BY_RULE
+        return self.mesh_axes.index("fsdp") if "fsdp" in self.mesh_axes else NONE
 
     @property
     def is_table(self) -> bool:
@@ -47,10 +52,11 @@ class Table:
     """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] of
     standard deviation 0.1, and tensor may split F. (`tensor` can also name the letter.)
 
-    A mesh axis splits the dimension that its row names. /tensor may stand only where the network's
-    code accepts a part of the dimension, and a row without it is whole over tensor. Where another
-    is left out the rule finds a dimension: for fsdp the largest one left, for pipe L, for expert E.
-    Letters with a meaning of their own: L layers, E experts, 1 one, and LOOKED_UP."""
+    A mesh axis splits the dimension behind which its row names it, and no other. In a row that
+    names no axis but tensor the rule finds places for the others: L for pipe, E for expert, the
+    largest dimension left for fsdp. /tensor may stand only where the network's code accepts a part
+    of the dimension. Letters with a meaning of their own: L layers, E experts, 1 one, and
+    LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
@@ -65,6 +71,12 @@ class Table:
                                  f"/fsdp, /pipe (L) or /expert (E), each once")
             letters.append(letter)
             mesh_axes.append(axis)
+        others = {*mesh_axes} - {"", "tensor"}
+        if others and "L" in letters and "pipe" not in others or "expert" not in others and (
+                others and "E" in letters[:-1]):
+            raise ValueError(f"{axes!r}: names {', '.join(sorted(others))}, so it must name all "
+                             f"axes that split it: pipe always splits L, and expert E: L/pipe, "
+                             f"E/expert")
         if tensor and any(mesh_axes):
             raise ValueError(f"{axes!r} and {tensor!r}: name the axes in the row alone")
         if tensor:
