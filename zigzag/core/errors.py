@@ -12,14 +12,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
-import jax
-
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 HERE = Path(__file__).parents[1]        # zigzag/; beside it, the files that call users' functions
-INSTALLED = tuple({*map(str, sysconfig.get_paths().values()), str(Path(jax.__file__).parent), "<"})
+INSTALLED = tuple({*sysconfig.get_paths().values(), "<"})       # where others' code lies
 OURS = {"train.py", "shard.py", "sample.py", "data.py"}
 
 # Said where a loss cannot run on an axis.
@@ -60,7 +58,8 @@ class AtTheirLine:
             frames.append(trace)
             trace = trace.tb_next
         theirs = [i for i, frame in enumerate(frames) if not _is_ours(frame)
-                  and not frame.tb_frame.f_code.co_filename.startswith(INSTALLED)]
+                  and not frame.tb_frame.f_code.co_filename.startswith(INSTALLED)
+                  and "/jax/" not in frame.tb_frame.f_code.co_filename]
         if not theirs or isinstance(error, ConfigError):
             return
         kept = [frame for i, frame in enumerate(frames)
