@@ -45,11 +45,10 @@ from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.shuffle import mix
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import command_line, commands, continuing, modes, optimizers, schedules
+from zigzag.run import command_line, commands, continuing, made, modes, optimizers, schedules
 from zigzag.run.begin import begin, check_program
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, Loop, Task, end_early, end_run, flush_metrics, profile, save
-from zigzag.run.made import Made, made_by
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
@@ -303,7 +302,7 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         say                         the Reporter that prints progress"""
     stop: list[int] = []
     schedule = schedule or (optimizers.as_it_is if optimizer else None)
-    examples = Made(examples, held_out, config) if made_by(examples) else examples
+    examples = made.as_sequence(examples, held_out, config)
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},
                 flops=flops, bits_per_nat=bits_per_nat)

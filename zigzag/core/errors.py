@@ -131,6 +131,11 @@ def one_line(error: BaseException) -> str:
     return text.split(" See full TensorStore")[0][:120]
 
 
+def as_given(value: Any) -> str:
+    """An option's value as one writes it on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def printable(text: str) -> str:
     """The text without control characters, which a terminal would obey."""
     return CONTROL.sub("\ufffd", text)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core import hosts
 from zigzag.core.errors import (
     ConfigError,
+    as_given,
     did_you_mean,
     nearest_divisor,
     nearest_multiple,
@@ -43,9 +44,8 @@ def check_config(c: Any) -> None:
     if c.eval_every == 0:
         for name in ("best", "metric", "eval_first"):
             if value := getattr(c, name):
-                value = " ".join(value) if name == "best" else value
-                raise ConfigError(f"--{name} {value}: nothing is evaluated with --eval_every 0; "
-                                  f"leave one of them out")
+                raise ConfigError(f"--{name} {as_given(value)}: nothing is evaluated with "
+                                  f"--eval_every 0; leave one of them out")
     if len(c.fields) == 1 and c.fields[0].count(",") == 1:
         object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
     if len(c.fields) != 2:

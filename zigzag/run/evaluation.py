@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, RunError, did_you_mean, one_line
+from zigzag.core.errors import ConfigError, RunError, as_given, did_you_mean, one_line
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
@@ -45,8 +45,8 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if not len(task.held_out):
         for flag in ("best", "eval_first", "metric"):
             if value := getattr(config, flag):
-                value = " ".join(value) if flag == "best" else value
-                raise ConfigError(f"--{flag} {value}: there are no held-out examples to evaluate")
+                raise ConfigError(f"--{flag} {as_given(value)}: there are no held-out examples "
+                                  f"to evaluate")
         if task.metric:
             raise ConfigError("fit was given a metric, and no held-out examples to predict")
     if task.metric and not task.predict:

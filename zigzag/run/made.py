@@ -12,9 +12,10 @@ from typing import Any, Callable, Sequence
 from zigzag.core.errors import ConfigError
 
 
-def made_by(examples: Any) -> bool:
-    """Whether fit was given a function, not a sequence."""
-    return callable(examples) and not hasattr(examples, "__getitem__")
+def as_sequence(examples: Any, held_out: Sequence, config: Any) -> Sequence:
+    """fit's examples: a sequence as it is, and a function that makes them as a `Made`."""
+    is_function = callable(examples) and not hasattr(examples, "__getitem__")
+    return Made(examples, held_out, config) if is_function else examples
 
 
 class Made(Sequence):
