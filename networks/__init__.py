@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any, Callable
 
+import jax
 from jax.sharding import Mesh
 
 import model
@@ -25,7 +26,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import is_derived
 from zigzag.core.mesh import best_dtype
 from zigzag.disk.checkpoint import run_config, run_record
-from zigzag.generate.decoding import places_for_decoding
+from zigzag.generate.decoding import for_decoding, places_for_decoding, specs_for_decoding
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN_OPTIONS, family_of
 from zigzag.hub.published import read_config
@@ -193,6 +194,11 @@ def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> t
     the devices are best at, with a list of layers (the stacks for training are never made)."""
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
+    if network.decoder_of:      # (a decoder among other towers: its layers are stacked here)
+        params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
+        with jax.set_mesh(mesh):
+            return for_decoding(network, params, config.dtype,
+                                specs_for_decoding(network, config, mesh)), config
     folders.check_hf(network, folder, config, edited)
     places = places_for_decoding(network, config, mesh)
     return folders.read_hf(network, folder, config, places), config

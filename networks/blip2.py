@@ -31,13 +31,15 @@ import shard
 from networks import stems, tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import cast
+from zigzag.core.mesh import cast, vary_like
 from zigzag.generate import decoding
+from zigzag.generate.passes import Engine, write_ids
+from zigzag.generate.rows import cut_at_end, on_host
 from zigzag.hub import llama
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
 from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
 from zigzag.parallel.products import matmul
-from zigzag.weights.network import Network, Params
+from zigzag.weights.network import Layer, Network, Params
 from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
@@ -212,6 +214,7 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
         known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
     x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
     x = shard.residual_stream(transformer.norm(w, "norm", x, c))
+    x = vary_like(x, batch["source"])       # (in training the weights vary over the same axes)
 
     def pair(w, x, i):
         x = transformer.block(w["cross_layers"], x, 2 * i, c, known)[0]
@@ -236,15 +239,23 @@ def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: A
         mask = batch["mask"].astype(jnp.int32)
         batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
     c, w, batch = transformer.prepare_batch(params["text"], batch, config)
-    x = transformer.embedding(w, batch, c)
-    # The n-th vector replaces the embedding of the row's n-th image token.
-    is_image = batch["tokens"] == published(config)["image_token_index"]        # [B, T]
-    number = jnp.clip(jnp.cumsum(is_image, 1) - 1, 0, vectors.shape[1] - 1)
+    # (The n-th vector replaces the embedding of the row's n-th image token.)
+    number = jnp.cumsum(batch["tokens"] == published(config)["image_token_index"], 1) - 1
+    return c, w, batch, with_vectors(w, batch, vectors, number, config, c)
+
+
+def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Array, config: Any,
+                 c: Any) -> Array:
+    """The input [B, T, D] of the language model's first layer: embeddings of the batch's tokens,
+    but for image tokens the vectors [B, Q, D] of the picture, by their `number` [B, T] in it."""
+    r, x = published(config), transformer.embedding(w, batch, c)
+    is_image = (batch["tokens"] == r["image_token_index"]) & (number < r["num_query_tokens"])
+    number = jnp.clip(number, 0, vectors.shape[1] - 1)
     vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
     is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
     vectors = shard.residual_stream(vectors)
     vectors = vectors + w["positions"][places + c.position_offset]
-    return c, w, batch, jnp.where(is_image[..., None], vectors, x)
+    return jnp.where(is_image[..., None], vectors, x)
 
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
@@ -268,45 +279,54 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 
 
 # -------------------------------------------------------------------------------------------
-# Captions
+# Decoding: as the language model does. The cache of its first layer has the picture's vectors
 
-@jax.jit(static_argnames=("config", "count"))
-def _greedy(params, tokens, start, source, config, count):
-    """Greedy decoding: new ids [B, count] for prompts [B, P] and their pictures. Row b begins at
-    start[b]."""
-    (B, P), slots = tokens.shape, tokens.shape[1] + count
-    mask = jnp.arange(P) >= start[:, None]
-    c, w, _, x = prepare_batch(params, {"tokens": tokens, "source": source, "mask": mask}, config)
-    w = decoding.for_decoding(w, c.dtype, None)
+def decoder_of(tree: Params) -> Params:
+    """A tree of weights (or of their specs) with the language model's own at the top."""
+    others = {name: w for name, w in tree.items() if name != "text"}
+    return others | tree.get("text", {})
 
-    def extend(cache, tokens, slot, **more):
-        x, cache = transformer.extend(w, cache, tokens, slot, start, c, slots, **more)
-        return transformer.head_logits(w, x[:, -1:], c)[:, 0], cache
 
-    def turn(carry, t):
-        logits, cache = carry
-        ids = jnp.argmax(logits, -1).astype(jnp.int32)
-        return extend(cache, ids[:, None], P + t), ids
+def source_ids(c: Any) -> tuple[int, ...]:
+    r = published(c)
+    return (r["image_token_index"],) * r["num_query_tokens"]
 
-    layers = transformer.NETWORK.cache_layers(c)
-    cache = decoding.empty_cache(layers, B, slots, x.dtype, None)
-    first = extend(cache, tokens, 0, embed=lambda *_: x)
-    return jax.lax.scan(turn, first, jnp.arange(count))[1].T
+
+def encode_source(params: Params, source: dict[str, Array], config: Any, specs: Any = None
+                  ) -> list[Params]:
+    """What the cache of each layer holds of these pictures."""
+    return [{"cross_vectors": image_vectors(params, source, config, specs)},
+            *({} for _ in range(1, config.layers))]
+
+
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
+           config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
+    """As model.extend, for rows that begin with source_ids."""
+    def embed(params, batch, c):
+        return with_vectors(params, batch, cache[0]["cross_vectors"], batch["positions"], config, c)
+
+    return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
+
+
+def cache_layer(config: Any, i: int) -> Layer:
+    return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
+
+
+def _likeliest(logits, keys, sampling):
+    return jnp.argmax(logits, -1).astype(jnp.int32)
 
 
 def captions(params: Params, source: Array, config: Any, prompts: Sequence[Sequence[int]] = (),
              tokens: int = 32) -> list[list[int]]:
     """The ids, chosen greedily up to eos, that follow each picture and its prompt (without prompts:
-    the beginning of a text). On a mesh the compiler splits the computation."""
-    r = published(config)
-    image, text = [r["image_token_index"]] * r["num_query_tokens"], r.part("text_config", OPT)
-    prompts = [[*image, *prompt] for prompt in prompts or [[text["bos_token_id"]]] * len(source)]
-    longest = max(map(len, prompts))
-    start = np.array([longest - len(prompt) for prompt in prompts], np.int32)
-    padded = np.array([[0] * n + prompt for n, prompt in zip(start, prompts)], np.int32)
-    ids = np.asarray(_greedy(params, padded, start, source, config, tokens)).tolist()
-    eos = text["eos_token_id"]
-    return [row[:row.index(eos)] if eos in row else row for row in ids]
+    the beginning of a text). sample.generate and sample.beam_search have more options."""
+    text = published(config).part("text_config", OPT)
+    prompts = prompts or [[text["bos_token_id"]]] * len(source)
+    engine, ends = Engine(NETWORK, config, shard.gather, _likeliest), (text["eos_token_id"],)
+    with decoding.mesh_of_weights(params):
+        arrays = engine.arrays(prompts, tokens, source)
+        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends))
+    return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
 
 
 # -------------------------------------------------------------------------------------------
@@ -324,5 +344,8 @@ def check(c: Any, mesh: Any) -> None:
 
 
 NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,
-                  gives=lambda c: "captions, by networks.blip2.captions", flops=transformer.flops,
-                  source_shape=lambda c: stems.source_shape(vision_config(c), 1)[1:])
+                  extend=extend, head_logits=transformer.head_logits, cache_layer=cache_layer,
+                  encode_source=encode_source, max_positions=transformer.max_positions,
+                  decoding_length=transformer.decoding_length,
+                  source_shape=lambda c: stems.source_shape(vision_config(c), 1)[1:],
+                  source_ids=source_ids, decoder_of=decoder_of, flops=transformer.flops)

@@ -698,7 +698,7 @@ def flops(c: Config, tokens: int, table: Params) -> float:
 
 
 def cache_layer(c: Config, i: int) -> Layer:
-    window, source = layer_slots(c, i), c.encoder_layers > 0
+    window, source = layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ()
     if c.kv_rank:
         return Layer({"latent": c.rotary_dim + c.kv_rank}, 1, window, source)
     return Layer({"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads, window, source)

@@ -36,7 +36,7 @@ from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path, shardings
-from zigzag.generate.prompts import load_source
+from zigzag.generate.prompts import load_sources
 from zigzag.hub import llama
 from zigzag.hub.published_config import as_config
 
@@ -312,7 +312,7 @@ def test_a_source_that_is_no_array_is_one_line(tmp_path, save):
     with open(tmp_path / "a.npy", "wb") as file:
         save(file)
     with pytest.raises(ConfigError, match=r"expected a .npy file with an array of \[4, 16\]"):
-        load_source(str(tmp_path / "a.npy"), (4, 16))
+        load_sources(str(tmp_path / "a.npy"), (4, 16))
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])

@@ -15,14 +15,23 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
+import sample
 from networks import blip2, clip
-from tests.common import check_network, full, mean_loss, peer, sums_and_gradients
+from tests.common import (
+    check_network,
+    full,
+    mean_loss,
+    peer,
+    published_files,
+    sums_and_gradients,
+)
 from tests.helpers import learn, mesh_of, run_of
 from tests.networks.test_families import assert_close
 from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
+from zigzag.disk.tokenizers import published_tokenizer
 from zigzag.hub import published
 from zigzag.hub.published_config import Record
 
@@ -285,6 +294,62 @@ def test_captions_are_those_of_transformers(prompts):
                                   max_new_tokens=10, min_new_tokens=10)[:, -10:].tolist()
     assert [row[:len(caption)] for row, caption in zip(want, ours)] == ours
     assert max(map(len, ours)) == 10 and len({tuple(row) for row in ours}) > 1
+
+
+@pytest.mark.parametrize("mesh", ["", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow),
+                                  full("data=2,tensor=4")])
+def test_forty_captions_are_the_beams_of_transformers(mesh):
+    """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt before them."""
+    torch, name = peer("torch"), "blip2"
+    params, config = networks.load_hf(reference(name).folder, mesh and mesh_of(mesh))
+    rng = np.random.default_rng(2)      # (with 1, two beams tie in seven digits)
+    pictures = rng.normal(size=(40, *reference(name).batch["source"].shape[1:])).astype(np.float32)
+    prompts = rng.integers(8, V - 2, (40, 3))
+    ours = sample.beam_search(params, prompts, config, 4, 8, source=pictures)
+    theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
+    ids = torch.tensor(np.concatenate([np.full((40, QUERIES), IMAGE), prompts], 1))
+    want = theirs.eval().generate(torch.tensor(pictures), input_ids=ids, num_beams=4,
+                                  num_return_sequences=4, max_new_tokens=8, min_new_tokens=8,
+                                  length_penalty=1.0)[:, -8:].reshape(40, 4, 8).tolist()
+    assert [[found for found, _ in row] for row in ours] == want
+    assert len({str(row) for row in want}) > 20
+
+
+@pytest.mark.slow
+def test_the_command_captions_pictures(tmp_path, capsys):
+    """Pictures in one file, of which all are answered; a prompt after the picture."""
+    fields = CASES["blip2"] | {"image_token_index": 310}
+    fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
+    config, kind = classes("blip2")
+    kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("a picture of a cat\n" * 50)
+    published_files(tmp_path / "model", tmp_path / "text")
+    pictures = np.random.default_rng(0).normal(size=(3, 3, 20, 20)).astype(np.float32)
+    np.save(tmp_path / "three.npy", pictures)
+    np.save(tmp_path / "one.npy", pictures[1])
+    params, c = networks.load_hf(tmp_path / "model")
+    tokenizer = published_tokenizer(tmp_path / "model", 320)
+
+    def command(file, *flags):
+        sample.main(["--model", str(tmp_path / "model"), "--source", str(tmp_path / file), "--json",
+                     "--tokens", "6", "--beams", "2", *flags])
+        return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+
+    for flags, text in ((["--mesh", "fsdp=2,tensor=2"], ""), (["--prompt", "a picture"],
+                                                              "a picture")):
+        beams = sample.beam_search(params, [tokenizer.prompt(text)] * 3, c, 2, 6, tokenizer.ends,
+                                   source=pictures)
+        said = [tokenizer.decode(ids) for row in beams for ids, _ in row]
+        assert command("three.npy", *flags) == said
+        assert command("one.npy", *flags) == said[2:4]
+    (tmp_path / "prompts.txt").write_text("a cat\na\n")
+    assert len(command("one.npy", "--prompts", str(tmp_path / "prompts.txt"))) == 4
+    with pytest.raises(ConfigError, match="3 arrays for 2 prompts"):
+        command("three.npy", "--prompts", str(tmp_path / "prompts.txt"))
+    with pytest.raises(ConfigError, match=r"an array of \[3, 20, 20\], or several; it has float32"):
+        np.save(tmp_path / "wide.npy", pictures[:, :, :, 1:])
+        command("wide.npy")
 
 
 def test_held_out_pairs_are_compared_as_on_one_device():

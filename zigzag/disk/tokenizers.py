@@ -362,6 +362,8 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
     is the id that begins a text, or, if there is none, one that ends a text."""
     named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
     numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
+    if isinstance(text := numbered[1].get("text_config"), dict):    # (of a model with other towers)
+        numbered.append(text)
 
     def ids(name):
         tokens = [r.get(name) for r in named]

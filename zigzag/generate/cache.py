@@ -28,6 +28,9 @@ from zigzag.weights.network import Layer
 # The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
 CHUNK = 256
 
+# What a layer with cross-attention also holds: keys, values and documents of an encoder's output.
+CROSS = ("cross_k", "cross_v", "cross_document")
+
 
 def _splits_heads(layer, specs, tensor):
     """Whether tensor splits the heads of a layer's cache: read from its weights' specs."""
@@ -42,11 +45,10 @@ def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]
     if tensor > 1:
         own = P(rows, "tensor") if _splits_heads(layer, specs, tensor) else P(rows, None, "tensor")
     found = dict.fromkeys(layer.widths, own)
-    if layer.source:
-        if tensor > 1 and any("tensor" in spec for spec in jax.tree.leaves(specs["cross_wk"])):
-            cross = P(rows, None, "tensor")
-        found |= {"cross_k": cross, "cross_v": cross, "cross_document": P(rows)}
-    return found
+    if "cross_k" in layer.source and tensor > 1 and any(
+            "tensor" in spec for spec in jax.tree.leaves(specs["cross_wk"])):
+        cross = P(rows, None, "tensor")
+    return found | {name: cross if name in CROSS[:2] else P(rows) for name in layer.source}
 
 
 def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None, tensor: int = 1

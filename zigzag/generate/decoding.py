@@ -159,16 +159,18 @@ def specs_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
     None on one device."""
     if mesh.size <= 1:
         return None
-    specs = without_axis(network.weight_specs(config, mesh), "pipe")
-    return unstack_layers(specs, layer_counts(network.table(config)),
+    decoder_of = network.decoder_of or (lambda tree: tree)
+    specs = decoder_of(without_axis(network.weight_specs(config, mesh), "pipe"))
+    return unstack_layers(specs, layer_counts(decoder_of(network.table(config))),
                           lambda spec, i: P(*spec[1:]))
 
 
-def for_decoding(params: Any, dtype: str, specs: Any) -> Any:
+def for_decoding(network: Network, params: Any, dtype: str, specs: Any) -> Any:
     """The weights in this precision, with a list of layers, on the ambient mesh. (Weights that have
     been through this are returned as they are.)"""
-    if isinstance(params["layers"], list):
+    if isinstance(params.get("layers"), list):
         return params
+    params = network.decoder_of(params) if network.decoder_of else params
     # (w[i] would compile one slice for each i; a dynamic index compiles one for all layers.)
     params = unstack_layers(cast(params, dtype), layer_counts(params),
                             lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False))
@@ -177,7 +179,7 @@ def for_decoding(params: Any, dtype: str, specs: Any) -> Any:
 
 def places_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
     """The shapes of for_decoding's result, each with its sharding."""
-    shapes = jax.eval_shape(lambda params: for_decoding(params, config.dtype, None),
+    shapes = jax.eval_shape(lambda params: for_decoding(network, params, config.dtype, None),
                             network.weight_shapes(config))
     specs = specs_for_decoding(network, config, mesh)
     specs = jax.tree.map(lambda _: P(), shapes) if specs is None else specs
@@ -216,10 +218,12 @@ def gather_all_but_layers(params: Any, specs: Any, gather: Callable) -> Any:
         return params
     gathered = {}
     for name, w in params.items():
-        if isinstance(w, dict) and name != "layers":
+        if name.endswith("layers"):
+            gathered[name] = w
+        elif isinstance(w, dict):
             gathered[name] = gather_all_but_layers(w, specs[name], gather)
         else:
-            gathered[name] = w if name == "layers" else gather(w, specs[name])
+            gathered[name] = gather(w, specs[name])
     return gathered
 
 

@@ -46,7 +46,7 @@ class Engine:
     def for_decoding(self, params: Any) -> Any:
         """The weights as decoding uses them on the ambient mesh: cast, split, and with a list of
         layers."""
-        return decoding.for_decoding(params, self.config.dtype, self.specs)
+        return decoding.for_decoding(self.network, params, self.config.dtype, self.specs)
 
     def arrays(self, prompts: Sequence[Sequence[int]], tokens: int, source: Any) -> dict[str, Any]:
         """The prompts as arrays, and rows of padding until their number divides over the ambient

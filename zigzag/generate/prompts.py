@@ -47,7 +47,7 @@ class Flags:
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
-    source: str = ""            # or a .npy file, for an encoder that does not read text
+    source: str = ""            # or a .npy file with pictures or sound, for a model that reads them
     chat: bool = False          # answer each prompt as a message, by the model's chat template
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of the text of this file, or of each
@@ -277,7 +277,7 @@ class Prompt(NamedTuple):
     """A prompt, as text and as ids."""
     text: str               # the text from the person or the file
     ids: Sequence[int]      # the ids that the model continues
-    source: Any = None      # the input of the encoder
+    source: Any = None      # what the model reads beside it: the input of an encoder
     begin: str = ""         # the text shown before the answer
     repeat: int = 0         # the number of equal prompts before it
 
@@ -285,13 +285,20 @@ class Prompt(NamedTuple):
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
                  source: str = "") -> list[Prompt]:
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
-    read text."""
-    prompts = []
+    read text: one text is the prompt for each of its arrays, and several texts have an array each,
+    or all the same one."""
+    prompts, sources = [], [None] * len(texts)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
-    for number, text in enumerate(texts, 1):
+    if not reads_text(network, c):
+        sources = load_sources(source, network.source_shape(c))
+        if len(texts) == 1 or len(sources) == 1:
+            texts, sources = [*texts] * len(sources), [*sources] * len(texts)
+        if len(texts) != len(sources):
+            raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
+    for number, (text, own) in enumerate(zip(texts, sources), 1):
         what = f"prompt {number}" if len(texts) > 1 else "the prompt"
-        prompts.append(_make_prompt(network, c, tokenizer, text, source, what))
+        prompts.append(_make_prompt(network, c, tokenizer, text, own, what))
     return counted_repeats(prompts)
 
 
@@ -316,20 +323,27 @@ def _make_prompt(network, c, tokenizer, text, source, what):
         return Prompt(text, tokenizer.prompt(text), begin=text)
     if is_text and not text.strip():
         raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
-    encoder_input = tokenizer.with_ends(text) if is_text else load_source(source, shape)
+    encoder_input = tokenizer.with_ends(text) if is_text else source
+    if network.source_ids(c):       # (a decoder, which reads the text after the source)
+        return Prompt(text, tokenizer.prompt(text), encoder_input, begin=text)
     if is_text and len(encoder_input) > (limit := network.max_positions(c)):
         raise TooLong(f"{what} has {len(encoder_input):,} tokens; the model's encoder has "
                       f"positions for {limit:,}")
     return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
 
 
-def load_source(path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of this shape in a .npy file, for an encoder that does not read text."""
+def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
+    """The arrays of this shape in a .npy file (one, or several in one array [n, ...]), for an
+    encoder that does not read text."""
+    expected = f"--source {path!r}: expected a .npy file with an array of {list(shape)}, or several"
     try:
-        return np.asarray(np.load(path, allow_pickle=False), np.float32)
-    except (OSError, ValueError, TypeError, EOFError) as e:
-        raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
-                          f"{list(shape)} ({one_line(e)})") from None
+        arrays = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = arrays[None] if arrays.shape == shape else arrays
+    except (OSError, ValueError, TypeError, EOFError, AttributeError) as e:
+        raise ConfigError(f"{expected} ({one_line(e)})") from None
+    if found.shape[1:] != shape or not len(found) or not np.issubdtype(found.dtype, np.number):
+        raise ConfigError(f"{expected}; it has {found.dtype} {list(arrays.shape)}")
+    return found
 
 
 def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path: str,
@@ -369,4 +383,5 @@ def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) ->
     """`tokens`, or as many as fit after this prompt into the context of a decoder or the positions
     of an encoder-decoder. (The last new id is not read, and needs no position.)"""
     room = min(context_of(network, c), network.max_positions(c)) - len(ids) + 1
+    room -= len(network.source_ids(c))
     return max(1, min(tokens, room))

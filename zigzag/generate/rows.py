@@ -31,8 +31,11 @@ def padded_length(length: int) -> int:
 def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
     """(prompts as [B, P], padded on the left; the slots [B] where they begin). Refused if the
-    `tokens` new ids do not all have positions (the last, which is not read, needs none)."""
-    longest, limit = _check_ids("prompt", prompts, c), network.max_positions(c)
+    `tokens` new ids do not all have positions (the last, which is not read, needs none). If ids
+    stand for a source, they are put before each prompt."""
+    _check_ids("prompt", prompts, c)
+    prompts = [[*network.source_ids(c), *prompt] for prompt in prompts]
+    longest, limit = max(map(len, prompts)), network.max_positions(c)
     if tokens < 0:
         raise ConfigError(f"tokens {tokens}: must be at least 0")
     if longest > c.seq_len:

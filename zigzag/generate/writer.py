@@ -125,7 +125,8 @@ class Writer(NamedTuple):
     @property
     def ends(self) -> Sequence[int]:
         """The ids that end a text."""
-        return special_ids(self.c, self.tokenizer)[1:2] if self.has_source else self.tokenizer.ends
+        has_encoder = self.has_source and not self.network.source_ids(self.c)
+        return special_ids(self.c, self.tokenizer)[1:2] if has_encoder else self.tokenizer.ends
 
     def write(self, texts: Sequence[str]) -> None:
         """Print an answer for each of these prompts."""

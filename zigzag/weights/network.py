@@ -144,7 +144,7 @@ class Layer(NamedTuple):
     widths: dict[str, int]  # {array: the width of a head in it}
     heads: int              # the number of heads in each array
     window: int = 0         # the most keys that a query sees; 0: all before it
-    source: bool = False    # whether it also holds keys and values of an encoder's output
+    source: tuple[str, ...] = ()    # what it also holds, of the source: encode_source makes it
     weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
 
 
@@ -189,6 +189,10 @@ class Network:
     decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length on which the
     #                                     scaling of rotary positions may depend
     source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
+    source_ids: Callable = lambda config: ()    # config -> ids that stand for the source, at the
+    #                                     beginning of each row
+    decoder_of: Callable | None = None  # a tree of weights -> the same with those of the decoder at
+    #                                     the top; None: they are there
 
     # Training
     limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
