@@ -152,7 +152,7 @@ def encoder_config(c: Any, length: int = 0) -> Any:
         heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,
         head_dim=c.head_dim if c.encoder_heads == c.heads else 0,
         positions="fixed" if c.stem == "frames" else c.positions,
-        position_rows=0 if c.stem == "frames" else c.position_rows)
+        position_rows=c.position_rows if c.stem == "tokens" else 0)
 
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,7 +1,7 @@
 """What a run learns from: a file for each kind of data that --data may hold.
 
     text    running text, conversations, completions: the next token           decoders
-    pairs   source and target texts                                            encoder-decoders
+    pairs   sources (texts, pictures, sound) and target texts                  encoder-decoders
     arrays  a row in each array for each example: pictures, sound, classes     the others
 
 Each has `opened`, a context manager that opens --data and yields a `Learned` (zigzag/run/loop.py):
@@ -29,6 +29,7 @@ from tasks import arrays, pairs, text
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
 from zigzag.core.report import Reporter
+from zigzag.disk import examples
 from zigzag.disk.checkpoint import check_run_folder, newest_step
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import Tokenizer
@@ -43,9 +44,11 @@ def kind_of(config: Any) -> str:
     """The kind of data that a configuration's network learns from, a name in KINDS."""
     network = networks.network_of(config)
     shape = network.source_shape(config.network)
-    if network.gives(config.network) != "text" or shape is not None and len(shape) > 1:
+    if network.gives(config.network) != "text":
         return "arrays"
-    return "text" if shape is None else "pairs"
+    reads_arrays = shape is not None and len(shape) > 1     # (a batch may be given as arrays, too)
+    return "text" if shape is None else "arrays" if reads_arrays and all(
+        map(examples.is_arrays, config.data)) else "pairs"
 
 
 def needs(config: Any) -> tuple[str, ...]:

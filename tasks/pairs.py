@@ -1,6 +1,7 @@
-"""Pairs of texts, from which an encoder-decoder learns the target, given the source.
+"""Pairs, from which an encoder-decoder learns the target, a text, given the source: a text, a
+picture or sound.
 
-    *.jsonl --zigzag/disk/examples.py: Pairs--> (source ids, target ids) --collate--> batch
+    *.jsonl --zigzag/disk/examples.py: Pairs--> (source, target ids) --collate--> batch
 """
 
 import contextlib
@@ -30,7 +31,9 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
            fingerprint: str = "") -> Iterator[Learned]:
     """The lines of JSON of --data, and of --held_out."""
     tokenizer = tokenizer or Bytes()
-    read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields)
+    shape = networks.network_of(config).source_shape(config.network)
+    read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,
+                             shape=shape if len(shape) > 1 else ())
     own = read(config.data, whole=bool(config.held_out))
     other = read(config.held_out, whole=True) if config.held_out else None
     held_out, description, digest = examples.beside(own, other)
@@ -39,7 +42,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     record = {"fingerprint": digest, "tokenizer_sha256": "", **tokenizer_record(tokenizer)}
     with kept_tokenizer(tokenizer, run, ready):
         yield Learned(config, lambda: task_of(config, tokenizer, own.train, held_out), record,
-                      description, '--prompt "..."')
+                      description, '--prompt "..."' if len(shape) == 1 else "--source FILE.npy")
 
 
 def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequence) -> Task:
@@ -47,34 +50,51 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     if config.metric not in ("", *metrics.TEXT_METRICS):
         raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
-    width, = networks.network_of(config).source_shape(config.network)
-    start, end, pad = special_ids(config, tokenizer)
-    to_batch = functools.partial(collate, source_len=width, target_len=config.seq_len, start=start,
-                                 end=end, pad=pad)
+    network = networks.network_of(config)
+    width, *is_array = network.source_shape(config.network)
+    begin, end, pad = _ids_around(network, config, tokenizer)
+    to_batch = functools.partial(
+        functools.partial(collate_arrays, begin=begin) if is_array else
+        functools.partial(collate, source_len=width, start=begin[0]),
+        target_len=config.seq_len, end=end, pad=pad)
+    if config.seq_len <= len(begin):
+        raise ConfigError(f"--seq_len {config.seq_len}: {len(begin)} tokens come before a target")
 
     def predict(params, batch):
-        rows = {"tokens": jnp.full((len(batch["source"]), 1), start),
-                **{name: batch[name] for name in ("source", "source_mask")}}
-        new = sample.generate_ids(params, rows, config.network, config.seq_len - 1, GREEDY, 0,
-                                  (end,), config.beams)
-        return batch["source"], batch["source_mask"], new
+        source = {name: batch[name] for name in ("source", "source_mask") if name in batch}
+        tokens = jnp.broadcast_to(jnp.array(begin), (len(batch["source"]), len(begin)))
+        new = sample.generate_ids(params, source | {"tokens": tokens}, config.network,
+                                  config.seq_len - len(begin), GREEDY, 0, (end,), config.beams)
+        return source, new
 
     def text(ids):
         return tokenizer.decode(cut_at_end([end], ids.tolist()))
 
     def show(outputs):
-        source, mask, new = (x[0] for x in outputs)
-        return {"source": tokenizer.decode(source[mask > 0]), "answer": text(new)}
+        source, new = outputs
+        answer = {"answer": text(new[0])}
+        if is_array:
+            return answer
+        is_real = source["source_mask"][0] > 0
+        return {"source": tokenizer.decode(source["source"][0][is_real])} | answer
 
     def metric(outputs, examples):
         return metrics.TEXT_METRICS[config.metric](
-            list(map(text, outputs[2])), [tokenizer.decode(target) for _, target in examples])
+            list(map(text, outputs[1])), [tokenizer.decode(target) for _, target in examples])
 
     samples = answers(config.sample_prompts, lambda sources: to_batch(
-        [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[2]))
+        [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
     return Task(collate=to_batch, predict=predict, examples=pairs, held_out=held_out, show=show,
                 metric=metric if config.metric else None, predicted=None if config.metric else 1,
                 samples=samples, flops=networks.flops_of_update(config))
+
+
+def _ids_around(network, config, tokenizer):
+    """(the ids before a target, the id that ends it, the id of padding)."""
+    if ids := network.source_ids(config.network):   # (a decoder, in whose rows ids stand for them)
+        return [*ids, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
+    start, end, pad = special_ids(config, tokenizer)
+    return [start], end, pad
 
 
 def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, target_len: int,
@@ -90,26 +110,39 @@ def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, 
         (others): <s>    <s> a b </s>         <s> a b            a b </s>
 
     Sources and targets that are too long are cut, and still end with `end` if they did."""
-    def cut(ids, length):
-        short = ids[:length].copy()
-        if end is not None and len(ids) > length and ids[-1] == end:
-            short[-1] = end
-        return short
-
-    B = len(examples)
-    source, source_mask = np.zeros((2, B, source_len), np.int32)
+    source, source_mask = np.zeros((2, len(examples), source_len), np.int32)
     source += pad
-    tokens, targets = np.full((2, B, target_len), pad, np.int32)
-    weights = np.zeros((B, target_len), np.float32)
-    for row, (ids, target) in enumerate(examples):
-        ids = cut(ids, source_len)
+    for row, (ids, _) in enumerate(examples):
+        ids = _cut(ids, source_len, end)
         source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
+    return {"source": source, "source_mask": source_mask,
+            **_collate_targets([target for _, target in examples], target_len, [start], end, pad)}
+
+
+def collate_arrays(examples: Sequence[tuple[np.ndarray, np.ndarray]], target_len: int,
+                   begin: Sequence[int], end: int, pad: int = 0) -> dict[str, np.ndarray]:
+    """The same from pairs (source array, target ids): source [B, ...], and tokens, targets and
+    weights. The target, which always ends with `end`, comes after the ids in `begin`."""
+    targets = [target if target[-1] == end else np.append(target, end) for _, target in examples]
+    return {"source": np.stack([source for source, _ in examples]),
+            **_collate_targets(targets, target_len, begin, end, pad)}
+
+
+def _collate_targets(rows, length, begin, end, pad):
+    tokens, targets = np.full((2, len(rows), length), pad, np.int32)
+    weights = np.zeros((len(rows), length), np.float32)
+    first = len(begin) - 1      # the place of the first target
+    for row, ids in enumerate(rows):
         # (Where one id is both start and end, a target of that id alone is an empty text.)
-        if len(target) > 1 and target[0] == start:
-            target = target[1:]
-        target = cut(target, target_len)
-        n = len(target)
-        tokens[row, :n], targets[row, :n] = [start, *target[:-1]][:n], target
-        weights[row, :n] = 1
-    return {"source": source, "source_mask": source_mask, "tokens": tokens, "targets": targets,
-            "weights": weights}
+        ids = _cut(ids[1:] if len(ids) > 1 and ids[0] == begin[-1] else ids, length - first, end)
+        last = first + len(ids)
+        tokens[row, :last], targets[row, first:last] = [*begin, *ids[:-1]], ids
+        weights[row, first:last] = 1
+    return {"tokens": tokens, "targets": targets, "weights": weights}
+
+
+def _cut(ids, length, end):
+    short = ids[:length].copy()
+    if end is not None and len(ids) > length and ids[-1] == end:
+        short[-1] = end
+    return short

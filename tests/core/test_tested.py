@@ -131,7 +131,7 @@ def test_without_a_record_nothing_is_trusted(small, break_it):
         small).why_untested(["model.py"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_command_compares_what_was_edited(tmp_path, text):
     """The steps above that do not add up to what README says: an edit of the positions that is
     right on one device, and trains to another loss on seq."""

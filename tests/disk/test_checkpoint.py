@@ -27,7 +27,7 @@ import networks
 import sample
 import train
 from networks import transformer
-from tests.common import SMALL, command, full, refused, slow, started, survives_kills, until_step
+from tests.common import SMALL, command, full, refused, started, survives_kills, until_step
 from tests.helpers import learn, make, mesh_of, without_times
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
@@ -435,7 +435,7 @@ class Restored(Exception):
     """Ends a run with the state that was restored."""
 
 
-@pytest.mark.parametrize("item", ["params", full("opt"), slow("meta"), slow("")])
+@pytest.mark.parametrize("item", ["params", *map(full, ("opt", "meta", ""))])
 def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
     """A file, or a byte of one, that no checksum covers: either the previous checkpoint is used, or
     the state is the saved one."""

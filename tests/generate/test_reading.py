@@ -59,7 +59,7 @@ def say(row, ids, tokens, seed=0, stop=()):
 
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("options, mesh", [
-    ({}, ""), ({"window": 8, "local_layers": "lg"}, ""), full({"kv_heads": 1}, "tensor=2"),
+    ({}, ""), full({"window": 8, "local_layers": "lg"}, ""), full({"kv_heads": 1}, "tensor=2"),
     full({"positions": "learned", "position_rows": 48}, "data=2")])
 def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
     """A prompt read at the wrong slots, or after cached ids with which it does not begin; padding

@@ -493,6 +493,7 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
     assert len({tuple(new[-16:]) for new in got}) > 1 and len(set(got[0])) > 8
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
 def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):

@@ -573,7 +573,7 @@ def test_ctrl_c_ends_a_single_answer():
         person.run.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_runs_in_several_processes(tmp_path):
     """Two answers, none, or lines of a library among them; a wait for ever on standard input."""
     run, file = tmp_path / "run", tmp_path / "prompts.txt"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.common import net, slow
+from tests.common import full, net, slow
 from tests.helpers import make, mesh_of, program_of
 from zigzag.core.mesh import abstract_mesh
 from zigzag.measure import hlo
@@ -187,7 +187,7 @@ def work_of_one_device(**changes):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("data=8", {}), ("tensor=8", {}), ("seq=8", {}), slow("fsdp=8", {}),
+    full("data=8", {}), ("tensor=8", {}), ("seq=8", {}), full("fsdp=8", {}),
     slow("pipe=8", dict(microbatches=8)), slow("expert=8", {}),
     slow("expert=8", dict(experts=8)), slow("tensor=8", dict(experts=8)),
     slow("data=2,fsdp=2,tensor=2", {}), slow("pipe=2,seq=2,tensor=2", dict(microbatches=8)),

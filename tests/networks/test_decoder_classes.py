@@ -94,6 +94,7 @@ def learned(tmp_path, mesh, labels, causal, **flags):
     return rows, result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=2,pipe=2", full("seq=2,tensor=2"), full("fsdp=2,tensor=2"),
                                   full("pipe=2,seq=2")])
 @pytest.mark.parametrize("causal", [True, full(False)])

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import networks
 import shard
-from tests.common import gradients_of, net, peer, slow
+from tests.common import full, gradients_of, net, peer, slow
 from tests.helpers import batch_of, learn, make, mesh_of, program_of
 from zigzag.core.mesh import by_path, shardings
 from zigzag.measure import hlo
@@ -250,7 +250,7 @@ def dropping():
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("data=4,tensor=2", {}), ("fsdp=2", {}), ("", dict(accumulate=4)),
+    ("data=4,tensor=2", {}), full("fsdp=2", {}), full("", dict(accumulate=4)),
     slow("pipe=2,seq=2", dict(microbatches=2)),
     slow("pipe=2", dict(schedule="1f1b", microbatches=4))])
 def test_dropout_masks_belong_to_the_example(mesh, changes, dropping, alone):

@@ -218,7 +218,7 @@ def test_a_bare_model_is_read_and_written(tmp_path):
 
 
 @pytest.mark.parametrize("name, mesh", [
-    ("swin", "fsdp=2,tensor=2"), slow("sam", "fsdp=2,tensor=2"),
+    ("swin", "fsdp=2,tensor=2"), full("sam", "fsdp=2,tensor=2"),
     slow("swin deep", "fsdp=2,tensor=2"),
     slow("swin", "data=2"), slow("sam", "data=2"), slow("swin", "tensor=4"),
     slow("swin deep", "tensor=4"), slow("sam plain", "tensor=4"), slow("sam", "tensor=4"),

@@ -299,7 +299,7 @@ def test_captions_are_those_of_transformers(prompts):
 @pytest.mark.parametrize("mesh", ["", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow),
                                   full("data=2,tensor=4")])
 def test_forty_captions_are_the_beams_of_transformers(mesh):
-    """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt before them."""
+    """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt's place."""
     torch, name = peer("torch"), "blip2"
     params, config = networks.load_hf(reference(name).folder, mesh and mesh_of(mesh))
     rng = np.random.default_rng(2)      # (with 1, two beams tie in seven digits)
@@ -315,7 +315,7 @@ def test_forty_captions_are_the_beams_of_transformers(mesh):
     assert len({str(row) for row in want}) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_captions_pictures(tmp_path, capsys):
     """Pictures in one file, of which all are answered; a prompt after the picture."""
     fields = CASES["blip2"] | {"image_token_index": 310}

@@ -18,7 +18,7 @@ import networks
 import sample
 import shard
 import train
-from tests.common import gradients_of, in_float64, net, slow
+from tests.common import full, gradients_of, in_float64, net, slow
 from tests.helpers import batch_of, make, mesh_of, program_of
 from zigzag.core.flags import change
 from zigzag.measure import hlo
@@ -154,8 +154,8 @@ def give_kernel(monkeypatch, name):
 
 @pytest.mark.parametrize("mesh, changes", [
     ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)),
-    ("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
-    slow("data=2,tensor=4", dict(kv_heads=1)),
+    full("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
+    full("data=2,tensor=4", dict(kv_heads=1)),
     slow("tensor=4", dict(heads=6, kv_heads=3, head_dim=8)),
     slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, remat="selective")),
     slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, schedule="1f1b")),

@@ -7,7 +7,7 @@ import pytest
 
 import shard
 from networks import transformer
-from tests.common import gradients_of, net, slow
+from tests.common import full, gradients_of, net
 from tests.helpers import batch_of, learn, make
 from zigzag.core import mesh as mesh_tools
 from zigzag.parallel import experts
@@ -161,7 +161,7 @@ def test_experts_equal_a_loop_over_all_of_them():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()) + 1e-6)
 
 
-@pytest.mark.parametrize("mesh", ["expert=4", slow("expert=2,tensor=2"), slow("pipe=2,expert=2")])
+@pytest.mark.parametrize("mesh", ["expert=4", full("expert=2,tensor=2"), full("pipe=2,expert=2")])
 def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
     """Room only for the usual number of tokens. (With a router of zeros every token chooses the
     first two experts, which are on one device.)"""

@@ -122,7 +122,7 @@ def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
 # -------------------------------------------------------------------------------------------
 # Layers on disk
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
     """A checkpoint in the order of the stages (0, 2 and 1, 3 if interleaved), which fits only one
     mesh."""

@@ -297,19 +297,19 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     full("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     full("a classifier", "seq=2"), full("a classifier", "pipe=4"),
     full("a classifier", "pipe=2,tensor=2"),
-    slow("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
-    slow("a classifier", "fsdp=2,seq=2,tensor=2"), slow("a classifier, 1F1B", "pipe=2,seq=2"),
+    full("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
+    full("a classifier", "fsdp=2,seq=2,tensor=2"), full("a classifier, 1F1B", "pipe=2,seq=2"),
     full("a classifier, 1F1B", "pipe=4"), full("a classifier", "pipe=2"),
     full("a pooled loss by weights", "seq=2"), full("a pooled loss by weights", "data=2,seq=2"),
     full("a loop, a search, a stop", "expert=2,data=2"),
     full("attention both ways", "seq=4,tensor=2"),
-    slow("attention both ways, 1F1B", "pipe=2,seq=2"), slow("a pooled loss", "seq=2"),
-    slow("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
-    full("the first of all tokens", "data=2,tensor=2"), slow("the first of all tokens", "pipe=2"),
-    slow("a step of the transformer's", "fsdp=2,tensor=2"),
-    full("a step of the transformer's", "seq=2"), slow("masks of its own", "pipe=2,seq=2"),
+    full("attention both ways, 1F1B", "pipe=2,seq=2"), full("a pooled loss", "seq=2"),
+    full("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
+    full("the first of all tokens", "data=2,tensor=2"), full("the first of all tokens", "pipe=2"),
+    full("a step of the transformer's", "fsdp=2,tensor=2"),
+    full("a step of the transformer's", "seq=2"), full("masks of its own", "pipe=2,seq=2"),
     full("masks of its own", "fsdp=2,tensor=2"), full("a penalty by its count", "fsdp=2"),
-    slow("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
+    full("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
     full("a count of places", "pipe=2")])
 def test_a_custom_loss_is_right_or_refused(name, mesh):
     """A custom loss that silently has other values on other meshes, or ends inside jax: coupled
@@ -339,7 +339,7 @@ def compared(p, b):
     return there["loss"](p, {"y": b["y"], "text": b["x"]})
 
 
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,fsdp=2,tensor=2", full("fsdp=2,expert=2"),
+@pytest.mark.parametrize("mesh", [full("data=4"), "data=2,fsdp=2,tensor=2", full("fsdp=2,expert=2"),
                                   full("tensor=2")])
 def test_a_loss_may_compare_all_rows(mesh):
     """A row compared with those of its own device; a gradient that other devices' comparisons do
@@ -409,7 +409,7 @@ NUMBER = "the number of a row in the batch matters"
 
 
 @pytest.mark.parametrize("loss, mesh, changes, says", [
-    (noisy(lambda b: b.get("seeds", numbers(b))), "data=2", {},
+    full(noisy(lambda b: b.get("seeds", numbers(b))), "data=2", {},
      f"{NUMBER}: 16 held-out rows give .*the held-out sum; --mesh data=2 splits the batch.*arange"),
     full(noisy(numbers), "", dict(accumulate=2),
          f"{NUMBER}: 16 rows give .*; --accumulate 2 splits the batch.*Or use --accumulate 1"),
@@ -726,6 +726,7 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     learn(config, "")
 
 
+@pytest.mark.full
 def test_each_process_compares_what_one_of_them_finds_edited(monkeypatch):
     """Processes of which only some compare: the others never come to the collectives."""
     plan, asked = program_of(make(), "tensor=2").plan, []

@@ -131,7 +131,7 @@ def digits_task(tmp_path_factory):
     return config, task, result, rows
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_answers_do_not_depend_on_the_mesh(digits_task):
     """203 answers of up to nine tokens that depend on the mesh. (A choice may differ only between
     two equally likely tokens.)"""
@@ -549,6 +549,7 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
         best_step(run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [False, True])
 def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
     """A run that silently keeps no best checkpoint."""

@@ -12,7 +12,7 @@ import pytest
 import sample
 import shard
 import train
-from tests.common import peer, slow
+from tests.common import full, peer
 from tests.helpers import KeepRows, StopAt, make, mesh_of, without_times
 from tests.readme import block
 from zigzag.core.errors import ConfigError
@@ -20,8 +20,8 @@ from zigzag.core.mesh import by_path
 
 RNG = np.random.default_rng(0)
 EXAMPLES = [RNG.normal(size=16).astype(np.float32) for _ in range(64)]
-MESHES = ["fsdp=2,tensor=2", slow("data=2,fsdp=2,tensor=2"), slow("data=4"), slow("tensor=4"),
-          slow("expert=2,fsdp=2")]
+MESHES = ["fsdp=2,tensor=2", full("data=2,fsdp=2,tensor=2"), full("data=4"), full("tensor=4"),
+          full("expert=2,fsdp=2")]
 
 
 def collate(examples):
@@ -180,7 +180,7 @@ TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking, maml)}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["gan", "ranking", *map(slow, ("mean_teacher", "replay", "maml"))])
+@pytest.mark.parametrize("name", ["gan", "ranking", *map(full, ("mean_teacher", "replay", "maml"))])
 def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     """A gradient that is summed twice, or over a device's rows alone; weights of one network that
     another loss places elsewhere; a state that is another on a mesh."""
@@ -239,7 +239,8 @@ def test_it_is_the_algorithm_that_one_would_write_by_hand():
         np.testing.assert_allclose(by_path(found)[path], w, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gan", "replay", slow("mean_teacher")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gan", *map(full, ("replay", "mean_teacher"))])
 def test_it_continues_to_the_same_bits(tmp_path, name):
     """A second optimizer, an average or a buffer that a checkpoint does not bring back."""
     task, how = TASKS[name](), dict(mesh="fsdp=2,tensor=2", steps=6, save_every=5, eval_every=3)
@@ -261,8 +262,8 @@ def test_it_goes_on_with_more_steps(tmp_path):
 
 
 @pytest.mark.parametrize("mesh, flags", [("data=2,tensor=2", dict(zero=1)),
-                                         slow("data=2", dict(dtype="bfloat16")),
-                                         slow("fsdp=2", dict(override=("up$=-,fsdp",)))])
+                                         full("data=2", dict(dtype="bfloat16")),
+                                         full("fsdp=2", dict(override=("up$=-,fsdp",)))])
 def test_options_of_a_run_hold_for_it(mesh, flags):
     """Moments that are not split as their gradients; weights stored elsewhere."""
     (rows, _), (others, _) = run(gan()), run(gan(), mesh, **flags)
@@ -344,7 +345,7 @@ def noise_by_row(trees, batch):
 
 @pytest.mark.parametrize("loss, says", [
     (a_mean, r"gradients\(a_mean, \.\.\., 'critic', \.\.\.\): this loss is not a sum over"),
-    (all_pairs, "get them by shard.all_rows"), (noise_by_row, "make noise by jax.random from")])
+    (all_pairs, "get them by shard.all_rows"), full(noise_by_row, "make noise by jax.random from")])
 def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
     """Only the first loss is compared with one device; the critic's gradient is that of a mesh."""
     init, step, held_out = gan()
@@ -429,6 +430,7 @@ def test_an_error_of_the_users_shows_his_line():
 # -------------------------------------------------------------------------------------------
 # Optimizers
 
+@pytest.mark.full
 def test_any_optimizer_and_several_by_path():
     """An optimizer of optax's whose rate is applied twice, or with the wrong sign; a part that was
     to stay as it is."""
@@ -499,6 +501,7 @@ def line_task():
     return init, None, loss
 
 
+@pytest.mark.full
 def test_ema_is_the_average_that_it_says_and_what_everything_uses(tmp_path, capsys):
     """An average that is evaluated and not saved, or saved and not continued; one of the wrong
     updates."""

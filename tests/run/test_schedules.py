@@ -115,6 +115,7 @@ def test_values_that_make_no_schedule_are_refused():
 # -------------------------------------------------------------------------------------------
 # Continuing
 
+@pytest.mark.full
 def test_a_wsd_run_goes_on_from_its_plateau_as_if_it_had_never_stopped(tmp_path):
     """A run with more steps that repeats its warmup, or has begun to cool down already."""
     out = tmp_path / "run"

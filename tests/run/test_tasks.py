@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import data
-from tests.common import net
+from tests.common import full, net
 from tests.helpers import learn, make, tokens_of
 from zigzag.core.errors import ConfigError
 
@@ -189,7 +189,7 @@ def test_a_loss_that_was_compiled_before_and_brings_a_mask_trains_on_a_ring():
         assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in first], rel=5e-5)
 
 
-@pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["", full("data=8"), full("fsdp=8"), "data=2,fsdp=2,tensor=2"])
 def test_evaluation_is_exact_for_any_number_of_examples(mesh):
     """A held-out loss that depends on the number of devices: a dropped remainder, or a mean of
     batches' means."""

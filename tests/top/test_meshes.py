@@ -82,12 +82,12 @@ def draws(count, seed=0):
 
 
 DRAWN = draws(44)
-QUICK, SLOW = 3, 4          # the first few at each start, the next in .ci/run, the rest in .ci/full
+QUICK = 1           # the first few at each start and in .ci/run, the rest in .ci/full
 
 
 def parameters():
-    marks = [[] if i < QUICK else pytest.mark.slow if i < SLOW else pytest.mark.full
-             for i in range(len(DRAWN))] + [[], *[pytest.mark.slow] * 2, *[pytest.mark.full] * 3]
+    marks = [[] if i < QUICK else pytest.mark.full
+             for i in range(len(DRAWN))] + [[], *[pytest.mark.full] * 5]
     return [pytest.param(mesh, what, rest, marks=mark, id=" ".join(
         [mesh, *(f"{k}={v}" for k, v in {**what, **rest}.items())]))
         for (mesh, what, rest), mark in zip(DRAWN + UNDIVIDED, marks, strict=True)]

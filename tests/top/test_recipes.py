@@ -24,6 +24,7 @@ def run_recipe(name, *words, **environment):
         capture_output=True, env={**os.environ, **environment}, cwd=ROOT.parent)
 
 
+@pytest.mark.full
 def test_lm_eval_is_found_or_missed_by_its_name(tmp_path):
     """A script that imports itself instead of the package of its name; a traceback without it."""
     if importlib.util.find_spec("lm_eval"):     # then hide it

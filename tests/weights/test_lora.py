@@ -73,7 +73,7 @@ ROWS = ("wo", "w_down", "e_down", "cross_wo")
 # -------------------------------------------------------------------------------------------
 # The model
 
-@pytest.mark.parametrize("changes", [{}, slow(EXPERTS), slow(BIASES), slow(LATENT)])
+@pytest.mark.parametrize("changes", [{}, *map(full, (EXPERTS, BIASES, LATENT))])
 def test_a_run_begins_as_the_model_without_adapters(changes):
     """Adapters that are not zero at first, or that change the first values of other weights: the
     model is another one before the first step."""
@@ -153,7 +153,7 @@ def on_one_device():
     return run_updates(adapted(), "", 4)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2"])
 def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
     """Frozen weights that a step decays, clips, masks or rounds; adapters that an optimizer moves
@@ -195,7 +195,7 @@ def test_only_adapters_are_trained():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
     """1F1B, which computes its own gradients, carrying those of frozen weights from tick to
     tick."""
@@ -257,7 +257,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     assert f"{adapters / 1000:.1f} kB of gradients and {adapters / 500:.1f} kB of AdamW" in table
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_selective_remat_keeps_one_product_not_two():
     """x w and (x a) b both saved for every matrix, although only their sum is needed."""
     sizes = dict(d_model=64, d_ff=256, layers=8, seq_len=64, remat="selective")
@@ -318,7 +318,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
     assert whole == stopped
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
     """Adapters that are silently combined with other weights than those of their run."""
     folder, _ = trained

@@ -1,6 +1,7 @@
 """Examples that are not windows of one long text.
 
     Pairs     lines of JSON, each with two texts     -> (source ids, target ids)
+              or the name of an array and a text     -> (source array, target ids)
     Arrays    a .npz, or a folder of .npy files      -> {name: a row of that array}
 
 Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none, if `whole`);
@@ -10,6 +11,7 @@ offsets of the examples: an example is read when it is needed. This file needs n
 
 import array
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -80,12 +82,13 @@ def _existing(path):
 class Pairs:
     """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
     A pair is held out by the hash of its source. So adding a line moves no other, and training
-    never sees the source of a held-out pair."""
+    never sees the source of a held-out pair. For a model that reads pictures or sound, `shape` is
+    that of a source, and the first text says where it is (named_array)."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
                  fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0,
-                 whole: bool = False):
-        self.tokenizer, self.fields = tokenizer, tuple(fields)
+                 whole: bool = False, shape: tuple[int, ...] = ()):
+        self.tokenizer, self.fields, self.shape = tokenizer, tuple(fields), shape
         self.vocab_size = vocab_size or tokenizer.vocab_size
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         self.name = " ".join(map(str, paths))
@@ -101,6 +104,8 @@ class Pairs:
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
                         source, _ = texts_of(raw, f"{file} line {line}", self.fields)
+                        if shape:
+                            named_array(source, f"{file} line {line}", file, shape)
                         is_held_out.append(is_tenth(source))
                         for list_, value in zip((self.file, self.start, self.line),
                                                 (number, start, line)):
@@ -114,7 +119,7 @@ class Pairs:
         self.train, self.held_out = _split(self._pair, is_held_out, self.name, whole)
 
     def _pair(self, i):
-        """(source ids, target ids), with the tokenizer's own ends."""
+        """(source ids or array, target ids), with the tokenizer's own ends."""
         file = self.files[self.file[i]]
         where = f"{file} line {self.line[i]}"
         with open(file, "rb") as f:
@@ -122,13 +127,17 @@ class Pairs:
                 raise ConfigError(f"{file} has changed since it was first read; start again")
             f.seek(self.start[i])
             texts = texts_of(f.readline(), where, self.fields)
-        ids = tuple(np.array(self.tokenizer.with_ends(text), np.int64) for text in texts)
-        # For an id that does not exist, a lookup would silently take another row.
-        for x, field in zip(ids, self.fields):
-            if (bad := (x < 0) | (x >= self.vocab_size)).any():
-                raise ConfigError(f"{where}: {field!r} has the id {x[bad][0]}; the vocabulary has "
-                                  f"{self.vocab_size}")
-        return tuple(x.astype(np.int32) for x in ids)
+        source = (named_array(texts[0], where, file, self.shape) if self.shape else
+                  self._ids(texts[0], where, self.fields[0]))
+        return source, self._ids(texts[1], where, self.fields[1])
+
+    def _ids(self, text, where, field):
+        ids = np.array(self.tokenizer.with_ends(text), np.int64)
+        # (For an id that does not exist, a lookup would silently take another row.)
+        if (bad := (ids < 0) | (ids >= self.vocab_size)).any():
+            raise ConfigError(f"{where}: {field!r} has the id {ids[bad][0]}; the vocabulary has "
+                              f"{self.vocab_size}")
+        return ids.astype(np.int32)
 
     def __str__(self) -> str:
         return (f"{self.name}: {len(self.train):,} pairs to learn from, {len(self.held_out):,} "
@@ -139,6 +148,33 @@ def _state(f):
     """A value that changes when the file is written to."""
     status = os.fstat(f.fileno())
     return status.st_size, status.st_mtime_ns
+
+
+def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of this shape that a line of the file `beside` names: that of a .npy file, as seen
+    from the line's folder, or one row of it: "cat.npy", "pictures.npy:3"."""
+    path, _, row = name.partition(".npy:")
+    path = Path(beside).parent / (f"{path}.npy" if row else path)
+    expected = (f"{where}: {name!r}: expected a .npy file with an array of {list(shape)}, or "
+                f"one of its rows, as in pictures.npy:3")
+    try:
+        x = _open_npy(path, _state_of(path))
+        x = x[int(row)] if row.isdecimal() else x
+    except (OSError, ConfigError, IndexError) as e:
+        raise ConfigError(f"{expected} ({one_line(e)})") from None
+    if x.shape != shape or row and not row.isdecimal():
+        raise ConfigError(f"{expected}; it has {list(x.shape)}")
+    return np.asarray(x, np.float32)
+
+
+def _state_of(path):
+    with open(path, "rb") as f:
+        return _state(f)
+
+
+@functools.lru_cache(maxsize=64)
+def _open_npy(path, state):
+    return _npy(path)
 
 
 def _jsonl_files(path):
@@ -235,6 +271,12 @@ class Arrays:
                            for name, a in self.arrays.items())
         return (f"{self.path}: {len(self.train):,} examples to learn from, "
                 f"{len(self.held_out):,} held out, of {shapes}")
+
+
+def is_arrays(path: str | Path) -> bool:
+    """Whether this is a .npz, or a folder of .npy files without lines of JSON beside them."""
+    path = Path(path)
+    return not any(path.rglob("*.jsonl")) if path.is_dir() else path.suffix == ".npz"
 
 
 def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int],
