@@ -40,8 +40,8 @@ from zigzag.disk.tokenizers import tokenizer_at
 #     update     0     1     2     3     4
 
 class Windows:
-    """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one place later.
-    The last example may be shorter."""
+    """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one token later.
+    The tokens left over are dropped; a text of T tokens or fewer is one short example."""
 
     def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
                  vocab_size: int = 2**31):
@@ -59,18 +59,18 @@ class Windows:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
         found = np.asarray(self.tokens[start:start + self.length + 1])
-        # (A device would silently look up another row for an id that does not exist.)
+        # (For an id that does not exist a device would silently look up another id's vector.)
         if found.min(initial=0) < 0 or found.max(initial=0) >= self.vocab_size:
-            at = start + int(((found < 0) | (found >= self.vocab_size)).argmax())
+            position = start + int(((found < 0) | (found >= self.vocab_size)).argmax())
             raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
-                              f"{self.tokens[at]} at position {at}; the vocabulary has "
+                              f"{self.tokens[position]} at position {position}; the vocabulary has "
                               f"{self.vocab_size}")
         return found.astype(np.int32)
 
 
 def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> Sequence:
-    """The examples of a corpus, of `length` tokens: windows of running text (pack="stream"), or
-    rows of whole documents ("documents")."""
+    """The examples of a corpus, with `length` targets each: windows of running text
+    (pack="stream"), or rows of whole documents ("documents")."""
     if pack == "documents":
         return Packed(corpus.documents(split), length, seed, cut=not corpus.is_learned_in_part)
     return Windows(getattr(corpus, split), length, vocab_size=corpus.tokenizer.vocab_size)

@@ -2,13 +2,13 @@
 
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-Each half of a layer begins with an RMSNorm; attention has rotary positions and grouped queries; the
-MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all layers are
-stacked along a leading dimension.
+Attention and the MLP each begin with an RMSNorm. Attention has rotary positions and grouped
+queries; the MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all
+layers are stacked along a leading dimension.
 
-No mesh appears in this file. Where a collective may be needed it calls shard.py: `columns` is the
-product into a block, `row` the product out of it, and so on. On one device these are plain matrix
-products. Published networks that differ from this one are in networks/.
+Only `weights` names axes of a mesh. Where a collective may be needed this file calls shard.py:
+`columns` is the product into attention or an MLP, `row` the product out of it, and so on. On one
+device these are plain matrix products. Published networks that differ are in networks/.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -42,9 +42,9 @@ class Config(Computed):
     d_model: int = flag(128, least=1)   # width of the residual stream
     heads: int = flag(8, least=1)       # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
-    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, rounded up to 64s
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
     tied: bool = False            # use the embedding as the head, too
-    dropout: float = 0.0          # dropout rate on each block's output, in training
+    dropout: float = 0.0          # dropout rate on the outputs of attention and MLP, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     # data
     vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
@@ -70,9 +70,9 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
     initial standard deviation (None: all ones, 0.0: all zeros).
 
-    These rows decide: an axis of the mesh splits the dimension before it, if it divides it, and no
-    other. Rows that name no axis, as a norm's, are left to zigzag/rule. python shard.py prints the
-    result for any mesh."""
+    These lines decide: with D/fsdp the axis fsdp splits D, if its size divides D, and no other
+    dimension. A weight that names no axis, such as a norm's, is left to zigzag/rule. python
+    shard.py prints the result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
@@ -92,8 +92,8 @@ def weights(c: Config) -> Params:
         layers |= {"w_gate": make("L/pipe D/fsdp F/tensor", into),
                    "w_up": make("L/pipe D/fsdp F/tensor", into),
                    "w_down": make("L/pipe F/tensor D/fsdp", c.d_ff**-0.5 * out)}
-    head = {} if c.tied else {"head": make("D/fsdp V/tensor", into)}
-    return {"embed": make("V/tensor D/fsdp", into), "layers": layers, "norm": make("D"), **head}
+    untied = {} if c.tied else {"head": make("D/fsdp V/tensor", into)}
+    return {"embed": make("V/tensor D/fsdp", into), "layers": layers, "norm": make("D"), **untied}
 
 
 # -------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def block(w, x, i, batch, attend, c):
     x = x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i)
 
     h = norm(x, w["mlp_norm"], c)
-    y, added = mixture_of_experts(w, h, i, batch, c) if c.experts else (mlp(w, h), None)
-    return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), added
+    y, aux = mixture_of_experts(w, h, i, batch, c) if c.experts else (mlp(w, h), None)
+    return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), aux
 
 
 def mlp(w, h):
@@ -194,8 +194,8 @@ def layer(w, x, i, batch, c):
 
 
 def documents(batch):
-    """The number of each token's document [B, T], with -1 where a mask says that there is no token;
-    None if every row is one document."""
+    """Which document each token is in [B, T], as a number; -1 where a mask says that there is no
+    token. None if every row is one document."""
     if "mask" in batch:
         return jnp.where(batch["mask"] > 0, batch.get("segments", 0), -1)
     return batch.get("segments")
@@ -227,8 +227,8 @@ def forward(params: Params, tokens: Array, config: Config, positions: Array | No
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the cross-entropy of the batch's targets in nats, summed with its weights, and
-    the sum of those weights. They are divided after both were summed over devices and parts.
+    """(sum, count): the sum of each target's weight times its cross-entropy in nats, and the sum of
+    the weights. The step divides them, after both were summed over parts and devices.
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
     and a dict of sums to log comes third. With seq, each device has only some of the row's

@@ -12,7 +12,7 @@ The network is the one that was trained; its pass with a cache is called `extend
 pass (zigzag/generate/passes.py) is one shard_map, as a step's gradient is. A single token has no
 time to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
 arrays with B rows. A row is a prompt, padded on the left to a common length; rows are added until
-the mesh divides B. Over data, fsdp and expert each device has its own rows. What has no B is whole.
+the mesh divides B. Over data, fsdp and expert each device has its own rows. The rest is whole.
 
     cache      keys and values of each layer, most often k, v [B, K, S, N]: tensor splits the heads
                K or, if it does not split their weights, the slots S (zigzag/generate/cache.py)
@@ -20,7 +20,7 @@ the mesh divides B. Over data, fsdp and expert each device has its own rows. Wha
     slot       []         the slot of the next token to be read
     ids        [B, room]  the new ids, and `count` [], how many there are so far
     logprobs   [B, room]  their log-probabilities, before temperature and penalty
-    ended      [B]        whether a row has an id of `ends` [8 or more, filled up with -1]
+    ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
     seeds      [B, 3]     a row's random numbers follow from these and from `count`
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 
@@ -59,7 +59,7 @@ from zigzag.generate.writer import Writer, parse
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, found without a cache, within the context."""
+    """The ids that `generate` adds to this prompt without a cache, as far as the context goes."""
     forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -97,7 +97,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     key: temperature -> top_k -> top_p -> min_p -> one id."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    # (The largest logit is now 0, and 1e-30 is not 0 in float32: this makes no inf and no 0 / 0.)
+    # (The largest logit becomes 0, so even a temperature of 1e-30 gives no inf and no 0 / 0.)
     logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -105,7 +105,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p. (The first, if top_p rounds to 0.)
+        # An id stays if those before it have less than top_p. (The first stays in any case.)
         stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -144,13 +144,13 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
         seed        one number, or one for each prompt
-        source      for an encoder-decoder: ids, or what its stem reads, for each prompt; its
-                    prompts are [[zigzag.hub.llama.start_id(config)]]
+        source      ids, a picture or sound for each prompt, if the model reads them; prompts of
+                    an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
 
     An answer depends on its prompt and its seed, and not on the rest of the batch. The context is
     config.seq_len tokens. When a row has filled it, the row goes on from its last half, read again
-    at positions from 0; with stop_at_context it ends. A prompt that is longer keeps its end. `say`
-    is called with a line about either."""
+    at positions from 0; with stop_at_context it ends. If a prompt is longer, its end is read. `say`
+    gets a line about either."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
@@ -177,7 +177,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
                      for name in ("ids", "logprobs"))
         lengths = contexts.add(ids, ends)
         new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
-        yield new if logprobs else [ids for ids, _ in new]
+        yield new if logprobs else [i for i, _ in new]
         sent = count
 
 
@@ -229,7 +229,7 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
         params, config = networks.load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
     params, config = networks.load_run(folder, mesh, checkpoint)
-    return params, whole_context(config), tokenizer_of_run(folder)
+    return params, whole_context(networks.network_of(config), config), tokenizer_of_run(folder)
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:

@@ -22,7 +22,7 @@ E experts.
 If you know PyTorch's parallelism
 ---------------------------------
     DistributedDataParallel.no_sync()       train.make_step marks the weights as varying before it
-                                            differentiates, so no part of a batch is summed
+                                            differentiates: gradients of a part stay local
     its all-reduce, in the last backward    sum_gradients, once, after all parts
     FSDP: unshard before a block            gather, called by `layers`; its transpose is the
                                             reduce-scatter of the gradients
@@ -51,8 +51,8 @@ value may differ from device to device. The array *varies* over these axes:
 
 The type does not say which dimension was cut: with P(None, "data") x would have the same type.
 
-Collectives change the type. The types also fix each collective's transpose, which is what autodiff
-applies to gradients:
+Some collectives change the type. The types also fix each collective's transpose, which is what
+autodiff applies to gradients:
 
     collective                        type                transpose
     lax.psum                          varying -> not      mark_varying: nothing is sent
@@ -70,9 +70,9 @@ before `jax.value_and_grad`. No mark is inside the function that is differentiat
 transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
-marks over tensor to jax. A mark over tensor would destroy two things. `columns` and `row` see from
-the type whether a weight is split. And jax sees from it which whole weights need their gradients
-summed: a norm's scale beside a stream whose time is split, for example. Where the scale meets
+marks over tensor to jax. A mark over tensor would hide two facts: from `columns` and `row`, whether
+a weight is split; and from jax, which whole weights need their gradients summed: a norm's scale
+beside a stream whose time is split, for example. Where the scale meets
 the stream, jax marks it, and the mark's transpose sums its gradient. If tensor does not divide the
 time, the stream is whole: all devices find the same gradient, jax marks nothing, and nothing is
 summed. Most such weights are small, so a psum in each part costs little.
@@ -89,8 +89,9 @@ summed. Most such weights are small, so a psum in each part costs little.
 *Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
 (unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
 step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12
-they need two more casts, and fail in a loop over layers, on a stream that tensor splits and beside
-an axis left to the compiler; and with explicit sharding, models must say how products are sharded.
+they need two more casts, and fail in three places: a loop over layers, a stream that tensor splits,
+and a mesh with an axis left to the compiler. And with explicit sharding, models must say how
+products are sharded.
 """
 
 import functools
@@ -123,14 +124,14 @@ from zigzag.core.mesh import (
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, pipeline
+from zigzag.parallel import attention, likeliest, pipeline
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
 from zigzag.parallel.pipeline import astype, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
     capped,
-    chunked_sum,
+    chunked_sums,
     dropped,
     linear,
     loss_chunks,
@@ -157,15 +158,16 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
-#   more        train.make_step calls the two functions below; a loss that compares rows, `all_rows`
+#   more        train.make_step calls the two functions below; a loss that compares rows calls
+#               `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     """A loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes but
     tensor counts every number once. (Over tensor they are summed here.) Devices along the axes
     `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, its devices
     have all computed the same number: the first device keeps it, and the others take 0. `pools`
-    says that the loss calls whole_time, as one does that takes the mean of a row's positions; then
-    each device of seq may have the row's whole sum already."""
+    says that the loss calls whole_time, for example to take the mean over a row's tokens; then each
+    device of seq may have the row's whole sum already."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device has pooled all of the time
         total, others = pmean_over((total, others), "seq")
@@ -180,10 +182,10 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
     Over pipe and expert the gradient of such a piece is complete as it is; over fsdp the
     transpose of `gather` has summed it already. `moments` are the specs of the optimizer's
     state; where they name data (--zero 1), each device gets its part of the sum."""
-    def summed(x, spec, part):
+    def summed(x, spec, moment):
         over = axes - spec_axes(spec)
-        if "data" in over & spec_axes(part):        # first, so that less is left for the psum
-            x = reduce_scatter(x, "data", list(part).index("data"), spec)
+        if "data" in over & spec_axes(moment):      # first, so that less is left for the psum
+            x = reduce_scatter(x, "data", list(moment).index("data"), spec)
             over -= {"data"}
         return lax.psum(x, tuple(sorted(over)))
 
@@ -193,13 +195,13 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
     """For a loss that compares rows: x [n B, ...] of the rows of all devices, in order, from this
-    device's x [B, ...]; and the number of its first row there. `rows` is any array of the batch:
+    device's x [B, ...]; and the index there of its first row. `rows` is any array of the batch:
     its type says which axes split the rows. (The transpose of the all-gather is a reduce-scatter:
     a row's gradient is summed over all devices that compared it.)
 
         every, first = shard.all_rows(texts, batch["text"])     # [n B, D]
         logits = jax.nn.log_softmax(pictures @ every.T)         # of own pictures with all texts
-        own = first + jnp.arange(len(texts))                    # the right text of each"""
+        right = first + jnp.arange(len(texts))                  # the index of each one's text"""
     axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
     if not axes:
         return named(x, "all_rows"), 0
@@ -229,16 +231,16 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 #     dw = lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True)  # [D/n, F], of all rows
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
-    """The weights, whole over fsdp. Gradients on their way back are sent and summed in `sum_dtype`
-    ('': in the weights' own)."""
+    """The weights, whole over fsdp. In the backward pass, gradients are sent and summed in
+    `sum_dtype` ('': in the weights' own)."""
     if specs is None or axis_size("fsdp") == 1:
         return weights
 
-    def gathered(w, spec):
+    def whole(w, spec):
         return w if "fsdp" not in spec else all_gather(
             w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)
 
-    return jax.tree.map(gathered, weights, specs)
+    return jax.tree.map(whole, weights, specs)
 
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
@@ -259,10 +261,10 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     if remat != "none" or layer_specs is not None and axis_size("fsdp") > 1:
         body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
 
-    def step(x, layer):        # the name tells a pipeline to keep a layer's input
+    def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    return lax.scan(step, x, (weights, xs), unroll=unrolls((weights, xs), remat))
+    return lax.scan(named_body, x, (weights, xs), unroll=unrolls((weights, xs), remat))
 
 
 # -------------------------------------------------------------------------------------------
@@ -366,18 +368,20 @@ def _vocab_ids(head):
     return first + jnp.arange(head.shape[1])
 
 
-def cross_entropy(logits: Array, ids: Array, targets: Array, weights: Array, split_vocab: bool
-                  ) -> Array:
+def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Array,
+                  split_vocab: bool) -> tuple[Array, Array]:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], from this
-    device's part of the logits [B, T, V/n], which are those of `ids` [V/n]."""
+    device's part of the logits [B, T, V/n], which are those of `vocab_ids` [V/n]; and the sum of
+    the weights of targets that are the likeliest id."""
     top = lax.stop_gradient(logits.max(-1))                                     # [B, T]
     top = lax.pmax(top, "tensor") if split_vocab else top
-    total = jnp.exp(logits - top[..., None]).sum(-1)                            # [B, T]
+    exp_sum = jnp.exp(logits - top[..., None]).sum(-1)                          # [B, T]
     # (An indexed lookup would do; but some compilers send its gradient between devices.)
-    target = jnp.where(ids == targets[..., None], logits, 0).sum(-1)            # [B, T]
+    target = jnp.where(vocab_ids == targets[..., None], logits, 0).sum(-1)      # [B, T]
     if split_vocab:
-        total, target = lax.psum((total, target), "tensor")
-    return jnp.sum((jnp.log(total) + top - target) * weights)
+        exp_sum, target = lax.psum((exp_sum, target), "tensor")
+    hits = jnp.sum(jnp.where(target >= top, weights, 0))
+    return jnp.sum((jnp.log(exp_sum) + top - target) * weights), hits
 
 
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
@@ -385,29 +389,31 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
     stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as many
     as memory asks for), and only one chunk's logits are in memory."""
-    split_vocab, ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
+    split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With a whole head beside a split stream, each device computes all logits of its own time.
     local = is_split(x) and not split_vocab
     if local:
         targets, weights = my_time_slice((targets, weights), x)
 
-    def chunk_loss(head, x, targets, weights):
+    def sums_of(head, x, targets, weights):
         if local:
             logits = linear(x, head, jnp.float32)
         else:
             logits, = columns(x, head, dtype=jnp.float32)
-        logits = jnp.where(ids < vocab_size, capped(logits, softcap), -1e30)
-        return cross_entropy(logits, ids, targets, weights, split_vocab)
+        logits = jnp.where(vocab_ids < vocab_size, capped(logits, softcap), -1e30)
+        return cross_entropy(logits, vocab_ids, targets, weights, split_vocab)
 
-    vocabulary = len(ids) * (axis_size("tensor") if split_vocab else 1)
+    vocabulary = len(vocab_ids) * (axis_size("tensor") if split_vocab else 1)
     chunks = chunks or loss_chunks(*x.shape[:2], vocabulary)
     if chunks == 1:
-        loss = chunk_loss(head, x, targets, weights)
+        sums = sums_of(head, x, targets, weights)
     else:
         n = axis_size("tensor") if is_split(x) and not local else 1
-        loss = chunked_sum(chunk_loss, head, [time_chunks(x, chunks, 1), *(
+        sums = chunked_sums(sums_of, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
-    return sum_if_split(loss)
+    loss, hits = map(sum_if_split, sums)
+    likeliest.note(hits)        # (for --accuracy)
+    return loss
 
 
 # -------------------------------------------------------------------------------------------
@@ -416,7 +422,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 # The time of a row may be cut three times: over seq (in zigzag order), then over tensor (only in
 # the residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens
 # on seq=2,tensor=2 the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
-# tensor in the first half have 0 1 and 6 7 of them. These functions convert:
+# tensor that share 0 1 6 7 have 0 1 and 6 7. These functions convert:
 #
 #     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
 #     residual_stream   [B, T, D], whole over tensor   -> the stream: this device's part over tensor
@@ -436,15 +442,15 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
     return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
 
 
-def shard_time(batch: dict[str, Array], mesh: Any, rows: Any = None, untimed: Sequence[str] = ()
-               ) -> tuple[dict, dict]:
-    """A batch in the order in which seq splits it, and specs that split it (and its rows over the
-    axes `rows`). Arrays [B, T, ...] go into zigzag order and are split; others, and those named in
+def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
+               untimed: Sequence[str] = ()) -> tuple[dict, dict]:
+    """A batch in the order in which seq splits it, and specs that split it (and its rows over
+    `row_axes`). Arrays [B, T, ...] go into zigzag order and are split; others, and those named in
     `untimed`, which have a time of their own, stay whole. All devices of seq were given the whole
     batch: nothing is sent."""
     n = mesh.shape["seq"]
     if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
-        return batch, {k: P(rows) for k in batch}
+        return batch, {k: P(row_axes) for k in batch}
     if np.ndim(batch.get("tokens")) != 2:
         raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
                           f"time could be split")
@@ -455,7 +461,7 @@ def shard_time(batch: dict[str, Array], mesh: Any, rows: Any = None, untimed: Se
     order = zigzag_order(T, n)
     timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and k not in untimed}
     return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
-            {k: P(rows, "seq") if k in timed else P(rows) for k in batch})
+            {k: P(row_axes, "seq") if k in timed else P(row_axes) for k in batch})
 
 
 def residual_stream(x: Array) -> Array:
@@ -567,10 +573,10 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     def look_at(keys, before, first, second):
         early_keys, late_keys = halves(keys)
         second = join(second, look(attend_to, late, early_keys))
-        part = look(attend_to, select(before, early, late),
+        seen = look(attend_to, select(before, early, late),
                     select(before, early_keys, late_keys))
-        return (join(first, part._replace(logsum=jnp.where(before, part.logsum, -jnp.inf))),
-                join(second, part._replace(logsum=jnp.where(before, -jnp.inf, part.logsum))))
+        return (join(first, seen._replace(logsum=jnp.where(before, seen.logsum, -jnp.inf))),
+                join(second, seen._replace(logsum=jnp.where(before, -jnp.inf, seen.logsum))))
 
     def turn(state, _):
         keys, whose, *results = state
@@ -592,9 +598,9 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
     split over seq. Returns [B, T, H, N].
 
-        attention_fn(q, k, v, mask)    attention to some of the keys: a pair of the result
+        attention_fn(q, k, v, allowed) attention to some of the keys: a pair of the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
-        mask(query_info, key_info)     the mask between some queries and some keys, from what is
+        mask(query_info, key_info)     `allowed`, between some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
         kernel                         it is plain causal softmax attention, so the device's own
@@ -616,8 +622,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
     # Two labels that exist in the jaxpr, but not in the compiled program. "attend" tells
-    # make_plan that a loss may be split over seq. The other lets a run's header say how attention
-    # is computed, and an export check that a LLaMA has it (zigzag/hub/reference.py).
+    # make_plan that a loss may be split over seq. The other says how attention is computed: for
+    # a run's header, and for exports to LLaMA to check (zigzag/hub/reference.py).
     return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel, beyond))
 
 
@@ -646,10 +652,10 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     slots = slots_of(q) if slots is None else slots
     positions = slots if positions is None else positions
     documents = jnp.zeros_like(slots) if documents is None else documents
-    tokens = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
-                               for a in (slots, positions, documents)])
+    info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
+                             for a in (slots, positions, documents)])
     return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
-                  tokens, tokens, causal, kernel and not beyond, beyond)
+                  info, info, causal, kernel and not beyond, beyond)
 
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
@@ -683,8 +689,8 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 @labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
-    """A mixture of experts, as the stream: each token of the stream x [B, T, D] goes through the
-    experts `chosen` [B, T, best], and their outputs, each times its share, are added up:
+    """A mixture of experts, as the stream: each token of x [B, T, D] goes through the experts
+    `chosen` [B, T, best], and their outputs, each times its share, are added up:
     `shares` is [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as
     `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
@@ -696,14 +702,14 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
         x, shares = mark_varying((x, shares), also={"tensor"})
     B, T, D = x.shape
     n, own, expected = axis_size("expert"), down.shape[0], chosen.size
-    rows, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
+    tokens, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
     if n > 1:
         here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
-        rows = all_to_all(jnp.where(here[..., None], rows, 0), "expert").reshape(-1, D)
+        tokens = all_to_all(jnp.where(here[..., None], tokens, 0), "expert").reshape(-1, D)
         chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, best]
         shares = all_gather(shares, "expert", 0)
         chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
-    out = dispatch.mixture(rows, chosen, shares, up, activation, down, expected)    # [n B T, D]
+    out = dispatch.mixture(tokens, chosen, shares, up, activation, down, expected)    # [n B T, D]
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")
         out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
@@ -736,31 +742,31 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     The scan carries one microbatch [b, T, D]: what the previous stage sent in the previous tick.
     (All stages have x, from the embedding; only stage 0 uses it.) Autodiff makes the backward pass:
     the same ticks in reverse, and each send a send back."""
-    count, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
+    microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # The marks are outside the ticks: their transpose sums over stages the gradient of an encoder's
-    # output in the batch, and an idle tick would skip that sum. So is the cast: autodiff adds up
-    # the ticks' gradients in the dtype of what they read.
-    xs, batch = split_rows(x, count), mark_varying(split_rows(batch, count), me)
+    # Marks and cast are outside the ticks. The marks' transpose sums the gradient of an encoder's
+    # output over stages, which an idle tick would skip. And autodiff adds up the ticks' gradients
+    # in the dtype that they read: float32.
+    xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
     wide = cast(weights, "float32")
 
     def tick(x, t):
         m = t - me                                  # the microbatch that is at this stage now
         x = jnp.where(me == 0, pick(xs, m), x)      # stage 0 takes a new one
 
-        # Without a checkpoint each tick would save its copy of the weights. (This policy also
-        # decides what is saved inside it, in each layer.)
+        # Without a checkpoint each tick would save its copy of the weights. (Its policy also
+        # decides what is saved in each layer.)
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
         def work(x):
-            return skip_idle((m >= 0) & (m < count), lambda x: stack(
+            return skip_idle((m >= 0) & (m < microbatches), lambda x: stack(
                 astype(wide, weights), x, numbers, pick(batch, m)), x)
 
         x, added = work(x)
         return lax.ppermute(x, "pipe", [(s, (s + 1) % stages) for s in range(stages)]), (x, added)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
-    _, (out, added) = lax.scan(tick, start, jnp.arange(count + stages - 1))
+    _, (out, added) = lax.scan(tick, start, jnp.arange(microbatches + stages - 1))
     return jnp.where(me == stages - 1, out[stages - 1:], 0).reshape(x.shape), added
 
 
@@ -778,7 +784,7 @@ def share_time(x: Array) -> Array:
 
 
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
-                   batch: Any, specs: Any = None, *options: Any, all_time: bool = False,
+                   batch: Any, specs: Any = None, *given: Any, all_time: bool = False,
                    **fields: Any) -> tuple:
     """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
 
@@ -788,14 +794,15 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
     `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
     tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
-    dict of other sums to log, which have no gradient. `options` is a record with the fields of
+    dict of other sums to log, which have no gradient. `given` is a record with the fields of
     pipeline.Options, such as a network's configuration; a field can also be given by name.
 
     Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
     part of the time of x and of the batch, and its sum and count are of that part. A head that
     needs all of the time (it calls whole_time) says all_time=True: then every stage computes the
     whole head, and it counts once."""
-    options, head = pipeline.options_of(options, fields), _head_of_stage(head, all_time)
+    options = pipeline.options_of(given, fields)
+    head = _head_of_stage(likeliest.counted(head) if options.accuracy else head, all_time)
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
         stack, options = _stack_of_stage(block, weights, batch, specs, options)
         sums = pipeline.one_forward_one_backward(pipeline.Parts(

@@ -106,11 +106,11 @@ class Config(MoreOptions):
 # -------------------------------------------------------------------------------------------
 # The step
 
-def learning_rate(config: Config, step: jax.Array) -> jax.Array:
-    """The learning rate of update `step` (the first is 0): linear warmup to the peak, then what
-    --decay says, by default half a cosine, down to --final_share of the peak at the last update."""
+def learning_rate(config: Config, at: jax.Array) -> jax.Array:
+    """The learning rate of update `at` (the first is 0): linear warmup to the peak, then what
+    --decay says, by default half a cosine, which ends at --final_share of the peak."""
     return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
-                                [schedules.at_peak(config)])(step)
+                                [schedules.at_peak(config)])(at)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
@@ -134,10 +134,10 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
-    (params, batch[, frozen]) -> gradients, sums, for tests that compare gradients.
+    (params, batch[, frozen]) -> gradients, sums, for a step of one's own and for tests.
 
-    What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and of how many
-    rows a gradient is the sum:
+    What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and how many
+    rows each gradient is summed over:
 
                            head [D, V]           a layer's w_up [D, F]   a norm's scale [D]
         trained            [D/2, V/2]            [D/2, F/2]              [D]
@@ -149,7 +149,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
     For a network's own loss, plan.marked and plan.sum_axes are all axes but tensor, and
     modes.as_one_device changes nothing. A custom loss that calls nothing of shard.py has no marks.
     With --step jit, on_device runs once, on whole arrays, and the compiler makes all sums."""
-    def on_device(trained, frozen, batch):      # as they are stored, and 4 of the 16 rows
+    def on_device(trained, frozen, batch):      # weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
         # keeps their gradients from being summed in every part (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
@@ -157,16 +157,16 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
         # gradients over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
         whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
-        frozen = gather_weights(plan, frozen, plan.frozen)      # often {}
+        whole_frozen = gather_weights(plan, frozen, plan.frozen)        # often {}
 
-        def loss(whole, frozen, rows):          # -> this device's sum, (sum, count, other sums)
-            sums = plan.loss(in_one(whole, frozen), rows, plan.used)
+        def loss(whole, frozen, part):          # -> this device's sum, (sum, count, other sums)
+            sums = plan.loss(in_one(whole, frozen), part, plan.used)
             sums = shard.local_sums(sums, plan.shared_row_axes, plan.pools)
             return sums[0], sums
 
-        def add_part(total, rows):              # (a part: 2 rows)
+        def add_part(total, part):              # (a part: 2 rows)
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
-            (_, sums), grads = value_and_grad(whole, frozen, rows)
+            (_, sums), grads = value_and_grad(whole, whole_frozen, part)
             grads, = scatter(grads)
             return add_to(total, (grads, sums)), None
 
@@ -184,30 +184,30 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
                 shard.sum_gradients(sums, plan.sum_axes))
 
     def gradients(params, batch, frozen={}):
-        batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.rows, plan.untimed)
+        batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, plan.untimed)
         return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
                                out_specs=(plan.moments, P()))(params, frozen, batch)
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss, count, others) = gradients(params, batch, state["frozen"])
-        # (By a device's own count, its tokens would weigh more, the fewer it has.)
+        # (Divided by each device's own count, tokens of devices with fewer would weigh more.)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
-        # Update, unless the gradient is not finite (it would spoil every weight for good), the loss
-        # is not (its gradient means nothing) or the count is 0 (weights would decay for no reason).
-        # The batch is used up all the same: `step` counts on.
+        # There is no update if the gradient is not finite (it would spoil every weight for good),
+        # if the loss is not (its gradient means nothing) or if the count is 0 (weights would only
+        # decay). `step` still goes up, so the next update takes the next batch.
         schedule = plan.schedule or functools.partial(learning_rate, plan.config)
-        rate, norm = schedule(state["step"]), optax.tree.norm(grads)
+        rate, grad_norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss / divisor)
+        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss / divisor)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
                                    (new_params, new_opt), (params, opt))
 
-        metrics = {"loss": loss / divisor, "lr": rate, "grad_norm": norm, "tokens": count,
+        metrics = {"loss": loss / divisor, "lr": rate, "grad_norm": grad_norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
         return {**state, "params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
@@ -217,7 +217,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 def make_evaluate(plan: Plan) -> Callable:
     """(params, batch[, frozen]) -> the loss's sums over a batch. If the mesh does not divide its
     rows, every device computes all of them."""
-    def evaluate(params, batch, frozen={}):
+    def held_out_sums(params, batch, frozen={}):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % plan.row_groups == 0
 
         def loss(weights, batch):
@@ -233,29 +233,29 @@ def make_evaluate(plan: Plan) -> Callable:
             return pmean_all(shard.sum_gradients(mark_varying(sums, also=plan.marked), axes))
 
         batch, batch_specs = shard.shard_time(
-            batch, plan.mesh, plan.rows if splits_rows else None, plan.untimed)
+            batch, plan.mesh, plan.row_axes if splits_rows else None, plan.untimed)
         return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
                                out_specs=P())(params, frozen, batch)
 
-    return evaluate
+    return held_out_sums
 
 
-def build(config: Config, mesh: Any, init: Callable, loss: Callable, batch: Any,
+def build(config: Config, mesh: Any, init: Callable, loss: Callable, shapes: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
           schedule: Callable | None = None, step: Callable | None = None,
           own_optimizer: Any = None) -> Program:
-    """The program that trains init's weights with `loss` on batches shaped like `batch`. (plan.py
+    """The program that trains init's weights with `loss` on batches with these shapes. (plan.py
     decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step
     and own_optimizer are fit's step and optimizer.)"""
-    update_of = optimizers.Chosen(own_optimizer, optimizer)
+    transform_of = optimizers.Chosen(own_optimizer, optimizer)
     if step:
-        return OwnStep(step, config, mesh, init, loss, batch, overrides, schedule,
-                       functools.partial(learning_rate, config), update_of,
+        return OwnStep(step, config, mesh, init, loss, shapes, overrides, schedule,
+                       functools.partial(learning_rate, config), transform_of,
                        lambda plan: make_step(plan, None)[1]).program(make_evaluate)
-    own = networks.own_loss(config, loss)       # (else a custom one, which `fit` compares)
-    plan = make_plan(config, mesh, init, loss, batch, overrides, typed, own, schedule)
-    update = update_of(plan.config, plan.trained)
-    return make_program(plan, update, make_step(plan, update)[0], make_evaluate(plan))
+    own = networks.own_loss(config, loss)   # (a custom one is compared with one device)
+    plan = make_plan(config, mesh, init, loss, shapes, overrides, typed, own, schedule)
+    transform = transform_of(plan.config, plan.trained)
+    return make_program(plan, transform, make_step(plan, transform)[0], make_evaluate(plan))
 
 
 # -------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record: dict[str, Any] | None = None, flops: float | None = None,
         bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index; or a function
-    (seed, step, weights) that makes those of an update) for config.steps updates, on config.mesh,
-    in config.out ('' keeps nothing on disk).
+    (seed, step, weights) that returns those of one update, given the weights before it), for
+    config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
 
         predict(params, batch)      outputs for held-out examples, at each evaluation: any tree of
                                     arrays with a row for each example. All of them are put
@@ -287,11 +287,11 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                                     loss of each source is logged beside that of all
         weights(places)             the weights a new run begins with, instead of init's; places
                                     are shapes with shardings
-        overrides                   (path regex, PartitionSpec) pairs: where weights are stored,
-                                    beside --override; the last match wins
+        overrides                   (path regex, PartitionSpec) pairs: where weights are stored, in
+                                    addition to --override; the last match wins
         schedule(step)              replaces learning_rate(config, step); jax traces it
-        step                        replaces make_step's, for several networks or losses, and state
-                                    beside the weights (docs/tasks.md, zigzag/run/own_step.py)
+        step                        replaces make_step's step: for several networks or losses, or
+                                    state other than weights (docs/tasks.md)
         optimizer                   an optax transformation, with its learning rate, or several by
                                     the paths of weights: {"head": optax.sgd(0.1), "*": None}
         log(step, numbers)          called at each step and evaluation, like the loggers of --log
@@ -344,14 +344,14 @@ def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
             is_best = evaluate(loop)    # the loss of all held-out rows, then predictions
         is_due = config.save_every and loop.at % config.save_every == 0
         if folder and (is_last or is_best or is_due):
-            # params, opt and step: with them a run goes on with the same bits. (Frozen weights are
-            # those that it began with.) The disk is not waited for.
+            # params, opt and step: enough to continue bit for bit. (Frozen weights never change.)
+            # This does not wait for the disk.
             save(loop)
         hosts.share_stop(stop)
     flush_metrics(loop)
     if stop:
         end_early(loop, stop)       # saves, and says how to go on
-    elif not loop.evaluation and config.eval_every:     # a finished run was asked for again
+    elif not loop.evaluation and config.eval_every:     # a finished run was started again
         evaluate(loop, is_new=False)
 
 
@@ -362,15 +362,15 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
     Each array is cut over data, fsdp and expert along B. A language model's batch has
 
-        tokens, targets, weights    [B, T]      T is cut over seq; a weight of 0 has no target
+        tokens, targets, weights    [B, T]      T is cut over seq; no target where a weight is 0
         segments, positions         [B, T]      with rows of documents; T is cut over seq
         source, source_mask         [B, S]      with pairs; S is whole
         seeds                       [B]         for dropout
         others of your own          [B, ...]    cut over seq only as [B, T, ...]"""
     def make(first, last):
         places = at * config.batch + np.arange(first, last)
-        numbers = numbers_at(task.examples, config.seed, places)
-        batch = batch_arrays(task.collate, [task.examples[int(i)] for i in numbers], shapes)
+        indices = numbers_at(task.examples, config.seed, places)
+        batch = batch_arrays(task.collate, [task.examples[int(i)] for i in indices], shapes)
         # A seed for each row, so that dropout does not depend on where a row is computed.
         seeds = mix(places.astype(np.uint64) * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}

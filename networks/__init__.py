@@ -195,6 +195,7 @@ def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> t
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     if network.decoder_of:      # (a decoder among other towers: its layers are stacked here)
+        network.check(config, mesh)
         params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
         with jax.set_mesh(mesh):
             return for_decoding(network, params, config.dtype,

@@ -147,12 +147,13 @@ def encoder_config(c: Any, length: int = 0) -> Any:
     there are not enough learned positions.)"""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)
+    enough = c.stem == "tokens" or c.stem == "patches" and c.position_rows >= stems.length(c)
     return change(
         c, layers=c.encoder_layers, encoder_layers=0, causal=False, head="none", tied=True,
         heads=c.encoder_heads, kv_heads=c.encoder_heads, d_ff=c.encoder_d_ff, seq_len=c.source_len,
         head_dim=c.head_dim if c.encoder_heads == c.heads else 0,
         positions="fixed" if c.stem == "frames" else c.positions,
-        position_rows=c.position_rows if c.stem == "tokens" else 0)
+        position_rows=c.position_rows if enough else 0)
 
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

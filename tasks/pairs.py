@@ -65,7 +65,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
         tokens = jnp.broadcast_to(jnp.array(begin), (len(batch["source"]), len(begin)))
         new = sample.generate_ids(params, source | {"tokens": tokens}, config.network,
                                   config.seq_len - len(begin), GREEDY, 0, (end,), config.beams)
-        return source, new
+        return {} if is_array else source, new
 
     def text(ids):
         return tokenizer.decode(cut_at_end([end], ids.tolist()))
@@ -82,7 +82,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
         return metrics.TEXT_METRICS[config.metric](
             list(map(text, outputs[1])), [tokenizer.decode(target) for _, target in examples])
 
-    samples = answers(config.sample_prompts, lambda sources: to_batch(
+    samples = None if is_array else answers(config.sample_prompts, lambda sources: to_batch(
         [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
     return Task(collate=to_batch, predict=predict, examples=pairs, held_out=held_out, show=show,
                 metric=metric if config.metric else None, predicted=None if config.metric else 1,

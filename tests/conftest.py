@@ -14,12 +14,12 @@ from tests.helpers import learn, make
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """.ci/run takes the first slow case of a test, the 13th and so on; .ci/full takes all."""
+    """.ci/run takes the first slow case of a test, the 25th and so on; .ci/full takes all."""
     cases = collections.Counter()
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
             name = item.nodeid.partition("[")[0]
-            if cases[name] % 12:
+            if cases[name] % 24:
                 item.add_marker(pytest.mark.full)
             cases[name] += 1
 

@@ -410,7 +410,7 @@ def test_one_run_on_any_number_of_processes(tmp_path, text):
         np.testing.assert_array_equal(leaf, states[0]["params." + path])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(tmp_path, text):
     """A process that ignores Ctrl-C, or that leaves the others waiting."""
     runs = hosts(2, *TWO, "--steps", 2000, "--data", text, "--out", tmp_path / "run")

@@ -12,7 +12,7 @@ import networks
 import sample
 import tasks
 import train
-from tests.common import go, peer, published_files, refused, slow
+from tests.common import full, go, peer, published_files, refused
 from tests.helpers import TINY, learn, run_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
@@ -320,7 +320,7 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     assert (tmp_path / "run" / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("mesh", ["", slow("data=2,tensor=2")])
+@pytest.mark.parametrize("mesh", ["", full("data=2,tensor=2")])
 def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     """A sample that begins in the middle of a conversation, goes on past the end of its answer into
     a turn that the model invents, or is another one on a mesh; questions of what was learned."""

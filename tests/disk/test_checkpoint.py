@@ -272,8 +272,8 @@ def test_a_checksum_is_of_every_bit_and_of_no_mesh():
         assert not seen(jnp.asarray(x).astype(kind))
 
 
-@pytest.mark.parametrize("harm", ["flip", full("truncate"), "delete", full("meta"), "empty",
-                                  full("renamed"), full("foreign")])
+@pytest.mark.parametrize("harm", ["flip", *map(full, (
+    "truncate", "delete", "meta", "empty", "renamed", "foreign"))])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, harm, run):
     """A flipped byte that orbax restores silently; an empty folder that counts as a checkpoint."""
     rows = saved[1]

@@ -107,6 +107,7 @@ def test_the_pages_calls_from_python(fitted):
     assert all(total < 0 < count for total, count in found["scores"])
 
 
+@pytest.mark.full
 def test_the_pages_notebook(fitted):
     """The notebook in docs/generation.md that does not run; maps of another attention than the
     model's."""

@@ -28,6 +28,7 @@ def trained():
     return jax.tree.map(jnp.asarray, jax.device_get(learn(config)[1].params)), config
 
 
+@pytest.mark.full
 def test_greedy_is_the_argmax_without_a_cache(trained):
     """A cache read at the slot that is about to be filled; padding that is seen."""
     params, config = trained
@@ -243,6 +244,7 @@ def test_prompts_up_to_a_length_share_a_program(trained, caplog):
     assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, seed=2)
 
 
+@pytest.mark.full
 def test_an_edited_draw_is_in_every_generator(trained, monkeypatch):
     """A way to generate that keeps the `draw` it was compiled with, or has another one: a fork's
     edit of sample.draw would change some texts and not others."""

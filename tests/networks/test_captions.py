@@ -44,7 +44,7 @@ def command(folder, out, *flags):
     return [json.loads(line) for line in open(out / "metrics.jsonl")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_captions_are_learned_on_a_mesh_as_on_another(tmp_path):
     """A picture whose patches a mesh splits; weights of the encoder that are updated twice."""
     folder, _ = squares(tmp_path, 40)
@@ -70,7 +70,7 @@ def test_an_encoder_decoder_learns_to_caption(tmp_path, capsys):
     assert np.mean([text == PLACES[i] for text, i in zip(said, where, strict=True)]) > 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
     """A target at the place of an image token; a caption without an end, which never stops."""
     fields = CASES["blip2"] | {"image_token_index": 310}
@@ -94,7 +94,7 @@ def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
         sample.main(["--run", str(tmp_path / "run"), "--source", str(tmp_path / f"{name}.npy"),
                      "--temperature", "0", "--json", "--tokens", "12"])
         said = json.loads(capsys.readouterr().out)
-        assert (said["text"].strip(), said["reason"]) == (text, "end"), said
+        assert (said["text"].strip(), said["stopped"]) == (text, "stop"), said
 
 
 def test_targets_after_several_ids():

@@ -251,8 +251,8 @@ def dropping():
 
 @pytest.mark.parametrize("mesh, changes", [
     ("data=4,tensor=2", {}), full("fsdp=2", {}), full("", dict(accumulate=4)),
-    slow("pipe=2,seq=2", dict(microbatches=2)),
-    slow("pipe=2", dict(schedule="1f1b", microbatches=4))])
+    full("pipe=2,seq=2", dict(microbatches=2)),
+    full("pipe=2", dict(schedule="1f1b", microbatches=4))])
 def test_dropout_masks_belong_to_the_example(mesh, changes, dropping, alone):
     """A dropout key for each device: other masks on every mesh, and on copies of one activation."""
     rows, _ = learn(make(dropout=0.3, steps=3, **changes), mesh)
@@ -298,7 +298,7 @@ def test_a_compiler_alone_reduces_twice_a_layer(changes):
 # -------------------------------------------------------------------------------------------
 # The stack of layers
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
     """A loop over layers on a single CPU, although they are few and nothing is recomputed; other
     results without the loop."""

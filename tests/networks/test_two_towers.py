@@ -315,7 +315,7 @@ def test_forty_captions_are_the_beams_of_transformers(mesh):
     assert len({str(row) for row in want}) > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_captions_pictures(tmp_path, capsys):
     """Pictures in one file, of which all are answered; a prompt after the picture."""
     fields = CASES["blip2"] | {"image_token_index": 310}
@@ -352,6 +352,7 @@ def test_the_command_captions_pictures(tmp_path, capsys):
         command("wide.npy")
 
 
+@pytest.mark.full
 def test_held_out_pairs_are_compared_as_on_one_device():
     """The last batch of 13 pairs, five of them, cut into four and one where four devices share the
     rows: fewer texts to choose from, and a lower loss (2.5066 for 2.7060 with other weights)."""

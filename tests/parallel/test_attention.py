@@ -30,8 +30,8 @@ from zigzag.run import loop
 # In blocks
 
 @pytest.mark.parametrize("time, scores, block", [
-    (64, 2**25, 16), (64, 2**11, 16), (96, 2**10, 16), (60, 2**9, 10**9), (128, 2**12, 16),
-    (128, 2**25, 4)])
+    (64, 2**25, 16), full(64, 2**11, 16), (96, 2**10, 16), full(60, 2**9, 10**9),
+    full(128, 2**12, 16), (128, 2**25, 4)])
 @in_float64()
 def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     """A block with too few keys, or with document numbers of other tokens, in values or gradients;

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.common import assert_same_on, slow
+from tests.common import assert_same_on, full, slow
 from tests.helpers import make, program_of
 from zigzag.measure.hlo import collectives as collectives_of
 from zigzag.parallel import collectives
@@ -10,8 +10,8 @@ from zigzag.run.plan import compiled
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("fsdp=8", {}), ("fsdp=2", dict(remat="full")), ("data=4,tensor=2", dict(zero=1)),
-    slow("fsdp=6", {}), slow("data=2,fsdp=2,tensor=2", dict(zero=1, accumulate=2)),
+    ("fsdp=8", {}), full("fsdp=2", dict(remat="full")), ("data=4,tensor=2", dict(zero=1)),
+    full("fsdp=6", {}), slow("data=2,fsdp=2,tensor=2", dict(zero=1, accumulate=2)),
     slow("fsdp=4,tensor=2", dict(remat="full")),
     slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b")), slow("pipe=2,fsdp=2", dict(
         remat="full", microbatches=2))])

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shard
-from tests.common import assert_same_on, slow
+from tests.common import assert_same_on, full, slow
 from tests.helpers import learn, make, mesh_of, program_of
 from zigzag.core.errors import ConfigError
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
@@ -96,7 +96,7 @@ def of_microbatches(count, **changes):
     return make(batch=2 * count, microbatches=count, seq_len=32, d_model=64, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     """A schedule that is 1F1B only by name, and keeps every microbatch until the last has gone
     forward, as GPipe does. (Read from the compiled programs.)"""
@@ -106,6 +106,7 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
 
 
 @pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
+@pytest.mark.full
 def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
     """A copy of the stage's weights saved in every tick, whatever --remat says: an outer checkpoint
     policy overrides inner ones, and a branch saves all of its inputs."""
@@ -158,7 +159,7 @@ def own_pipelined(params, batch, specs=None, **how):
                                 params["layers"], batch, specs and specs["layers"], **how)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [full("gpipe"), "1f1b"])
 def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
     """A count of one stage's part of the time taken for the whole count: a loss that is too large
     by a factor of the number of stages."""

@@ -58,7 +58,7 @@ def test_the_weights_of_a_block_whole_and_the_rest_split():
 
 
 @pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
-    ("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}),
+    full("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}),
     slow("tensor=4", 6, 3, dict(parallel_block=True)),
     slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", seq_len=18))])
 def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
@@ -76,8 +76,8 @@ def test_key_heads_are_repeated_until_tensor_divides_them(heads, kv_heads, chang
 
 
 @pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
-    ("tensor=2", 6, 3, {}), ("tensor=2", 9, 3, {}),
-    ("tensor=2", 8, 4, dict(override=("w[qkvo]=-",))),
+    ("tensor=2", 6, 3, {}), full("tensor=2", 9, 3, {}),
+    full("tensor=2", 8, 4, dict(override=("w[qkvo]=-",))),
     slow("tensor=4", 8, 2, {}), slow("tensor=4", 8, 4, dict(parallel_block=True)),
     slow("tensor=4", 12, 6, dict(override=("[qk]_norm=-",))),
     slow("tensor=4", 8, 4, dict(override=("wq=-",))),

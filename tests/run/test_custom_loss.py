@@ -289,10 +289,10 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     ("branches", "data=2,tensor=2"), ("a mean", "data=4"), full("a constant count", "expert=2"),
     full("a penalty", "fsdp=2,tensor=2"), full("one scalar", "data=2"),
     full("a count of zero", "data=2"),
-    ("a step of learning", "data=2,fsdp=2,tensor=2"),
+    full("a step of learning", "data=2,fsdp=2,tensor=2"),
     full("a loop, a search, a stop", "fsdp=4,tensor=2"), full("two stacks", "data=2,fsdp=2"),
     full("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
-    ("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
+    full("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
     ("a head that does not say that it needs all time", "pipe=2"),
     full("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
     full("a classifier", "seq=2"), full("a classifier", "pipe=4"),
@@ -465,6 +465,7 @@ def run(loss, mesh, steps=3, batch=16, **given):
     return [r["loss"] for r in rows], result.params, rows
 
 
+@pytest.mark.full
 def test_weights_of_16_bits_or_of_no_elements_train():
     """Both ended inside jax."""
     def of_16(key):
@@ -478,6 +479,7 @@ def test_weights_of_16_bits_or_of_no_elements_train():
     assert run(a_sum, "fsdp=2", init=empty)[0] == pytest.approx(run(a_sum, "")[0])
 
 
+@pytest.mark.full
 def test_a_loss_may_print_and_distil(capfd):
     """A print inside the loss, and what an earlier run gave back, off its mesh: each ended inside
     jax."""
@@ -726,7 +728,6 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     learn(config, "")
 
 
-@pytest.mark.full
 def test_each_process_compares_what_one_of_them_finds_edited(monkeypatch):
     """Processes of which only some compare: the others never come to the collectives."""
     plan, asked = program_of(make(), "tensor=2").plan, []
@@ -740,6 +741,7 @@ def test_each_process_compares_what_one_of_them_finds_edited(monkeypatch):
     assert [names[0] for names in asked] == ["model.py", "networks", __file__]
 
 
+@pytest.mark.full
 def test_a_comparison_of_nothing_does_not_pass(monkeypatch):
     """"Those of one device" of a loss whose gradient is zero, so that nothing was compared."""
     monkeypatch.setattr(model, "norm_and_head", lambda params, x, c: (

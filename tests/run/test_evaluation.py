@@ -136,7 +136,8 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
     """203 answers of up to nine tokens that depend on the mesh. (A choice may differ only between
     two equally likely tokens.)"""
     config, task, result, rows = digits_task
-    sources, mask, want = result.outputs
+    given, want = result.outputs
+    sources, mask = given["source"], given["source_mask"]
     for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
         np.testing.assert_array_equal(source[is_there > 0], pair[0])
     params = jax.device_get(result.params)
@@ -148,14 +149,14 @@ def test_answers_do_not_depend_on_the_mesh(digits_task):
         with jax.set_mesh(program.mesh):
             placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
                                   program.state["params"])
-            got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
-        assert [x.shape[0] for x in got] == [203] * 3
-        np.testing.assert_array_equal(got[0], sources)
-        for i in np.flatnonzero((got[2] != want).any(1)):
-            at = int(np.flatnonzero(got[2][i] != want[i])[0])
+            read, got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
+        assert [x.shape[0] for x in (*read.values(), got)] == [203] * 3
+        np.testing.assert_array_equal(read["source"], sources)
+        for i in np.flatnonzero((got != want).any(1)):
+            at = int(np.flatnonzero(got[i] != want[i])[0])
             logits = net.forward(params, np.array([[256, *want[i][:at]]]), config,
-                                   source=got[0][i:i + 1][:, got[1][i] > 0])[0, at]
-            assert abs(logits[got[2][i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
+                                   source=sources[i:i + 1][:, mask[i] > 0])[0, at]
+            assert abs(logits[got[i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
 
 
 # A custom task in several processes; each records its arguments.
@@ -183,7 +184,7 @@ run_main(main)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_process_has_all_predictions(tmp_path):
     """A process with the predictions of only its own rows, which then saves another step as the
     best."""
@@ -549,7 +550,6 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
         best_step(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("first", [False, True])
 def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
     """A run that silently keeps no best checkpoint."""
@@ -567,6 +567,7 @@ def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_
         make(best="score")
 
 
+@pytest.mark.full
 def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
     """Other numbers in training; a second line for an evaluated step in a continued run; losses
     that are missing from the next evaluation's mean; no checkpoint of the weights evaluated."""
@@ -652,6 +653,7 @@ def corpus_of(tmp_path, text, **changes):
 
 
 @pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), full("")])
+@pytest.mark.full
 def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
     """Prompts that see each other's padding; samples that are twice in the file after an evaluation
     is repeated, or lost when a run continues."""

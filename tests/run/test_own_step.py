@@ -1,6 +1,9 @@
 """fit(step=...): several networks and losses, and state beside the weights, are the same on a mesh
 as on one device, continue to the same bits, and are refused where they would not be."""
 
+import os
+import subprocess
+import sys
 import traceback
 
 import jax
@@ -12,8 +15,8 @@ import pytest
 import sample
 import shard
 import train
-from tests.common import full, peer
-from tests.helpers import KeepRows, StopAt, make, mesh_of, without_times
+from tests.common import full, peer, survives_kills
+from tests.helpers import ROOT, KeepRows, StopAt, make, mesh_of, without_times
 from tests.readme import block
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
@@ -176,11 +179,30 @@ def maml():
     return init, step, loss
 
 
-TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking, maml)}
+def vae():
+    """One network of two parts, with noise in training alone."""
+    def init(key):
+        a, b = jax.random.split(key)
+        return {"encoder": mlp_of(a, 16, 8), "decoder": mlp_of(b, 4, 16)}
+
+    def loss(params, batch):
+        mean, log_variance = jnp.split(mlp(params["encoder"], batch["x"]), 2, -1)
+        z = mean
+        if "seeds" in batch:
+            z = mean + jnp.exp(log_variance / 2) * noise(batch, 4)
+        kl = 0.5 * (mean**2 + jnp.exp(log_variance) - 1 - log_variance).sum()
+        wrong = jnp.square(mlp(params["decoder"], z) - batch["x"]).sum()
+        return wrong + kl, len(mean), {"kl": kl}
+
+    return init, None, loss
+
+
+TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking, maml, vae)}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["gan", "ranking", *map(full, ("mean_teacher", "replay", "maml"))])
+@pytest.mark.parametrize("name", ["gan", "ranking", *map(full, (
+    "mean_teacher", "replay", "maml", "vae"))])
 def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     """A gradient that is summed twice, or over a device's rows alone; weights of one network that
     another loss places elsewhere; a state that is another on a mesh."""
@@ -188,7 +210,7 @@ def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     (rows, one), (others, other) = run(task), run(task, mesh)
     assert len(rows) == len(others) == 15       # five of them evaluations
     for a, b in zip(rows, others):
-        for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes"} & a.keys():
+        for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes", "kl"} & a.keys():
             assert b[key] == pytest.approx(a[key], rel=2e-5, abs=1e-6), (a["step"], key)
     for path, a in by_path(one.params).items():
         b = np.asarray(by_path(other.params)[path])
@@ -239,7 +261,6 @@ def test_it_is_the_algorithm_that_one_would_write_by_hand():
         np.testing.assert_allclose(by_path(found)[path], w, atol=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["gan", *map(full, ("replay", "mean_teacher"))])
 def test_it_continues_to_the_same_bits(tmp_path, name):
     """A second optimizer, an average or a buffer that a checkpoint does not bring back."""
@@ -254,6 +275,28 @@ def test_it_continues_to_the_same_bits(tmp_path, name):
         assert (a == np.asarray(by_path(whole.params)[path])).all(), path
 
 
+SCRIPT = """
+import sys
+from tests.run.test_own_step import TASKS, run
+
+if __name__ == "__main__":
+    run(TASKS[sys.argv[1]](), "fsdp=2,tensor=2", sys.argv[2], steps=60, save_every=7, eval_every=9)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gan", "mean_teacher", "vae", "ranking"])
+def test_kills_change_nothing(tmp_path, name):
+    """A tree that is saved at another step than the others; a batch that is seen twice."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    survives_kills(0, int(os.environ.get("KILLS", 3)), tmp_path, lambda out: [
+        subprocess.Popen([sys.executable, script, name, out], cwd=ROOT, text=True,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE)])
+
+
+@pytest.mark.full
 def test_it_goes_on_with_more_steps(tmp_path):
     """A schedule of our own that is taken for an edited one when --steps changes."""
     out = str(tmp_path / "run")
@@ -274,6 +317,7 @@ def test_options_of_a_run_hold_for_it(mesh, flags):
         run(gan(), "pipe=2", schedule="interleaved", chunks=2)
 
 
+@pytest.mark.full
 def test_an_evaluation_of_any_tree_is_compared():
     """A held-out loss of a tree that no gradient is asked for, that is a mean: another number on
     each mesh."""
@@ -306,6 +350,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         np.testing.assert_allclose(a, by_path(two.params)[path], atol=1e-6)
 
 
+@pytest.mark.full
 def test_accumulated_gradients_are_the_same():
     """Parts of a batch of which each is divided by its own count."""
     rows, _ = run(TASKS["gan"]())
@@ -430,7 +475,6 @@ def test_an_error_of_the_users_shows_his_line():
 # -------------------------------------------------------------------------------------------
 # Optimizers
 
-@pytest.mark.full
 def test_any_optimizer_and_several_by_path():
     """An optimizer of optax's whose rate is applied twice, or with the wrong sign; a part that was
     to stay as it is."""
@@ -470,6 +514,7 @@ def test_any_optimizer_and_several_by_path():
             train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))
 
 
+@pytest.mark.full
 def test_each_network_has_its_own_optimizer():
     """The critic's rate for the generator."""
     task, still = TASKS["gan"](), jax.random.key(0)
@@ -501,7 +546,6 @@ def line_task():
     return init, None, loss
 
 
-@pytest.mark.full
 def test_ema_is_the_average_that_it_says_and_what_everything_uses(tmp_path, capsys):
     """An average that is evaluated and not saved, or saved and not continued; one of the wrong
     updates."""
@@ -528,6 +572,7 @@ def test_ema_is_the_average_that_it_says_and_what_everything_uses(tmp_path, caps
         run(gan(), ema=0.9)
 
 
+@pytest.mark.full
 def test_a_flax_model_with_batch_statistics_trains():
     """Statistics of a device's rows; a running mean that a step does not bring back."""
     nn = peer("flax.linen")
@@ -573,6 +618,34 @@ def test_a_flax_model_with_batch_statistics_trains():
     assert np.abs(mean).max() > 0.01
     with pytest.raises(ConfigError, match="not a sum over the rows"):
         run(task, "data=2")
+
+
+@pytest.mark.full
+def test_an_equinox_model_trains():
+    """Weights that are no dicts; a module's functions among its leaves."""
+    eqx = peer("equinox")
+
+    def split(key):
+        return eqx.partition(eqx.nn.MLP(16, 16, 64, 2, key=key), eqx.is_array)
+
+    static = split(jax.random.key(0))[1]
+
+    def init(key):
+        return {"net": jax.tree.leaves(split(key)[0])}
+
+    def loss(params, batch):
+        structure = jax.tree.structure(split(jax.random.key(0))[0])
+        net = eqx.combine(jax.tree.unflatten(structure, params["net"]), static)
+        wrong = jnp.square(jax.vmap(net)(batch["x"]) - batch["x"]).sum(-1)
+        return wrong.sum(), len(wrong)
+
+    task = init, None, loss
+    rows, _ = run(task)
+    others, _ = run(task, "data=2,fsdp=2,tensor=2")
+    assert len(rows) == 15
+    for a, b in zip(rows, others, strict=True):
+        for key in {"loss", "eval_loss"} & a.keys():
+            assert b[key] == pytest.approx(a[key], rel=2e-5)
 
 
 def test_examples_are_made_from_the_weights_as_they_are(tmp_path):

@@ -86,6 +86,7 @@ def test_an_edited_learning_rate_is_noticed(tmp_path, monkeypatch):
     assert record["rates"]["0"] == pytest.approx(1.01 * float(own(config, 0)), rel=1e-5)
 
 
+@pytest.mark.full
 def test_another_schedule_for_fit_is_noticed(tmp_path):
     """A run that goes on with another schedule(step); one that is refused though it is the same."""
     config = make(steps=4, save_every=2, out=str(tmp_path / "run"), layers=1)

@@ -157,6 +157,7 @@ def test_the_precision_of_sums_over_fsdp_is_the_one_that_is_said(dtype, kind):
     assert set(kinds) == {kind}
 
 
+@pytest.mark.full
 def test_the_metrics_have_each_experts_load():
     """Loads above one, summed over devices that have the same rows."""
     rows, _ = learn(make(experts=4, steps=2, layers=2), "expert=2,data=2")

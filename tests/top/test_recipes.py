@@ -38,6 +38,7 @@ def test_lm_eval_is_found_or_missed_by_its_name(tmp_path):
     assert done.returncode == 2 and "    --run DIR " in done.stdout
 
 
+@pytest.mark.full
 def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
     """lm_eval's help alone, in which --run is not, and --model means something else."""
     for name, content in {

@@ -97,6 +97,7 @@ class Pairs:
         self.file, self.start, self.line = array.array("q"), array.array("q"), array.array("q")
         self.states = []
         is_held_out, digest = bytearray(), hashlib.sha256(json.dumps(self.fields).encode())
+        arrays = set()      # the files of arrays that lines name
         for number, file in enumerate(self.files):
             start = 0
             with open(file, "rb") as f:
@@ -106,6 +107,7 @@ class Pairs:
                         source, _ = texts_of(raw, f"{file} line {line}", self.fields)
                         if shape:
                             named_array(source, f"{file} line {line}", file, shape)
+                            arrays.add(array_file(source, file)[0])
                         is_held_out.append(is_tenth(source))
                         for list_, value in zip((self.file, self.start, self.line),
                                                 (number, start, line)):
@@ -115,6 +117,9 @@ class Pairs:
         if not is_held_out:
             raise ConfigError(f"{self.name}: no line in it; expected files of "
                               f"{_expected(self.fields)}, one a line")
+        for path in sorted(arrays):
+            digest.update(sha256(path).encode())
+        self.array_states = {path: _state_of(path) for path in arrays}
         self.fingerprint = digest.hexdigest()
         self.train, self.held_out = _split(self._pair, is_held_out, self.name, whole)
 
@@ -127,9 +132,15 @@ class Pairs:
                 raise ConfigError(f"{file} has changed since it was first read; start again")
             f.seek(self.start[i])
             texts = texts_of(f.readline(), where, self.fields)
-        source = (named_array(texts[0], where, file, self.shape) if self.shape else
+        source = (self._array(texts[0], where, file) if self.shape else
                   self._ids(texts[0], where, self.fields[0]))
         return source, self._ids(texts[1], where, self.fields[1])
+
+    def _array(self, name, where, file):
+        path, _ = array_file(name, file)
+        if _state_of(path) != self.array_states[path]:
+            raise ConfigError(f"{path} has changed since it was first read; start again")
+        return np.asarray(named_array(name, where, file, self.shape), np.float32)
 
     def _ids(self, text, where, field):
         ids = np.array(self.tokenizer.with_ends(text), np.int64)
@@ -153,18 +164,23 @@ def _state(f):
 def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...]) -> np.ndarray:
     """The array of this shape that a line of the file `beside` names: that of a .npy file, as seen
     from the line's folder, or one row of it: "cat.npy", "pictures.npy:3"."""
-    path, _, row = name.partition(".npy:")
-    path = Path(beside).parent / (f"{path}.npy" if row else path)
+    path, row = array_file(name, beside)
     expected = (f"{where}: {name!r}: expected a .npy file with an array of {list(shape)}, or "
                 f"one of its rows, as in pictures.npy:3")
     try:
         x = _open_npy(path, _state_of(path))
         x = x[int(row)] if row.isdecimal() else x
-    except (OSError, ConfigError, IndexError) as e:
+    except (OSError, ConfigError, IndexError, ValueError) as e:
         raise ConfigError(f"{expected} ({one_line(e)})") from None
     if x.shape != shape or row and not row.isdecimal():
         raise ConfigError(f"{expected}; it has {list(x.shape)}")
-    return np.asarray(x, np.float32)
+    return x
+
+
+def array_file(name: str, beside: str | Path) -> tuple[Path, str]:
+    """(the file, the row in it or "") of the array that a line of the file `beside` names."""
+    path, _, row = name.partition(".npy:")
+    return Path(beside).parent / (f"{path}.npy" if row else path), row
 
 
 def _state_of(path):
@@ -274,9 +290,11 @@ class Arrays:
 
 
 def is_arrays(path: str | Path) -> bool:
-    """Whether this is a .npz, or a folder of .npy files without lines of JSON beside them."""
+    """Whether this is a .npz, or a folder with the array `source` or without lines of JSON."""
     path = Path(path)
-    return not any(path.rglob("*.jsonl")) if path.is_dir() else path.suffix == ".npz"
+    if not path.is_dir():
+        return path.suffix == ".npz"
+    return (path / "source.npy").exists() or not any(path.glob("*.jsonl"))
 
 
 def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int],

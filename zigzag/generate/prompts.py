@@ -306,8 +306,9 @@ def counted_repeats(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, each with the number of equal ones before it."""
     counts, found = collections.Counter(), []
     for prompt in prompts:
-        found.append(prompt._replace(repeat=counts[prompt.text]))
-        counts[prompt.text] += 1
+        key = prompt.text, np.asarray(() if prompt.source is None else prompt.source).tobytes()
+        found.append(prompt._replace(repeat=counts[key]))
+        counts[key] += 1
     return found
 
 
@@ -341,7 +342,7 @@ def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
         found = arrays[None] if arrays.shape == shape else arrays
     except (OSError, ValueError, TypeError, EOFError, AttributeError) as e:
         raise ConfigError(f"{expected} ({one_line(e)})") from None
-    if found.shape[1:] != shape or not len(found) or not np.issubdtype(found.dtype, np.number):
+    if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
         raise ConfigError(f"{expected}; it has {found.dtype} {list(arrays.shape)}")
     return found
 
@@ -368,12 +369,12 @@ def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path
             [tokenizer.with_ends(source) for source, _ in pairs])
 
 
-def whole_context(c: Any) -> Any:
+def whole_context(network: Network, c: Any) -> Any:
     """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
     been trained on shorter rows."""
     record = json.loads(c.published or "{}")
     try:
-        context = fields_of(record, is_checked=False)["seq_len"] if record else 0
+        context = fields_of(record, network.families, False)["seq_len"] if record else 0
     except ConfigError:     # (a config.json that only an earlier version accepted)
         context = 0
     return change(c, seq_len=max(c.seq_len, context))

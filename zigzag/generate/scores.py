@@ -26,7 +26,8 @@ def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sour
     them are the likeliest in their place. Every id has a log-probability except the first, or the
     first given[row] ids. A row longer than the context is read in windows that overlap by half;
     given ids that do not fit into one window with the others are left out."""
-    windows = list(overlapping_windows(rows, engine.config.seq_len, given))
+    length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
+    windows = list(overlapping_windows(rows, length, given))
     totals = np.zeros((len(rows), 3))
     with mesh_of_weights(params):
         params = engine.for_decoding(params)

@@ -5,6 +5,7 @@
     remat           what to recompute in the backward pass
     attention       attention in blocks and by a device's kernel
     experts         sorting tokens by expert, and grouped products
+    likeliest       how many targets are the likeliest id (--accuracy)
     pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables
     storage         weights that are stored differently from how a loss uses them
 

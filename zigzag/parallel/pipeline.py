@@ -55,13 +55,16 @@ class Options(NamedTuple):
     schedule: str = "gpipe"
     chunks: int = 1             # of layers, in each stage
     sum_dtype: str = ""         # in which fsdp sums gradients; '': that of the weights
+    accuracy: bool = False      # the head's other sums get `accuracy` (likeliest.py)
 
 
 def options_of(given: Sequence[Any], fields: dict[str, Any]) -> Options:
     """The Options from one record that has these fields (None: the defaults), or from values in
     their order; `fields` are more of them, by name."""
     if len(given) == 1 and not isinstance(given[0], str):
-        record = () if given[0] is None else [getattr(given[0], name) for name in Options._fields]
+        record = () if given[0] is None else [
+            *(getattr(given[0], name) for name in Options._fields[:-1]),
+            getattr(given[0], "accuracy", False)]       # (younger than the others)
         return Options(*record)._replace(**fields)
     return Options(*given, **fields)
 

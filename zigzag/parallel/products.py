@@ -187,32 +187,36 @@ def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
                if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
-def chunked_sum(fn: Callable, weights: Any, chunks: Any) -> Array:
-    """The sum of the scalar fn(weights, *chunk) over the chunks (arrays [count, ...]), with one
-    chunk in memory at a time. Under differentiation the forward pass also computes each chunk's
-    gradients; the backward pass only scales them, and recomputes nothing."""
+def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
+    """The sums over the chunks (arrays [count, ...]) of what fn(weights, *chunk) returns: a tuple
+    of scalars, of which only the first has a gradient. One chunk is in memory at a time. Under
+    differentiation the forward pass also computes each chunk's gradients; the backward pass only
+    scales them, and recomputes nothing."""
     weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
 
+    def plus(sums, others):
+        return jax.tree.map(jnp.add, sums, others)
+
     @jax.custom_vjp
     def total(weights, chunks):
-        return lax.scan(lambda s, chunk: (s + fn(weights, *chunk), None), zero, chunks)[0]
+        return lax.scan(lambda s, chunk: (plus(s, fn(weights, *chunk)), None), zero, chunks)[0]
 
     def forward(weights, chunks):
         def one(carry, chunk):
             s, grads = carry
-            value, vjp = jax.vjp(fn, weights, *chunk)
-            grad, *dchunk = vjp(jnp.ones_like(value))
+            values, vjp = jax.vjp(fn, weights, *chunk)
+            grad, *dchunk = vjp((jnp.ones_like(values[0]), *map(jnp.zeros_like, values[1:])))
             # The gradient of an array of integers is float0, which a scan cannot stack: None.
             dchunk = [None if d.dtype == jax.dtypes.float0 else d for d in dchunk]
-            return (s + value, add_to(grads, grad)), dchunk
+            return (plus(s, values), add_to(grads, grad)), dchunk
 
         wide = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
         (s, grads), dchunks = lax.scan(one, (zero, wide), chunks)
         return s, (grads, dchunks)
 
-    def backward(saved, cotangent):
-        grads, dchunks = saved
+    def backward(saved, cotangents):
+        (grads, dchunks), cotangent = saved, cotangents[0]
         return (jax.tree.map(lambda g, w: (g * cotangent).astype(w.dtype), grads, weights),
                 jax.tree.map(lambda d: (d * cotangent).astype(d.dtype), dchunks))
 

@@ -126,7 +126,7 @@ class Plan:
         return tuple(name for name in self.batch if name.startswith("source"))
 
     @property
-    def rows(self) -> Any:
+    def row_axes(self) -> Any:
         """The axes that split the rows of a batch, as an entry of a spec."""
         return full_spec(batch_spec(self.mesh), 1)[0]
 
@@ -238,6 +238,9 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
     jaxpr, sums = _traced(loss, weights, few, batch)
+    if getattr(config, "accuracy", False) and "accuracy" not in sums[2]:
+        raise ConfigError("--accuracy true: only the head of a shard.pipelined_loss that is given "
+                          "the configuration is looked at, and this loss has none; leave it out")
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims, fsdp_dims=fsdp_dims)

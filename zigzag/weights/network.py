@@ -58,6 +58,8 @@ class Computed:
                                   # pieces of consecutive layers on each stage of the pipeline
     sum_dtype: str = flag("", one_of=("", "float32"))
                                   # float32: fsdp sums gradients in it, not in dtype; sends more
+    # training (rare)
+    accuracy: bool = False        # also log the share of targets that are the likeliest id or class
     # model (rare)
     published: str = flag("", same=True)
                                   # config.json of the published model that this came from
@@ -144,7 +146,8 @@ class Layer(NamedTuple):
     widths: dict[str, int]  # {array: the width of a head in it}
     heads: int              # the number of heads in each array
     window: int = 0         # the most keys that a query sees; 0: all before it
-    source: tuple[str, ...] = ()    # what it also holds, of the source: encode_source makes it
+    source: tuple[str, ...] = ()    # what it also holds, of the source: encode_source makes it, and
+                            # its names begin with cross
     weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
 
 

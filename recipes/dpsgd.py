@@ -1,0 +1,111 @@
+"""DP-SGD: a classifier that learns little of any single example (Abadi et al., 2016).
+
+    example     a point of one of three interleaved spirals
+    loss        the cross-entropy. Each row's gradient is clipped to a norm of CLIP before the sum
+    optimizer   adds noise of NOISE times CLIP to that sum, then Adam
+    metric      the share of held-out points that are right. The privacy spent is printed, as it is
+                if each batch is a random sample. (Whoever knows --seed can subtract the noise.)
+
+    python -m recipes.dpsgd [flags of train.py]
+"""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import train
+
+CLIP, NOISE, DELTA, COUNT = 1.0, 1.0, 1e-5, 20_000
+
+
+def points(count, seed):
+    rng = np.random.default_rng(seed)
+    label, turn = rng.integers(0, 3, count), rng.uniform(0.2, 1, count)
+    angle = 2 * np.pi * (turn + label / 3)
+    x = np.stack([np.cos(angle), np.sin(angle)], 1) * turn[:, None]
+    return list(zip((x + rng.normal(size=x.shape) * 0.03).astype(np.float32), label))
+
+
+def collate(examples):
+    x, label = zip(*examples)
+    return {"x": np.stack(x), "label": np.array(label, np.int32)}
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    return {"up": jax.random.normal(a, (2, 64)) * 3, "bias": jax.random.normal(b, (64,)),
+            "down": jnp.zeros((64, 3))}
+
+
+def logits(params, x):
+    return jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def of_row(params, row):
+    return -jax.nn.log_softmax(logits(params, row["x"]))[row["label"]]
+
+
+@jax.custom_vjp
+def clipped(params, rows):
+    """The sum over rows of a loss whose gradient is the sum of the rows' clipped gradients."""
+    return jax.vmap(of_row, (None, 0))(params, rows).sum()
+
+
+def with_gradients(params, rows):
+    values, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(params, rows)
+    norms = jax.vmap(optax.tree.norm)(grads)
+    share = jnp.minimum(1, CLIP / jnp.maximum(norms, 1e-12))
+    return values.sum(), jax.tree.map(lambda g: jnp.tensordot(share, g, 1), grads)
+
+
+clipped.defvjp(with_gradients, lambda grads, cotangent: (
+    jax.tree.map(lambda g: g * cotangent, grads), None))
+
+
+def loss(params, batch):
+    return clipped(params, {name: batch[name] for name in ("x", "label")}), len(batch["x"])
+
+
+def noisy(scale, seed):
+    """Adds Gaussian noise to the gradient: its state is the number of updates."""
+    def update(grads, count, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), count), len(leaves))
+        leaves = [g + scale * jax.random.normal(k, g.shape) for g, k in zip(leaves, keys)]
+        return tree.unflatten(leaves), count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+def epsilon(steps, share):
+    """The privacy spent by so many steps, each with this share of the examples, at DELTA: by the
+    moments of the sampled Gaussian at orders 2 to 127 (Mironov et al., 2019)."""
+    def moment(order):
+        terms = [math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
+                 + (order - k) * math.log1p(-share) + k * math.log(share)
+                 + (k * k - k) / (2 * NOISE**2) for k in range(order + 1)]
+        return np.logaddexp.reduce(terms) / (order - 1)
+
+    return min(steps * moment(order) + math.log(1 / DELTA) / (order - 1) for order in range(2, 128))
+
+
+def main(argv=None):
+    config = train.parse(["--out", "dpsgd", "--steps", "600", "--batch", "256",
+                          *(sys.argv[1:] if argv is None else argv)])
+    noise = noisy(NOISE * CLIP / config.batch, config.seed)     # (the sum is divided by the count)
+    spent = epsilon(config.steps, min(config.batch / COUNT, 0.999))
+    print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g}, after {config.steps} updates")
+    return train.fit(config, init, collate, loss,
+                     predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
+                     metric=lambda outputs, rows: {"right": float(np.mean(outputs == [
+                         label for _, label in rows]))},
+                     examples=points(COUNT, 0), held_out=points(1000, 1),
+                     optimizer=optax.chain(noise, optax.adam(0.01)))
+
+
+if __name__ == "__main__":
+    train.run_main(main)
