@@ -147,10 +147,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         source      ids, a picture or sound for each prompt, if the model reads them; prompts of
                     an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
 
-    An answer depends on its prompt and its seed, and not on the rest of the batch. The context is
-    config.seq_len tokens. When a row has filled it, the row goes on from its last half, read again
-    at positions from 0; with stop_at_context it ends. If a prompt is longer, its end is read. `say`
-    gets a line about either."""
+    An answer depends on its prompt and its seed alone, not on the rest of the batch. The context is
+    config.seq_len tokens. A row that has filled it goes on from its last half, read at positions
+    from 0; with stop_at_context it ends. A longer prompt is read from its end. `say` tells both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
@@ -229,7 +228,8 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
         params, config = networks.load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
     params, config = networks.load_run(folder, mesh, checkpoint)
-    return params, whole_context(networks.network_of(config), config), tokenizer_of_run(folder)
+    families = networks.network_of(config).families
+    return params, whole_context(config, families), tokenizer_of_run(folder)
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:

@@ -1,4 +1,5 @@
-"""How a model is split over devices, and every collective that it needs.
+"""How a model is split over devices, and every collective that it needs. (This file says what is
+sent. How it is computed fast is in zigzag/parallel.)
 
                  x [B, T, D]          whole on every device of the tensor axis
                    |

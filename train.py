@@ -1,4 +1,5 @@
-"""The training step, the loop around it, and the command line.
+"""The training step, the loop around it, and the command line. (How both are planned, checked and
+reported is in zigzag/run.)
 
     python train.py --shards 4
 

@@ -248,6 +248,7 @@ def in_something_long(folder, text, where):
         run.communicate()
 
 
+@pytest.mark.full
 def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_path, text):
     """Ctrl-C that seems to do nothing for the minute that a step takes, so that a person presses it
     again, and loses all since the last save."""

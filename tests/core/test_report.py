@@ -277,6 +277,7 @@ def test_a_continued_runs_training_loss_is_that_of_a_whole_one(tmp_path):
     assert evaluations() == whole
 
 
+@pytest.mark.full
 def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
     """Correct parts that the command does not use."""
     done = command(*SMALL, "--steps", 4, "--eval_every", 2, "--mesh", "data=2", "--data", text,

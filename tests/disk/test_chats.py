@@ -294,6 +294,7 @@ def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
     assert end > 4 and ids[:end] == learned[:end].tolist()
 
 
+@pytest.mark.full
 def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     """A long fine-tuning with the loss on the wrong tokens, which nobody saw."""
     path = write_chats(tmp_path / "chats.jsonl", CHATS)

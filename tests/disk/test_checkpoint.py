@@ -96,6 +96,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path, text):
                    lambda out: [started(*words, "--out", out)])
 
 
+@pytest.mark.full
 def test_a_save_is_there_whatever_comes_after_it(tmp_path):
     """A save in flight that is lost because orbax is not closed, after an exception too."""
     made = []
@@ -145,6 +146,7 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, 
     assert json.loads(open(out / "metrics.jsonl").readlines()[-1])["step"] == 8
 
 
+@pytest.mark.full
 def test_what_was_cut_short_is_cleared_away(run):
     """A killed save that keeps its space on the disk; a truncated line of metrics (perhaps only its
     newline is missing) that is joined to the next."""
@@ -308,6 +310,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
         assert again[0]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     """A change recorded at the step of a damaged checkpoint, which was not used."""
     largest(run / "checkpoints/6/params").unlink()

@@ -140,6 +140,7 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(packed, mesh):
     assert float(n) == count and float(s) == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.full
 def test_documents_and_streams_are_trained(tmp_path, text, capsys):
     """The flags of a mixture on the command line: a run that continues with other rows, a loss that
     is not logged, a refusal without the numbers."""

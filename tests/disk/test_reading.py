@@ -599,6 +599,7 @@ def test_progress_is_lines_when_the_output_is_a_file(tmp_path):
     assert re.fullmatch(r"(encoding \d+ B of 1.0 kB in 3 files, .* a second.*\n){2}", done.stderr)
 
 
+@pytest.mark.full
 def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
     """Workers that outlive a command that was killed; a folder that no command can finish."""
     corpus_files(tmp_path / "in", 10, 20_000)

@@ -91,6 +91,7 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
     slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel_block=True)),
     slow("tensor=4", dict(heads=4, kv_heads=2)),
     slow("expert=2,tensor=2", dict(experts=4, shared_experts=1))])
+@pytest.mark.full
 def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
     """A cache with other heads than the keys that are written to it, if tensor does not divide
     them."""

@@ -111,6 +111,7 @@ def test_accuracy_and_f1_are_those_of_one_device(tmp_path, mesh, causal):
 
 
 @pytest.mark.parametrize("mesh", ["tensor=2", full("data=2,pipe=2"), full("seq=2")])
+@pytest.mark.full
 def test_one_label_is_a_number(tmp_path, mesh):
     """A cross-entropy of one class, which is always 0."""
     (rows, one), (others, other) = (learned(tmp_path / (text or "one"), text, 1, True)

@@ -318,7 +318,7 @@ def test_layers_are_no_loop_on_a_single_cpu(monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_scores_that_are_to_be_computed_again_are(monkeypatch):
     """Scores that are kept in memory although they should be recomputed: without a loop, a compiler
     merges the two equal computations."""

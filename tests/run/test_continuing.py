@@ -126,6 +126,7 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
     assert [config.layers for config in seen] == [4, 4]
 
 
+@pytest.mark.full
 def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, capsys):
     """New text in another tokenizer's ids; a change that the next start undoes, or that is not
     recorded."""

@@ -537,6 +537,7 @@ def aside(p, b):
     aside,
     pytest.param(lambda p, b: (rounded(p, b)[0] + 12, len(b["x"])), marks=pytest.mark.full)],
     ids=["plus", "aside", "rounded plus"])
+@pytest.mark.full
 def test_the_check_is_as_fine_as_rounding_lets_it_be(wrong):
     """A large table that nothing depends on, or one cast to 16 bits, hid sums that were wrong by a
     sixth; a leaf whose gradient is small learns as fast as others."""
@@ -544,6 +545,7 @@ def test_the_check_is_as_fine_as_rounding_lets_it_be(wrong):
         run(wrong, "data=4", batch=8, init=with_table)
 
 
+@pytest.mark.full
 def test_a_right_loss_with_16_bits_in_it_passes():
     """A correct loss with some 16-bit numbers, refused by the bounds of float32."""
     one, mesh = (run(rounded, mesh, 2, 8, init=with_table)[0] for mesh in ("", "data=2,tensor=2"))

@@ -526,6 +526,7 @@ def test_a_run_of_an_earlier_version_keeps_its_best(tmp_path):
     assert make(best=("none",)).best == make(best="").best == ()
 
 
+@pytest.mark.full
 def test_an_evaluation_has_its_own_batch():
     """Rows that count twice, or predictions out of order, with another batch."""
     found = [learn(make(steps=2, eval_every=2, eval_batch=rows), mesh, **OWN)

@@ -22,6 +22,7 @@ def rows_of(out):
     return [json.loads(line) for line in open(out / "metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_tensorboard_reads_every_number_once(tmp_path):
     """Event files that TensorBoard cannot read; steps that it shows twice, because the run was
     continued from a checkpoint before them."""

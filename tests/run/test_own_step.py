@@ -307,6 +307,7 @@ def test_it_goes_on_with_more_steps(tmp_path):
 @pytest.mark.parametrize("mesh, flags", [("data=2,tensor=2", dict(zero=1)),
                                          full("data=2", dict(dtype="bfloat16")),
                                          full("fsdp=2", dict(override=("up$=-,fsdp",)))])
+@pytest.mark.full
 def test_options_of_a_run_hold_for_it(mesh, flags):
     """Moments that are not split as their gradients; weights stored elsewhere."""
     (rows, _), (others, _) = run(gan()), run(gan(), mesh, **flags)

@@ -67,6 +67,7 @@ def test_a_change_of_data_that_is_refused_late_leaves_the_run_as_it_was(tmp_path
 # -------------------------------------------------------------------------------------------
 # What must be the same
 
+@pytest.mark.full
 def test_an_edited_learning_rate_is_noticed(tmp_path, monkeypatch):
     """A run that goes on with another rate, because the function was edited and no flag was."""
     run = str(tmp_path / "run")
@@ -125,6 +126,7 @@ def test_other_data_for_fit_are_noticed(tmp_path):
     assert found[1] != found[0]
 
 
+@pytest.mark.full
 def test_another_peak_says_what_the_rate_will_be(tmp_path, text, capsys):
     """"--change lr gives it another peak", of which nothing is left where the decay goes on."""
     run = tmp_path / "run"

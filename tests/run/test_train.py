@@ -92,6 +92,7 @@ def test_adamw_schedule_and_clipping_equal_optax():
 
 
 @pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), full("fsdp=2,expert=2,tensor=2")])
+@pytest.mark.full
 def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
     """Muon on other matrices than the ones that act on activations, separately for each layer and
     expert (a mesh with repeated key heads once had others); for the rest, Nesterov's Adam."""
@@ -416,6 +417,7 @@ def without_overrides():
 @pytest.mark.parametrize("mesh, what, path, shape, entries", [
     pytest.param(*d, id=f"{d[0]} {d[2]} {d[4]}", marks=[] if i == 2 else pytest.mark.full)
     for i, d in enumerate(drawn_overrides(16))])
+@pytest.mark.full
 def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, shape, entries,
                                                             without_overrides):
     """Overrides that pass validation and end inside jax, as five of twelve did: `data`, tuples,

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
-from zigzag.hub.llama import fields_of, special_ids
+from zigzag.hub.llama import FAMILIES, fields_of, special_ids
 from zigzag.weights.network import Network
 
 
@@ -369,12 +369,12 @@ def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path
             [tokenizer.with_ends(source) for source, _ in pairs])
 
 
-def whole_context(network: Network, c: Any) -> Any:
+def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:
     """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
     been trained on shorter rows."""
     record = json.loads(c.published or "{}")
     try:
-        context = fields_of(record, network.families, False)["seq_len"] if record else 0
+        context = fields_of(record, families, False)["seq_len"] if record else 0
     except ConfigError:     # (a config.json that only an earlier version accepted)
         context = 0
     return change(c, seq_len=max(c.seq_len, context))

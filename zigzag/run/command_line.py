@@ -24,7 +24,7 @@ from zigzag.weights.network import Network
 NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile")),
             "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped"))}
 # {kind of data (a file in tasks/): how a message calls it}
-KINDS = {"text": "text", "pairs": "pairs of a source and a text (a model with an encoder)",
+KINDS = {"text": "text", "pairs": "pairs of texts (a model with an encoder)",
          "arrays": "arrays (pictures, sound or classes)"}
 
 
