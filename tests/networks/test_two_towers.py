@@ -343,6 +343,9 @@ def test_the_command_captions_pictures(tmp_path, capsys):
         said = [tokenizer.decode(ids) for row in beams for ids, _ in row]
         assert command("three.npy", *flags) == said
         assert command("one.npy", *flags) == said[2:4]
+    drawn = [command(file, "--beams", "0", "--temperature", "1") for file in (
+        "three.npy", "one.npy")]
+    assert drawn[0][1] == drawn[1][0]       # (the same picture, with the same --seed)
     (tmp_path / "prompts.txt").write_text("a cat\na\n")
     assert len(command("one.npy", "--prompts", str(tmp_path / "prompts.txt"))) == 4
     with pytest.raises(ConfigError, match="3 arrays for 2 prompts"):

@@ -1,5 +1,6 @@
 """The scripts in recipes/."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -8,11 +9,13 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import networks
 import sample
+from recipes import dpsgd
 from tests.common import net, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, config_of
@@ -147,3 +150,39 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
         assert found[name.replace("_stderr", "") + ("_stderr" * ("stderr" in name)) + ",none"] == (
             pytest.approx(want[name]))
+
+
+# -------------------------------------------------------------------------------------------
+# Algorithms
+
+@pytest.mark.parametrize("name", ["dpsgd", "maml"])
+def test_a_recipe_is_the_same_on_a_mesh(tmp_path, name):
+    """A gradient of second order, or of clipped rows, that a mesh adds up wrongly."""
+    recipe, losses = importlib.import_module(f"recipes.{name}"), []
+    for mesh in ("data=8", "fsdp=4,tensor=2"):
+        out = tmp_path / mesh
+        recipe.main(["--steps", "3", "--batch", "16", "--out", str(out), "--mesh", mesh,
+                     "--fsdp_min", "1", "--eval_every", "0"])
+        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_each_rows_gradient_is_clipped_and_the_sum_has_noise():
+    """A sum that is clipped as one; noise of another size, or the same in each update."""
+    params = dpsgd.init(jax.random.key(0))
+    batch = dpsgd.collate(dpsgd.points(8, 0))
+    found = jax.grad(lambda p: dpsgd.loss(p, batch)[0])(params)
+    want = jax.tree.map(jnp.zeros_like, params)
+    for i in range(8):
+        own = jax.grad(dpsgd.of_row)(params, {name: x[i] for name, x in batch.items()})
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(own)))
+        want = jax.tree.map(lambda a, g: a + g * jnp.minimum(1, dpsgd.CLIP / norm), want, own)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    noise, zeros = dpsgd.noisy(0.5, 0), {"w": jnp.zeros(100_000), "b": jnp.zeros(100_000)}
+    first, count = noise.update(zeros, noise.init(zeros))
+    second, _ = noise.update(zeros, count)
+    assert float(first["w"].std()) == pytest.approx(0.5, rel=0.02)
+    for other in (first["b"], second["w"]):
+        assert abs(float(jnp.corrcoef(first["w"], other)[0, 1])) < 0.02
