@@ -9,8 +9,7 @@ import pytest
 import sample
 import train
 from tasks.pairs import collate_arrays
-from tests.common import published_files
-from tests.networks.test_two_towers import CASES, classes
+from tests.networks.test_two_towers import blip2_folder
 from zigzag.core.errors import ConfigError
 from zigzag.disk.examples import Pairs, named_array
 from zigzag.disk.tokenizers import Bytes
@@ -73,13 +72,7 @@ def test_an_encoder_decoder_learns_to_caption(tmp_path, capsys):
 @pytest.mark.full
 def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
     """A target at the place of an image token; a caption without an end, which never stops."""
-    fields = CASES["blip2"] | {"image_token_index": 310}
-    fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
-    config, kind = classes("blip2")
-    kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("top left below right\n" * 50)
-    published_files(tmp_path / "model", tmp_path / "text")
+    blip2_folder(tmp_path, "top left below right")
     rng = np.random.default_rng(0)
     for name, sign in (("dark", -1), ("bright", 1)):
         np.save(tmp_path / f"{name}.npy", sign * np.abs(rng.normal(size=(3, 20, 20))))

@@ -315,16 +315,21 @@ def test_forty_captions_are_the_beams_of_transformers(mesh):
     assert len({str(row) for row in want}) > 20
 
 
-@pytest.mark.slow
-def test_the_command_captions_pictures(tmp_path, capsys):
-    """Pictures in one file, of which all are answered; a prompt after the picture."""
+def blip2_folder(tmp_path, words):
+    """A BLIP-2 in the folder `model`, with a tokenizer that knows these words."""
     fields = CASES["blip2"] | {"image_token_index": 310}
     fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
     config, kind = classes("blip2")
     kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
     (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("a picture of a cat\n" * 50)
+    (tmp_path / "text/a.txt").write_text(f"{words}\n" * 50)
     published_files(tmp_path / "model", tmp_path / "text")
+
+
+@pytest.mark.slow
+def test_the_command_captions_pictures(tmp_path, capsys):
+    """Pictures in one file, of which all are answered; a prompt after the picture."""
+    blip2_folder(tmp_path, "a picture of a cat")
     pictures = np.random.default_rng(0).normal(size=(3, 3, 20, 20)).astype(np.float32)
     np.save(tmp_path / "three.npy", pictures)
     np.save(tmp_path / "one.npy", pictures[1])
