@@ -59,7 +59,7 @@ from zigzag.generate.writer import Writer, parse
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt without a cache, as far as the context goes."""
+    """The ids that `generate` adds to this prompt, found without a cache, as long as they fit."""
     forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -148,8 +148,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
                     an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
 
     An answer depends on its prompt and its seed alone, not on the rest of the batch. The context is
-    config.seq_len tokens. A row that has filled it goes on from its last half, read at positions
-    from 0; with stop_at_context it ends. A longer prompt is read from its end. `say` tells both."""
+    config.seq_len tokens. A row that fills it goes on from its last half, read at positions from 0;
+    with stop_at_context it ends. If a prompt is longer, its end is read. `say` reports either."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)

@@ -73,10 +73,10 @@ transposed: gradients stay local through all parts, and `sum_gradients` sums the
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. A mark over tensor would hide two facts: from `columns` and `row`, whether
 a weight is split; and from jax, which whole weights need their gradients summed: a norm's scale
-beside a stream whose time is split, for example. Where the scale meets
-the stream, jax marks it, and the mark's transpose sums its gradient. If tensor does not divide the
-time, the stream is whole: all devices find the same gradient, jax marks nothing, and nothing is
-summed. Most such weights are small, so a psum in each part costs little.
+beside a stream whose time is split, for example. Where the scale meets the stream, jax marks it,
+and the mark's transpose sums its gradient. If tensor does not divide the time, the stream is whole:
+all devices find the same gradient, jax marks nothing, and nothing is summed. Most such weights are
+small, so a psum in each part costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -89,10 +89,10 @@ summed. Most such weights are small, so a psum in each part costs little.
 
 *Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
 (unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
-step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12
-they need two more casts, and fail in three places: a loop over layers, a stream that tensor splits,
-and a mesh with an axis left to the compiler. And with explicit sharding, models must say how
-products are sharded.
+step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12 they
+need two more casts, and fail in three places: a loop over layers, a stream that tensor splits, and
+a mesh with an axis left to the compiler. With explicit sharding, models must say how products are
+sharded.
 """
 
 import functools
@@ -601,7 +601,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
         attention_fn(q, k, v, allowed) attention to some of the keys: a pair of the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
-        mask(query_info, key_info)     `allowed`, between some queries and some keys, from what is
+        mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
         kernel                         it is plain causal softmax attention, so the device's own

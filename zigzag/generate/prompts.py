@@ -10,6 +10,7 @@ The file name - stands for standard input.
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -306,7 +307,8 @@ def counted_repeats(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, each with the number of equal ones before it."""
     counts, found = collections.Counter(), []
     for prompt in prompts:
-        key = prompt.text, np.asarray(() if prompt.source is None else prompt.source).tobytes()
+        source = np.ascontiguousarray(() if prompt.source is None else prompt.source)
+        key = prompt.text, hashlib.sha256(source).digest()
         found.append(prompt._replace(repeat=counts[key]))
         counts[key] += 1
     return found

@@ -107,9 +107,9 @@ class Writer(NamedTuple):
     def run(self) -> None:
         """Do what is asked for."""
         flags, text = self.flags, self.asked.text
-        if flags.bench and self.network.source_ids(self.c):
-            raise ConfigError("--bench: is for models that read text")
         if flags.bench:
+            if self.network.source_ids(self.c):
+                raise ConfigError("--bench: is for models that read text")
             bench(self.stream, self.params, self.c, flags.model)
         elif flags.score:
             self.score_texts(text)
