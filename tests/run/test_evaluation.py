@@ -638,7 +638,7 @@ def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     monkeypatch.setitem(sys.modules, "nltk.stem.porter", None)
     for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or "
-                        "rouge_stemmed or f1; did you mean 'rouge'?"),
+                        "rouge_stemmed or f1 or accuracy; did you mean 'rouge'?"),
                        (("--metric", "rouge_stemmed", "--eval_first", "false", "--eval_every", 4),
                         "--metric rouge_stemmed needs the package nltk: pip install nltk"),
                        (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1"),

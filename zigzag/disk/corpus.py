@@ -223,12 +223,13 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
             except (KeyboardInterrupt, RunError):   # the same command goes on
                 is_kept = True
                 raise
+            has_one = (made / "data.json").exists()
             if changes:         # (until config.json says otherwise, the old data stays in use)
                 made = run / f"{name}-{corpus.fingerprint[:12]}"
             if made.exists() and not (made / "data.json").exists():
                 raise ConfigError(f"--out {run}: {made.name} in it is not what a run made there; "
                                   f"give another --out")
-            if corpus.fingerprint != fingerprint or not made.exists():
+            if corpus.fingerprint != fingerprint or not has_one:
                 corpus.folder = put(part, made.name)
             yield corpus
         finally:
