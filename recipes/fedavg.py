@@ -1,0 +1,99 @@
+"""Federated averaging: clients learn by themselves from pictures that they keep, and then everybody
+has the mean of their weights (McMahan et al., 2017).
+
+    example     a client: its 28 handwritten digits, which are of two or three classes
+    loss        that of the weights as they are; its "gradient" for a client is how far LOCAL steps
+                of gradient descent on its own pictures take the weights
+    optimizer   subtracts the mean over a batch of clients: what is left is the mean of their weights
+    metric      the share of held-out digits that are right
+
+    python -m recipes.fedavg [flags of train.py]
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import train
+
+LOCAL, RATE, SIZE = 5, 0.3, 28      # steps of a client, their learning rate, pictures of a client
+
+
+def clients():
+    """51 clients to learn from, whose pictures are of few classes, and 12 of any class."""
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))[:63 * SIZE]
+    held_out, rest = order[:12 * SIZE], order[12 * SIZE:]
+    shards = rest[np.argsort(digits.target[rest], kind="stable")].reshape(-1, SIZE // 2)
+    shards = shards[np.random.default_rng(1).permutation(len(shards))].reshape(-1, SIZE)
+    x = digits.data.astype(np.float32) / 16
+    return [[(x[own], digits.target[own]) for own in some.reshape(-1, SIZE)]
+            for some in (shards, held_out)]
+
+
+def collate(examples):
+    x, labels = zip(*examples)
+    return {"x": np.stack(x), "labels": np.stack(labels).astype(np.int32)}
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    return {"up": jax.random.normal(a, (64, 64)) / 8, "bias": jnp.zeros(64),
+            "down": jax.random.normal(b, (64, 10)) / 8}
+
+
+def logits(params, x):
+    return jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def of_client(params, client):
+    """The mean cross-entropy of a client's pictures."""
+    logs = jax.nn.log_softmax(logits(params, client["x"]))
+    return -jnp.take_along_axis(logs, client["labels"][:, None], 1).mean()
+
+
+def learned(params, client):
+    """The weights after LOCAL steps of gradient descent on a client's pictures."""
+    def step(params, _):
+        grads = jax.grad(of_client)(params, client)
+        return jax.tree.map(lambda w, g: w - RATE * g, params, grads), None
+
+    return jax.lax.scan(step, params, None, length=LOCAL)[0]
+
+
+@jax.custom_vjp
+def of_clients(params, batch):
+    """The sum of the clients' losses, whose gradient is the sum of how far each would go."""
+    return jax.vmap(of_client, (None, 0))(params, batch).sum()
+
+
+def with_differences(params, batch):
+    ends = jax.vmap(learned, (None, 0))(params, batch)
+    return of_clients(params, batch), jax.tree.map(lambda w, ends: (w - ends).sum(0), params, ends)
+
+
+of_clients.defvjp(with_differences, lambda moved, cotangent: (
+    jax.tree.map(lambda d: d * cotangent, moved), None))
+
+
+def loss(params, batch):
+    return of_clients(params, {name: batch[name] for name in ("x", "labels")}), len(batch["x"])
+
+
+def main(argv=None):
+    examples, held_out = clients()
+    config = train.parse(["--out", "fedavg", "--steps", "300", "--batch", "16",
+                          *(sys.argv[1:] if argv is None else argv)])
+    return train.fit(config, init, collate, loss, examples=examples, held_out=held_out,
+                     predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
+                     metric=lambda outputs, rows: {"right": float(np.mean(
+                         outputs == np.stack([labels for _, labels in rows])))},
+                     optimizer=optax.sgd(1.0))
+
+
+if __name__ == "__main__":
+    train.run_main(main)
