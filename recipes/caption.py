@@ -42,7 +42,7 @@ def main(argv=None):
     tokenizer = data.tokenizer_at("bytes")
     examples, held_out = ([(picture, np.array(tokenizer.with_ends(text))) for picture, text in (
         drawn(rng) for _ in range(count))] for rng, count in (
-            (np.random.default_rng(0), 20_000), (np.random.default_rng(1), 200)))
+            (np.random.default_rng(0), 10_000), (np.random.default_rng(1), 200)))
     init, loss, _ = train.language(config)
     task = tasks.pairs.task_of(config, tokenizer, examples, held_out)
     return train.fit(config, init, loss=loss, tokenizer=tokenizer, **vars(task))

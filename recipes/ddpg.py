@@ -107,7 +107,8 @@ def step(state, batch, gradients, update):
     trees = state["params"]
     slow = jax.tree.map(lambda slow, w: slow + FOLLOW * (w - slow), trees["slow"],
                         {name: trees[name] for name in ("actor", "critic")})
-    return {**state, "params": {**trees, "slow": slow, "world": {"now": now, "past": past}}}, numbers
+    trees = {**trees, "slow": slow, "world": {"now": now, "past": past}}
+    return {**state, "params": trees}, numbers
 
 
 def returns(trees, batch):
@@ -119,7 +120,7 @@ def returns(trees, batch):
 
 
 def main(argv=None):
-    config = train.parse(["--out", "ddpg", "--steps", "12000", "--batch", "128", "--lr", "0.001",
+    config = train.parse(["--out", "ddpg", "--steps", "6000", "--batch", "128", "--lr", "0.001",
                           "--weight_decay", "0", "--decay", "constant", "--dtype", "float32",
                           *(sys.argv[1:] if argv is None else argv)])
     starts = list(np.asarray(begin(jax.random.key(1), 100)))

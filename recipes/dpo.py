@@ -86,14 +86,16 @@ def main(argv=None):
         logs = jnp.take_along_axis(logits, targets[..., None], 2)[..., 0]
         return (logs * counted).sum(1).reshape(-1, 2)
 
+    first = (sample.load(config.init_from)[0] if config.init_from else
+             jax.jit(init)(jax.random.key(config.seed)))
+    of_batch = jax.jit(log_probabilities)
+
     def with_reference(pairs):
         """The pairs, with the log-probabilities that each has at first."""
-        first = (sample.load(config.init_from)[0] if config.init_from else
-                 init(jax.random.key(config.seed)))
-        of_batch, found = jax.jit(log_probabilities), []
-        for i in range(0, len(pairs), config.batch):
-            batch = collate((pairs[i:i + config.batch] + pairs)[:config.batch], length)
-            found += list(np.asarray(of_batch(first, batch)))
+        found = []
+        for i in range(0, len(pairs), 64):
+            rows = (pairs[i:i + 64] * 64)[:64]      # (64 in the last batch, too: one program)
+            found += list(np.asarray(of_batch(first, collate(rows, length))))
         return [(*pair, logs) for pair, logs in zip(pairs, found)]
 
     def loss(params, batch):

@@ -4,7 +4,7 @@ has the mean of their weights (McMahan et al., 2017).
     example     a client: its 28 handwritten digits, which are of two or three classes
     loss        that of the weights as they are; its "gradient" for a client is how far LOCAL steps
                 of gradient descent on its own pictures take the weights
-    optimizer   subtracts the mean over a batch of clients: what is left is the mean of their weights
+    optimizer   subtracts the mean over a batch of clients, which leaves the mean of their weights
     metric      the share of held-out digits that are right
 
     python -m recipes.fedavg [flags of train.py]

@@ -32,7 +32,7 @@ def main(argv=None):
     tokenizer = data.tokenizer_at("bytes")
     examples, held_out = ([(np.array(tokenizer.with_ends(text)),
                             np.array(tokenizer.with_ends(text[::-1]))) for text in some]
-                          for some in (texts(50_000, 0), texts(200, 1)))
+                          for some in (texts(20_000, 0), texts(200, 1)))
     init, loss, _ = train.language(config)
     task = tasks.pairs.task_of(config, tokenizer, examples, held_out)
     return train.fit(config, init, loss=loss, tokenizer=tokenizer, **vars(task))

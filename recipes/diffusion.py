@@ -1,0 +1,110 @@
+"""Diffusion: a text (the name of a digit) becomes a picture, out of noise (Ho et al., 2020).
+
+    example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; one time in ten
+                the class is left out
+    loss        the squared error of the noise that was mixed into the picture, at a random time
+    metric      right, the share of pictures drawn for a class that a classifier, which never saw
+                them, takes for it (scikit-learn's nearest neighbours, fitted to the real digits)
+
+    python -m recipes.diffusion [flags of train.py]
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+
+import train
+
+TIMES, WIDTH, GUIDANCE = 100, 256, 2.0
+NAMES = "zero one two three four five six seven eight nine".split()
+# How much of the picture (its square) is left at each time.
+LEFT = jnp.cos((jnp.arange(TIMES) + 1) / (TIMES + 1) * jnp.pi / 2) ** 2
+
+
+def digits():
+    """All 1,797: each 64 pixels from -1 to 1, a class, and a number of its own."""
+    found = load_digits()
+    return list(zip(found.data.astype(np.float32) / 8 - 1, found.target, range(len(found.target))))
+
+
+def spelled(name):
+    """A name as 5 letters, of which 0 is none."""
+    return np.array([ord(letter) - 96 for letter in name] + [0] * (5 - len(name)), np.int32)
+
+
+def collate(examples):
+    pictures, classes, numbers = zip(*examples)
+    return {"picture": np.stack(pictures), "number": np.array(numbers, np.uint32),
+            "text": np.stack([spelled(NAMES[c]) for c in classes])}
+
+
+def init(key):
+    keys = jax.random.split(key, 6)
+
+    def matrix(key, a, b, scale=1.0):
+        return jax.random.normal(key, (a, b)) * scale * a**-0.5
+
+    return {"letters": jax.random.normal(keys[0], (5, 27, WIDTH)) * 0.3,
+            "times": jax.random.normal(keys[1], (TIMES, WIDTH)) * 0.3,
+            "into": matrix(keys[2], 64, WIDTH), "up": matrix(keys[3], 3 * WIDTH, 4 * WIDTH, 1.4),
+            "down": matrix(keys[4], 4 * WIDTH, WIDTH), "out": matrix(keys[5], WIDTH, 64, 0.1)}
+
+
+def noise_in(w, x, time, text):
+    """What noise [B, 64] was mixed into the pictures x at these times [B], given texts [B, 5]."""
+    of_text = w["letters"][jnp.arange(5), text].sum(1)
+    h = jnp.concatenate([x @ w["into"], w["times"][time], of_text], -1)
+    h = jax.nn.silu(h @ w["up"]) @ w["down"]
+    return jax.nn.silu(h) @ w["out"]
+
+
+def mixed(picture, noise, time):
+    left = LEFT[time][:, None]
+    return jnp.sqrt(left) * picture + jnp.sqrt(1 - left) * noise
+
+
+def loss(params, batch):
+    def of_row(seed):       # (a held-out batch has no seeds)
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return (jax.random.normal(keys[0], (64,)), jax.random.randint(keys[1], (), 0, TIMES),
+                jax.random.bernoulli(keys[2], 0.9))
+
+    noise, time, has_text = jax.vmap(of_row)(batch.get("seeds", batch["number"]))
+    x = mixed(batch["picture"], noise, time)
+    found = noise_in(params, x, time, batch["text"] * has_text[:, None])
+    return ((found - noise) ** 2).mean(1).sum(), len(x)
+
+
+def predict(params, batch):
+    """A picture for each text, from noise, in TIMES steps (without new noise: DDIM)."""
+    def step(x, time):
+        times = jnp.full(len(x), time)
+        without = noise_in(params, x, times, jnp.zeros_like(batch["text"]))
+        noise = without + GUIDANCE * (noise_in(params, x, times, batch["text"]) - without)
+        left = LEFT[time]
+        picture = jnp.clip((x - jnp.sqrt(1 - left) * noise) / jnp.sqrt(left), -1, 1)
+        noise = (x - jnp.sqrt(left) * picture) / jnp.sqrt(1 - left)
+        return jnp.where(time > 0, mixed(picture, noise, times - 1), picture), None
+
+    start = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (64,)))(batch["number"])
+    return jax.lax.scan(step, start, jnp.arange(TIMES)[::-1])[0]
+
+
+def main(argv=None):
+    examples = digits()
+    known = KNeighborsClassifier(3).fit(*zip(*[example[:2] for example in examples]))
+
+    def metric(pictures, rows):
+        return {"right": float(np.mean(known.predict(pictures) == [c for _, c, _ in rows]))}
+
+    config = train.parse(["--out", "diffusion", "--steps", "6000", "--batch", "128", "--lr",
+                          "0.001", "--ema", "0.999", *(sys.argv[1:] if argv is None else argv)])
+    return train.fit(config, init, collate, loss, predict, examples, examples[:200], metric=metric)
+
+
+if __name__ == "__main__":
+    train.run_main(main)

@@ -1,0 +1,61 @@
+"""Distillation: a small model learns from the probabilities of a large one (Hinton et al., 2015).
+
+    example     running text, in windows of --seq_len tokens (the source of Python's library)
+    loss        the cross-entropy of the teacher's probabilities, not of the token that came next
+    evaluated   on held-out text, by the cross-entropy of its tokens, as the teacher was
+
+    python train.py --out teacher --steps 2000
+    python -m recipes.distill --teacher teacher [--alone] [flags of train.py]
+
+--alone trains the student without its teacher, to compare.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import networks
+import sample
+import tasks
+import train
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    alone = "--alone" in argv
+    at = argv.index("--teacher")
+    folder, argv = argv[at + 1], [word for word in argv[:at] + argv[at + 2:] if word != "--alone"]
+    teacher, teacher_config, _ = sample.load(folder)
+    teacher = jax.device_get(teacher)
+    config = train.parse(["--out", "student", "--steps", "2000", "--layers", "2", *argv])
+    with tasks.opened(config, train.TRAINER) as learned:
+        config, task = learned.config, learned.task
+        init_student, own_loss, _ = train.language(config)
+
+        def init(key):
+            return {"student": init_student(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
+
+        def logits(weights, c, batch):
+            return jax.nn.log_softmax(networks.network_of(c).forward(weights, batch["tokens"], c))
+
+        def of_student(trees, batch):
+            return own_loss(trees["student"], batch)[:2]
+
+        def of_teacher(trees, batch):
+            want = jnp.exp(logits(trees["teacher"], teacher_config, batch))
+            logs = logits(trees["student"], config.network, batch)
+            return -(want * logs).sum(-1).ravel() @ batch["weights"].ravel(), batch["weights"].sum()
+
+        def step(state, batch, gradients, update):
+            grads, numbers = gradients(of_student if alone else of_teacher, state["params"],
+                                       "student", batch)
+            return update(state, "student", grads), numbers
+
+        return train.fit(config, init, task.collate, of_student, examples=task.examples,
+                         held_out=task.held_out, step=step, bits_per_nat=task.bits_per_nat,
+                         record=learned.record | {"alone": alone})
+
+
+if __name__ == "__main__":
+    train.run_main(main)
