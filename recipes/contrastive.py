@@ -67,7 +67,7 @@ def metric(outputs, examples):
 
 
 def main(argv=None):
-    config = train.parse(["--out", "contrastive", "--steps", "2000", "--batch", "256", "--lr",
+    config = train.parse(["--out", "contrastive", "--steps", "400", "--batch", "256", "--lr",
                           "0.001", "--eval_batch", "360",
                           *(sys.argv[1:] if argv is None else argv)])
     examples, held_out = halves()

@@ -121,7 +121,7 @@ def returns(trees, batch):
 
 def main(argv=None):
     config = train.parse(["--out", "ddpg", "--steps", "6000", "--batch", "128", "--lr", "0.001",
-                          "--weight_decay", "0", "--decay", "constant", "--dtype", "float32",
+                          "--weight_decay", "0", "--dtype", "float32",
                           *(sys.argv[1:] if argv is None else argv)])
     starts = list(np.asarray(begin(jax.random.key(1), 100)))
     return train.fit(config, init, lambda rows: {"start": np.stack(rows)},

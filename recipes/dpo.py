@@ -79,7 +79,7 @@ def main(argv=None):
     init, _, _ = train.language(config)
 
     def log_probabilities(params, batch):
-        """Of the two answers of each pair: [B, 2]."""
+        """The log-probabilities [B, 2] of the two answers of each pair."""
         ids, targets, counted = (batch[name].reshape(-1, length)
                                  for name in ("ids", "targets", "weights"))
         logits = jax.nn.log_softmax(network.forward(params, ids, config.network))

@@ -16,7 +16,7 @@ import pytest
 import networks
 import sample
 import train
-from recipes import dpsgd
+from recipes import ddpg, dpo, dpsgd, fedavg, grpo, ppo
 from tests.common import net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
@@ -238,3 +238,82 @@ def test_each_rows_gradient_is_clipped_and_the_sum_has_noise():
     assert float(first["w"].std()) == pytest.approx(0.5, rel=0.02)
     for other in (first["b"], second["w"]):
         assert abs(float(jnp.corrcoef(first["w"], other)[0, 1])) < 0.02
+
+
+def test_preferences_are_learned_by_the_papers_formula():
+    """A reference that is added, or subtracted from one answer alone; another BETA."""
+    logs, reference = np.random.default_rng(0).normal(-5, 2, (2, 6, 2)).astype(np.float32)
+    found, margin = dpo.dpo_loss(logs, reference)
+    for i, ((chosen, rejected), (first, other)) in enumerate(zip(logs, reference)):
+        want = 0.1 * (float(chosen - first) - float(rejected - other))
+        assert float(found[i]) == pytest.approx(np.log1p(np.exp(-want)), rel=1e-5)
+        assert (float(margin[i]) > 0) == (want > 0)
+
+
+def test_rewards_are_learned_by_the_papers_formula():
+    """Advantages over the whole batch; a ratio that is clipped where it should not be."""
+    rng = np.random.default_rng(0)
+    rewards = rng.integers(0, 2, (3, grpo.GROUP, 2))
+    advantage = grpo.advantages(rewards)
+    for group, of_group in zip(rewards, advantage):
+        for digit in range(2):
+            r = group[:, digit]
+            np.testing.assert_allclose(of_group[:, digit], (r - r.mean()) / (r.std() + 1e-4))
+    logits, drawn = rng.normal(size=(4, 2, 5)), rng.normal(-1.6, 0.3, (4, 2))
+    answer, advantage = rng.integers(0, 5, (4, 2)), rng.normal(size=(4, 2))
+    found, _ = grpo.grpo_loss(*map(jnp.asarray, (logits, answer, drawn, advantage)))
+    for row in range(4):
+        want = 0.0
+        for t in range(2):
+            p = np.exp(logits[row, t]) / np.exp(logits[row, t]).sum()
+            ratio, a = p[answer[row, t]] / np.exp(drawn[row, t]), advantage[row, t]
+            gain = min(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+            want -= (gain - 0.05 * (p * np.log(p)).sum()) / 2
+        assert float(found[row]) == pytest.approx(want, rel=1e-5)
+
+
+def test_an_answers_probability_is_the_same_when_it_is_learned(recipe):
+    """Answers drawn from other weights, or at another temperature, than are trained."""
+    _, path = recipe("grpo", "fsdp=2,tensor=2", "--steps", 2)
+    rows = [json.loads(line) for line in open(path)]
+    assert all(row["moved"] < 1e-4 for row in rows if "moved" in row)
+
+
+def test_clients_that_are_the_same_learn_as_one():
+    """An average of gradients, of other weights, or of a sum."""
+    (client, *_), _ = fedavg.clients()
+    params, batch = fedavg.init(jax.random.key(0)), fedavg.collate([client] * 4)
+    grads = jax.grad(lambda params: fedavg.loss(params, batch)[0] / 4)(params)
+    x, labels = client
+    want = params
+    for _ in range(fedavg.LOCAL):
+        def mean(w):
+            logs = jax.nn.log_softmax(fedavg.logits(w, x))
+            return -logs[jnp.arange(len(x)), labels].mean()
+
+        want = jax.tree.map(lambda w, g: w - fedavg.RATE * g, want, jax.grad(mean)(want))
+    for w, g, after in zip(*map(jax.tree.leaves, (params, grads, want)), strict=True):
+        np.testing.assert_allclose(w - g, after, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, of_recipe", [("CartPole-v1", ppo), ("Pendulum-v1", ddpg)])
+def test_an_environment_is_that_of_gymnasium(name, of_recipe):
+    """A sign, a length or a bound that makes the task another one."""
+    world = peer("gymnasium").make(name).unwrapped
+    world.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        if of_recipe is ppo:
+            action = int(rng.integers(2))
+            found, over = ppo.move(jnp.array(world.state), action)
+            _, _, want, *_ = world.step(action)
+            assert bool(over) == want
+            if want:
+                world.reset(seed=1)
+                continue
+        else:
+            torque = float(rng.uniform(-1, 1))
+            found, reward = ddpg.move(jnp.array(world.state), jnp.float32(torque))
+            _, want, *_ = world.step(np.array([2 * torque]))
+            assert float(reward) == pytest.approx(float(want), rel=1e-4, abs=1e-5)
+        np.testing.assert_allclose(found, world.state, rtol=1e-4, atol=1e-5)

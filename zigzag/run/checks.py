@@ -155,7 +155,7 @@ def check_corpus(config: Any, sources: Any) -> Any:
            for corpus in (*sources.corpora, sources.held_out)):
         raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
                           "train.py learns yet; expected texts, messages, or prompts and "
-                          "completions")
+                          "completions (python -m recipes.dpo learns from preferences)")
     for name, corpus in zip(sources.names, sources.corpora):
         count = len(corpus.train)
         if corpus.is_learned_in_part:
