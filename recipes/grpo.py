@@ -23,7 +23,7 @@ import sample
 import tasks
 import train
 
-GROUP, CLIP, ENTROPY = 8, 0.2, 0.05     # answers to a sum; how far a probability may move for one
+GROUP, CLIP, ENTROPY = 8, 0.2, 0.07     # answers to a sum; how far a probability may move for one
 LENGTH = 3                              # batch; ids in an answer, each of which is a digit
 
 
@@ -61,8 +61,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     own = [] if "--init_from" in argv else [
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr", "0.001"]
-    c = train.parse(["--out", "grpo", "--steps", "2000", "--batch", "512", "--seq_len", "16",
-                     "--weight_decay", "0", "--decay", "constant", *own, *argv])
+    c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
+                     "--weight_decay", "0", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
     network = networks.network_of(c)

@@ -275,3 +275,11 @@ def test_the_pairs_of_digits(tmp_path, monkeypatch):
     run(block("docs/published.md", "digits.jsonl").replace("20000", "20"))
     pairs = Pairs("digits.jsonl", Bytes())
     assert len(pairs.train) + len(pairs.held_out) == 20
+
+
+def test_the_recipes_are_in_their_table():
+    """A recipe that the page does not name, or whose length it no longer has."""
+    page = (ROOT / "docs/tasks.md").read_text()
+    for path in (ROOT / "recipes").glob("*.py"):
+        if path.stem != "lm_eval":
+            assert f"| `recipes.{path.stem}` | {len(path.read_text().splitlines())} |" in page

@@ -268,7 +268,7 @@ def test_rewards_are_learned_by_the_papers_formula():
             p = np.exp(logits[row, t]) / np.exp(logits[row, t]).sum()
             ratio, a = p[answer[row, t]] / np.exp(drawn[row, t]), advantage[row, t]
             gain = min(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
-            want -= (gain - 0.05 * (p * np.log(p)).sum()) / 2
+            want -= (gain - grpo.ENTROPY * (p * np.log(p)).sum()) / 2
         assert float(found[row]) == pytest.approx(want, rel=1e-5)
 
 
