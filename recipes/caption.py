@@ -37,7 +37,7 @@ def drawn(rng):
 
 
 def main(argv=None):
-    config = train.parse(["--out", "caption", "--steps", "1500", "--batch", "64", "--lr", "0.001",
+    config = train.parse(["--out", "caption", "--steps", "1000", "--batch", "64", "--lr", "0.001",
                           "--metric", "exact", *MODEL, *(sys.argv[1:] if argv is None else argv)])
     tokenizer = data.tokenizer_at("bytes")
     examples, held_out = ([(picture, np.array(tokenizer.with_ends(text))) for picture, text in (

@@ -16,7 +16,7 @@ import pytest
 import networks
 import sample
 import train
-from recipes import ddpg, dpo, dpsgd, fedavg, grpo, ppo
+from recipes import ddpg, dpo, dpsgd, grpo, ppo
 from tests.common import net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
@@ -281,6 +281,8 @@ def test_an_answers_probability_is_the_same_when_it_is_learned(recipe):
 
 def test_clients_that_are_the_same_learn_as_one():
     """An average of gradients, of other weights, or of a sum."""
+    peer("sklearn")
+    fedavg = importlib.import_module("recipes.fedavg")
     (client, *_), _ = fedavg.clients()
     params, batch = fedavg.init(jax.random.key(0)), fedavg.collate([client] * 4)
     grads = jax.grad(lambda params: fedavg.loss(params, batch)[0] / 4)(params)
