@@ -1,5 +1,4 @@
-"""How a model is split over devices, and every collective that it needs. (This file says what is
-sent. How it is computed fast is in zigzag/parallel.)
+"""How a model is split, and every collective that it needs. (zigzag/parallel has the fast paths.)
 
                  x [B, T, D]          whole on every device of the tensor axis
                    |

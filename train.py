@@ -1,5 +1,4 @@
-"""The training step, the loop around it, and the command line. (How both are planned, checked and
-reported is in zigzag/run.)
+"""The training step, the loop around it, and the command line. (zigzag/run plans and checks them.)
 
     python train.py --shards 4
 

@@ -1,6 +1,6 @@
 """Captions: an encoder of pictures and a decoder of text learn to say what is in a picture.
 
-    example     (a picture [3, 16, 16] of one shape, ids of a text such as: a red square at the top)
+    example     (a picture [3, 16, 16] of one shape, ids of a text such as: a red ring, top left)
     loss        the network's own, the cross-entropy of the caption
     metric      exact, the share of held-out pictures whose caption is right, letter for letter
 

@@ -91,6 +91,7 @@ def step(state, batch, gradients, update):
     noise = NOISE * jax.random.normal(keys[0], (PLAYERS,))
     torque = jnp.clip(act(trees["actor"], now) + noise, -1, 1)
     after, reward = move(now, torque)
+    # (A tenth of the reward is kept, so that values stay small.)
     made = jnp.concatenate([now, torque[:, None], reward[:, None] / 10, after], 1)
     past = jax.lax.dynamic_update_slice_in_dim(
         trees["world"]["past"], made, at * PLAYERS % (CAPACITY - PLAYERS + 1), 0)

@@ -3,8 +3,8 @@
     example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; one time in ten
                 the class is left out
     loss        the squared error of the noise that was mixed into the picture, at a random time
-    metric      right, the share of pictures drawn for a class that a classifier, which never saw
-                them, takes for it (scikit-learn's nearest neighbours, fitted to the real digits)
+    metric      right, the share of drawn pictures that scikit-learn's nearest neighbours among the
+                real digits take for the class that was asked for
 
     python -m recipes.diffusion [flags of train.py]
 """

@@ -57,8 +57,9 @@ def encoded(paths, tokenizer, length):
 def collate(pairs, length):
     """Arrays [B, 2, T]: ids, targets, and weights, which are 0 for what both have in common."""
     rows = data.collate([[part] for pair in pairs for part in pair[:2]], length)
-    return {name: rows[source].reshape(len(pairs), 2, length) for name, source in (
-        ("ids", "tokens"), ("targets", "targets"), ("weights", "weights"))}
+    ids, targets, weights = (rows[name].reshape(len(pairs), 2, length)
+                             for name in ("tokens", "targets", "weights"))
+    return {"ids": ids, "targets": targets, "weights": weights}
 
 
 def dpo_loss(logs, reference):

@@ -4,9 +4,9 @@
     example     a sum, such as 37+45=, an answer that the model drew before this update (280: units
                 first), and for each digit how much better it is than those of the same sum's other
                 answers
-    loss        minus that advantage times a digit's probability now by the one when it was drawn,
+    loss        minus that advantage, times a digit's probability now over that when it was drawn;
                 and minus a little entropy, without which all answers are soon the same
-    metric      exact, the share of sums that were never asked which are right, greedily
+    metric      exact, the share of greedy answers that are right, to sums that were never asked
 
     python -m recipes.grpo [--init_from FOLDER] [flags of train.py]
 """
@@ -23,8 +23,8 @@ import sample
 import tasks
 import train
 
-GROUP, CLIP, ENTROPY = 8, 0.2, 0.07     # answers to a sum; how far a probability may move for one
-LENGTH = 3                              # batch; ids in an answer, each of which is a digit
+GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, each of which is a digit
+CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the entropy
 
 
 def pairs(held_out):
@@ -65,7 +65,7 @@ def main(argv=None):
                      "--weight_decay", "0", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
-    network = networks.network_of(c)
+    network, choices = networks.network_of(c), pairs(held_out=False)
 
     def ids(a, b):
         """(the question, the right answer)"""
@@ -74,7 +74,7 @@ def main(argv=None):
 
     def drawn(seed, step, weights):
         """The examples of one update."""
-        rng, choices = np.random.default_rng((seed, step)), pairs(held_out=False)
+        rng = np.random.default_rng((seed, step))
         asked = [ids(*choices[i]) for i in rng.integers(len(choices), size=c.batch // GROUP)]
         asked = [one for one in asked for _ in range(GROUP)]
         written = sample.generate(weights, [prompt for prompt, _ in asked], c.network, LENGTH,

@@ -4,12 +4,11 @@
                 probability and the advantage of each (generalized advantage estimation)
     step        EPOCHS updates on the same episodes: the clipped ratio of the policy, the squared
                 error of the value, and a little entropy
-    metric      the mean length of the first 100 held-out episodes, which the policy plays now
+    metric      the mean length of 100 episodes, which the policy plays greedily
 
     python -m recipes.ppo [flags of train.py]
 """
 
-import functools
 import sys
 
 import jax
@@ -23,14 +22,13 @@ GAMMA, LAMBDA, CLIP, EPOCHS, MOVES = 0.99, 0.95, 0.2, 4, 500
 
 def move(state, action):
     """CartPole-v1 after one move, as Gymnasium computes it; and whether the episode is over."""
-    x, speed, angle, turn = jnp.moveaxis(state, -1, 0)
+    _, speed, angle, turn = jnp.moveaxis(state, -1, 0)
     force = jnp.where(action == 1, 10.0, -10.0)
     push = (force + 0.05 * turn**2 * jnp.sin(angle)) / 1.1
     turning = (9.8 * jnp.sin(angle) - jnp.cos(angle) * push) / (
         0.5 * (4 / 3 - 0.1 * jnp.cos(angle) ** 2 / 1.1))
     moving = push - 0.05 * turning * jnp.cos(angle) / 1.1
-    change = jnp.stack([speed, moving, turn, turning], -1)
-    state = state + 0.02 * change
+    state = state + 0.02 * jnp.stack([speed, moving, turn, turning], -1)
     return state, (abs(state[..., 0]) > 2.4) | (abs(state[..., 2]) > 12 * jnp.pi / 180)
 
 
@@ -48,7 +46,7 @@ def output(tower, states):
     return jnp.tanh(states @ tower["up"] + tower["bias"]) @ tower["down"]
 
 
-@functools.partial(jax.jit, static_argnames="greedy")
+@jax.jit(static_argnames="greedy")
 def play(agent, begin, key, greedy=False):
     """An episode from each state of begin [B, 4]: a dict of arrays [B, MOVES, ...]. `alive` is True
     for the moves before the end."""
