@@ -1,7 +1,7 @@
 """Federated averaging: clients learn by themselves from pictures that they keep, and then everybody
 has the mean of their weights (McMahan et al., 2017).
 
-    example     a client: its 28 handwritten digits, which are of two or three classes
+    example     a client: its 28 handwritten digits, which are of one to three classes
     loss        that of the weights as they are; its "gradient" for a client is how far LOCAL steps
                 of gradient descent on its own pictures take the weights
     optimizer   subtracts the mean over a batch of clients, which leaves the mean of their weights
