@@ -134,6 +134,7 @@ from zigzag.parallel.products import (
     chunked_sums,
     dropped,
     linear,
+    lookup,
     loss_chunks,
     matching_columns,
     row_products,
@@ -258,13 +259,13 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
         w, e = layer
         return block(gather(w, layer_specs, sum_dtype), x, e)
 
-    if remat != "none" or layer_specs is not None and axis_size("fsdp") > 1:
+    if not (unrolled := unrolls((weights, xs), remat)):
         body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
 
     def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    return lax.scan(named_body, x, (weights, xs), unroll=unrolls((weights, xs), remat))
+    return lax.scan(named_body, x, (weights, xs), unroll=unrolled)
 
 
 # -------------------------------------------------------------------------------------------
@@ -343,11 +344,11 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 def embed_lookup(table: Array, ids: Array) -> Array:
     """The vectors of ids [B, T] in a table [V, D], as the stream [B, T, D]."""
     if not is_split(table):
-        return residual_stream(table[ids])
-    here = ids - lax.axis_index("tensor") * len(table)
+        return residual_stream(lookup(table, ids))
     # An id whose vector is on another device gives zeros; the sum over tensor supplies the vector.
-    vectors = table.at[here].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return into_stream([vectors])
+    here = ids - lax.axis_index("tensor") * len(table)
+    return into_stream([lookup(table, here, mode="fill", fill_value=0,
+                               wrap_negative_indices=False)])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:

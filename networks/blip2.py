@@ -38,7 +38,7 @@ from zigzag.generate.rows import cut_at_end, on_host
 from zigzag.hub import llama
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
 from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
-from zigzag.parallel.products import matmul
+from zigzag.parallel.products import lookup, matmul
 from zigzag.weights.network import Layer, Network, Params
 from zigzag.weights.table import Table
 
@@ -254,7 +254,7 @@ def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Arr
     vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
     is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
     vectors = shard.residual_stream(vectors)
-    vectors = vectors + w["positions"][places + c.position_offset]
+    vectors = vectors + lookup(w["positions"], places + c.position_offset)
     return jnp.where(is_image[..., None], vectors, x)
 
 

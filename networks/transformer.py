@@ -48,7 +48,7 @@ from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
 from zigzag.parallel import attention, likeliest
 from zigzag.parallel.pipeline import options_of
-from zigzag.parallel.products import matmul, merged
+from zigzag.parallel.products import lookup, matmul, merged
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack, expert_share
 from zigzag.weights.table import attention_flops, product_flops
@@ -288,10 +288,10 @@ def embedding(params, batch, c):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
         table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
-        x = x + jnp.asarray(table)[places].astype(x.dtype)
+        x = x + lookup(jnp.asarray(table), places).astype(x.dtype)
     if c.token_types:
         check_ids(batch["token_types"], c.token_types, "the table of token types")
-        x = x + params["token_types"][shard.my_time_slice(batch["token_types"], x)]
+        x = x + lookup(params["token_types"], shard.my_time_slice(batch["token_types"], x))
     if c.embed_norm:
         x = norm(params, "embed_norm", x, c)
         if "project_in" in params:

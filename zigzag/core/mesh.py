@@ -169,9 +169,11 @@ def time_parts() -> int:
     return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
 
 
-def is_single_cpu(mesh: Any = None) -> bool:
-    """Whether this mesh, or the ambient one, is a single CPU device."""
-    return platform(mesh) == "cpu" and (mesh or jax.sharding.get_abstract_mesh()).size == 1
+def may_unroll(mesh: Any = None) -> bool:
+    """Whether layers may be unrolled on this mesh, or on the ambient one: on a single CPU or GPU
+    (zigzag/parallel/remat.py says when they are)."""
+    return (platform(mesh) in ("cpu", "gpu")
+            and (mesh or jax.sharding.get_abstract_mesh()).size == 1)
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:

@@ -23,7 +23,8 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
     """Print how many tokens per second `stream` (sample.py's) generates with these weights,
     greedily, in batches of 1 and 8."""
     weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
-    transformers_speed, rng = _transformers(folder), np.random.default_rng(0)
+    dtype = jax.tree.leaves(params)[0].dtype.name
+    transformers_speed, rng = _transformers(folder, dtype), np.random.default_rng(0)
     print(f"{human_bytes(weight_bytes)} of weights on a device; prompts of {PROMPT} tokens, "
           f"{TOKENS} new ones, greedy; medians of {TURNS}")
     for rows in (1, 8):
@@ -70,19 +71,22 @@ def _read_seconds(size):
     return min(times)
 
 
-def _transformers(folder):
-    """A function from prompts to transformers' tokens per second; None if it is not installed."""
+def _transformers(folder, dtype):
+    """A function from prompts to transformers' tokens per second, on the same kind of device; None
+    if it is not installed."""
     if not folder or not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return None
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     transformers.logging.set_verbosity_error()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype)).eval().to(device)
 
     def run(prompts):
-        ids, begin = torch.tensor(prompts), time.perf_counter()
+        ids, begin = torch.tensor(prompts, device=device), time.perf_counter()
         with torch.no_grad():
             theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS,
-                            min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+                            min_new_tokens=TOKENS, do_sample=False, pad_token_id=0).cpu()
         return len(prompts) * TOKENS / (time.perf_counter() - begin)
 
     run([[1] * PROMPT])

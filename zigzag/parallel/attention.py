@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import ambient, is_single_cpu, mark_varying, untyped
+from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
 # with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
@@ -178,7 +178,7 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
         return f"by the {kernel} kernel"
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
-    ends, parts = block_ends(scores, T, causal, not is_single_cpu(mesh))
+    ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
     blocks = f"{len(ends)} block{'s' if len(ends) > 1 else ''} of "
     size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,} queries"
     keys = "the keys up to the last of them" if causal else "all keys"
@@ -215,7 +215,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
     # (Where tensor is auto, H counts all heads, and the compiler divides them.)
     compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)
     causal, scores = causal and S == T, B * H * T * S // compilers
-    ends, parts = block_ends(scores, T, causal, not is_single_cpu())
+    ends, parts = block_ends(scores, T, causal, not may_unroll())
 
     def one(queries, keys):
         return attend_to(queries, keys)[0]
