@@ -288,7 +288,7 @@ def embedding(params, batch, c):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
         table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
-        x = x + lookup(jnp.asarray(table), places).astype(x.dtype)
+        x = x + lookup(table, places).astype(x.dtype)
     if c.token_types:
         check_ids(batch["token_types"], c.token_types, "the table of token types")
         x = x + lookup(params["token_types"], shard.my_time_slice(batch["token_types"], x))

@@ -28,9 +28,9 @@ def drawn(rng):
     row, column, size = *rng.choice([4, 5, 10, 11], 2), rng.integers(3, 5)
     y, x = np.mgrid[:16, :16]
     y, x, far = abs(y - row), abs(x - column), np.hypot(y - row, x - column)
-    inside = {"square": (y < size) & (x < size), "disc": far < size,
-              "cross": (y < size) & (x < size) & ((y < 1) | (x < 1)),
-              "ring": (far < size) & (far >= size - 1.5)}[shape]
+    square, disc = (y < size) & (x < size), far < size - 0.5     # (far < 3 would be a square)
+    inside = {"square": square, "disc": disc, "cross": square & ((y < 1) | (x < 1)),
+              "ring": disc & (far >= size - 2)}[shape]
     picture = np.array(COLORS[color])[:, None, None] * inside + rng.normal(0, 0.1, (3, 16, 16))
     place = f"{'top' if row < 8 else 'bottom'} {'left' if column < 8 else 'right'}"
     return picture.astype(np.float32), f"a {color} {shape}, {place}"

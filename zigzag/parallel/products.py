@@ -117,7 +117,7 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
     In float32, so that its gradients add up in float32: in bfloat16 a sum stops growing after some
     256 equal terms, and the gradient of an embedding, with ids as frequent as words are, was wrong
     by 58% of its length. (A GPU also adds float32 numbers in memory by itself.)"""
-    return table.astype(jnp.float32).at[ids].get(**how).astype(table.dtype)
+    return jnp.asarray(table, jnp.float32).at[ids].get(**how).astype(table.dtype)
 
 
 def capped(logits: Array, softcap: float) -> Array:

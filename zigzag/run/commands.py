@@ -36,7 +36,7 @@ from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
 from zigzag.run import command_line
 from zigzag.run.checks import check_network
-from zigzag.run.loop import Loop, Task, flush_metrics, prepare, report_header
+from zigzag.run.loop import Loop, Task, describe_attention, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.trainer import Trainer
 from zigzag.weights import lora
@@ -163,6 +163,7 @@ def bench(config: Any, trainer: Trainer, mesh: Any, task: Task, make_batch: Call
         task.examples, config.seed, at * config.batch + np.arange(config.batch)))
     with jax.set_mesh(program.mesh):
         report_header(program, say, trainer.hidden())
+        say.line(describe_attention(program.plan))
         step, same = prepare(loop), next_batch(0)
         for at in range(config.steps):
             batch = same if at % 2 else next_batch(at)

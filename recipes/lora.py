@@ -1,0 +1,67 @@
+"""LoRA: a model that can add learns to subtract by small adapters alone (Hu et al., 2022).
+
+    example     the ids of a sum, such as 37+45=, and of its answer (280: units first); with
+                adapters, of a difference (37-45= is 80-)
+    loss        the network's own, the cross-entropy of the answer
+    metric      exact, the share of greedy answers that are right, to what was never asked
+
+    python -m recipes.lora --out sums                                   # all weights learn sums
+    python -m recipes.lora --init_from sums --lora_rank 8 --out both    # adapters, differences
+"""
+
+import sys
+
+import numpy as np
+
+import data
+import sample
+import tasks
+import train
+
+LENGTH = 3          # ids in an answer
+
+
+def asked(sign, held_out):
+    """(question, answer) for pairs of numbers below 100: 9,500 to learn from, or the 500 others."""
+    numbers = np.random.default_rng(0).permutation(10_000)
+    for a, b in (divmod(int(n), 100) for n in (numbers[:500] if held_out else numbers[500:])):
+        answer = f"{a + b:03}" if sign == "+" else f"{a - b:+03}"
+        yield f"{a:02}{sign}{b:02}=", answer[::-1]
+
+
+def collate(examples):
+    """The loss counts for answers alone."""
+    rows = np.array([[*question, *answer] for question, answer in examples], np.int32)
+    weights = np.ones((len(rows), rows.shape[1] - 1), np.float32)
+    weights[:, :-LENGTH] = 0
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    own = [] if "--init_from" in argv else [
+        "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4"]
+    c = train.parse(["--out", "lora", "--steps", "600", "--batch", "256", "--lr", "0.003",
+                     "--seq_len", "16", *own, *argv])
+    weights, tokenizer, record = tasks.first_weights(c)
+    tokenizer = tokenizer or data.tokenizer_at("bytes")
+
+    def encoded(is_held_out):
+        for question, answer in asked("-" if c.lora_rank else "+", is_held_out):
+            ids = tokenizer.prompt(question + answer)
+            yield ids[:-LENGTH], ids[-LENGTH:]
+
+    def predict(params, batch):
+        questions = {"tokens": batch["tokens"][:, :1 - LENGTH]}
+        return sample.generate_ids(params, questions, c.network, LENGTH, 0.0)
+
+    def metric(outputs, examples):
+        return {"exact": float(np.mean((outputs == [answer for _, answer in examples]).all(1)))}
+
+    init, loss, _ = train.language(c)
+    return train.fit(c, init, collate, loss, predict, list(encoded(False)), list(encoded(True)),
+                     metric=metric, weights=weights, tokenizer=tokenizer, record=record)
+
+
+if __name__ == "__main__":
+    train.run_main(main)
