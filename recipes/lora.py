@@ -5,8 +5,8 @@
     loss        the network's own, the cross-entropy of the answer
     metric      exact, the share of greedy answers that are right, to what was never asked
 
-    python -m recipes.lora --out sums                                   # all weights learn sums
-    python -m recipes.lora --init_from sums --lora_rank 8 --out both    # adapters, differences
+    python -m recipes.lora --out sums
+    python -m recipes.lora --init_from sums --lora_rank 16 --lr 0.01 --out both     # differences
 """
 
 import sys
@@ -41,7 +41,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     own = [] if "--init_from" in argv else [
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4"]
-    c = train.parse(["--out", "lora", "--steps", "600", "--batch", "256", "--lr", "0.003",
+    c = train.parse(["--out", "lora", "--steps", "1000", "--batch", "256", "--lr", "0.003",
                      "--seq_len", "16", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
