@@ -259,13 +259,13 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
         w, e = layer
         return block(gather(w, layer_specs, sum_dtype), x, e)
 
-    if not (unrolled := unrolls((weights, xs), remat)):
+    if remat != "none" or layer_specs is not None and axis_size("fsdp") > 1:
         body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
 
     def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
         return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    return lax.scan(named_body, x, (weights, xs), unroll=unrolled)
+    return lax.scan(named_body, x, (weights, xs), unroll=unrolls((weights, xs), remat))
 
 
 # -------------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ def _transformers(folder, dtype):
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     transformers.logging.set_verbosity_error()
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype)).eval().to(device)
 
