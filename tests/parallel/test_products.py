@@ -44,6 +44,18 @@ def test_a_products_gradients_have_its_operands_precision(platform, monkeypatch)
     exact = 64 * float(x[0, 0, 0]) * float(w[0, 0])
     assert y.dtype == jnp.float32 and float(y[0, 0, 0]) == pytest.approx(exact, rel=1e-6)
     assert [a.dtype for a in vjp(y)] == [jnp.bfloat16, jnp.bfloat16]
+    # The gradient of the logits is rounded as their operands are, and nothing else is.
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((1, 64, 64), (64, 32)))
+    y, vjp = jax.vjp(lambda x, w: matmul(x, w, 1, jnp.float32), x, w)
+    g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
+    rounded, (dx, dw) = g.astype(jnp.bfloat16), vjp(g)
+    for found, formula in ((dx, lambda g: jnp.einsum("btf,df->btd", g, w.astype(g.dtype))),
+                           (dw, lambda g: jnp.einsum("btd,btf->df", x.astype(g.dtype), g))):
+        near, other = (formula(a.astype(jnp.float32)).astype(jnp.bfloat16) for a in (rounded, g))
+        assert np.mean(found == near) > 0.99 > 0.95 > np.mean(found == other)
+    y, vjp = jax.vjp(lambda x, w: matmul(x, w), x, w.astype(jnp.float32))     # a float32 weight
+    assert [a.dtype for a in (y, *vjp(y))] == [jnp.float32, jnp.bfloat16, jnp.float32]
 
 
 def test_a_sum_over_chunks_and_its_gradients():
