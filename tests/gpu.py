@@ -11,6 +11,7 @@ the same sizes, with the same tokens in a batch: weights in float32 and products
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def text(folder):
 
 
 def ours(name, *more):
-    """The last line of train.py --bench."""
+    """The last line of train.py --bench, and the mfu that it prints."""
     layers, d_model, heads, d_ff, seq_len, batch, flags = SIZES[name]
     with tempfile.TemporaryDirectory() as folder:
         said = subprocess.run([
@@ -45,7 +46,8 @@ def ours(name, *more):
             *flags, *more], cwd=ROOT, text=True, capture_output=True)
     if said.returncode:
         raise SystemExit(said.stdout[-500:] + said.stderr[-2000:])
-    return json.loads(said.stdout.splitlines()[-1])
+    return json.loads(said.stdout.splitlines()[-1]) | {
+        "mfu": re.search(r"mfu (\S+)", said.stdout)[1]}
 
 
 def theirs(name, steps=30):
@@ -94,9 +96,10 @@ def published(folder):
     made.save(str(Path(folder) / "tokenizer.json"))
 
 
-def row(name, what, found, flops=True):
-    rate = found.get("model_flops_per_second", 0) / 1e12
-    share = f"{rate:.0f}; {found['model_flops_per_second'] / 989e12:.1%}" if rate else ""
+def row(name, what, found):
+    share = ""
+    if "mfu" in found:
+        share = f"{found['model_flops_per_second'] / 1e12:.0f}; {found['mfu']}"
     return (f"| {name} | {what} | {found['tokens_per_second']:,.0f} | "
             f"{found['step_seconds'] * 1e3:.1f} ms | {share} | {found['peak_bytes'] / 1e9:.1f} GB "
             f"| {found['first_step_seconds']:.1f} s |")

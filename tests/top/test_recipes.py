@@ -241,6 +241,7 @@ def test_each_rows_gradient_is_clipped_and_the_sum_has_noise():
     noise, zeros = dpsgd.noisy(0.5, 0), {"w": jnp.zeros(100_000), "b": jnp.zeros(100_000)}
     first, count = noise.update(zeros, noise.init(zeros))
     second, _ = noise.update(zeros, count)
+    assert float(first["w"].std()) == pytest.approx(0.5, rel=0.02)
     # Chi-square, in 20 bins of equal probability: 43.8 is exceeded once in a thousand times.
     inside = (1 + jax.scipy.special.erf(first["w"] / 0.5 / 2**0.5)) / 2
     bins = np.histogram(inside, 20, (0, 1))[0]

@@ -115,9 +115,9 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
     """table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options of jax's
     Array.at[ids].get, which say what an id outside the table gives.
 
-    Its gradient adds up in float32: in bfloat16 a sum stops growing after some 256 equal terms, and
-    the gradient of an embedding, with ids as frequent as words are, was wrong by 58% of its length.
-    (A GPU also adds float32 numbers in memory by itself.)"""
+    Its gradient adds up in float32. In bfloat16 a sum stops growing after some 256 equal terms:
+    with ids as frequent as words are, the gradient of an embedding was wrong by 58% of its length.
+    (On an H200 the float32 sum also took 0.1 ms of a step, and the other some 25.)"""
     def get(table, ids):
         return jnp.asarray(table).at[ids].get(**how)
 

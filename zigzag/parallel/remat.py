@@ -14,7 +14,7 @@ from zigzag.core.mesh import may_unroll
 
 # On a single CPU or GPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers on
 # a CPU: a step is 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer;
-# with 12 on an H200: 48.3 ms, where a loop took 66.5, or 56.4 when it kept the least.
+# with 12 on an H200: 48.3 ms, and 56.4 ms for the fastest loop that was tried, which kept less.
 UNROLLED = 16
 
 # Cheap to recompute from the operand: never worth saving.
