@@ -23,6 +23,8 @@ import train
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
+    if "--teacher" not in argv:
+        sys.exit(__doc__)
     alone = "--alone" in argv
     at = argv.index("--teacher")
     folder, argv = argv[at + 1], [word for word in argv[:at] + argv[at + 2:] if word != "--alone"]

@@ -6,7 +6,7 @@
                 become since then, less the same of the rejected one (as logarithms)
     logged      accuracy, the share of pairs whose margin is positive
 
-    python -m recipes.dpo [--init_from FOLDER] [--data PAIRS.jsonl] [flags of train.py]
+    python -m recipes.dpo [--model FOLDER] [--data PAIRS.jsonl] [flags of train.py]
 
 A line of PAIRS.jsonl has prompt, chosen and rejected (docs/data.md); without it, pairs are made.
 """
@@ -71,7 +71,8 @@ def dpo_loss(logs, reference):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = [] if "--init_from" in argv else ["--vocab_size", "257", "--lr", "0.001"]
+    own = ["--vocab_size", "257", "--lr", "0.001"]
+    own = [] if {"--model", "--init_from"} & set(argv) else own
     config = train.parse(["--out", "dpo", "--steps", "600", "--batch", "32", "--seq_len", "32",
                           "--weight_decay", "0", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(config)

@@ -8,7 +8,7 @@
                 and minus a little entropy, without which all answers are soon the same
     metric      exact, the share of greedy answers that are right, to sums that were never asked
 
-    python -m recipes.grpo [--init_from FOLDER] [flags of train.py]
+    python -m recipes.grpo [--model FOLDER] [flags of train.py]
 """
 
 import sys
@@ -59,8 +59,9 @@ def grpo_loss(logits, answer, drawn, advantage):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = [] if "--init_from" in argv else [
-        "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr", "0.001"]
+    own = ["--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr",
+           "0.001"]
+    own = [] if {"--model", "--init_from"} & set(argv) else own
     c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
                      "--weight_decay", "0", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(c)

@@ -1,8 +1,8 @@
 """MAML: weights from which one step of gradient descent learns a new sinusoid (Finn et al., 2017).
 
-    example     a sinusoid: 5 points to learn it from, and 10 more to judge by
-    loss        the error on the 10, after a step of gradient descent on the 5: its gradient has
-                second derivatives (FOMAML, with --first_order, leaves them out)
+    example     a sinusoid: 10 points to learn it from, and 10 more to judge by
+    loss        the error on the latter, after a step of gradient descent on the former: its
+                gradient has second derivatives (FOMAML, with --first_order, leaves them out)
     metric      the error after 0, 1, 4 and 9 steps, on sinusoids that were never seen
 
     python -m recipes.maml [--first_order] [flags of train.py]
@@ -16,7 +16,7 @@ import numpy as np
 
 import train
 
-SHOTS, STEP = 5, 0.01       # points to learn from; the rate of the step that learns from them
+SHOTS, STEP = 10, 0.01      # points to learn from; the rate of the step that learns from them
 
 
 def sinusoid(number):

@@ -267,10 +267,16 @@ def go(*words):
     return config
 
 
+def _words(file, words):
+    """The words that run a file of ours, or "-m MODULE"."""
+    at = str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)]
+    return [sys.executable, *at, *map(str, words)]
+
+
 def command(*words, file="train.py", env=None, **more):
     """Run a command in a process of its own, and wait for its end."""
     return subprocess.run(
-        [sys.executable, str(ROOT / file), *map(str, words)], text=True, capture_output=True,
+        _words(file, words), text=True, capture_output=True,
         timeout=600, cwd=more.pop("cwd", ROOT),
         env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
 
@@ -278,7 +284,7 @@ def command(*words, file="train.py", env=None, **more):
 def started(*words, file="train.py", cwd=ROOT):
     """Start a command and do not wait for it."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / file), *map(str, words)], text=True, cwd=cwd,
+        _words(file, words), text=True, cwd=cwd,
         env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -23,7 +23,7 @@ def runs(tmp_path):
             for row in rows:
                 row["expert_load"] = [[0.2, 0.8], [0.5, 0.5]]
         rows[10]["loss"] = None         # (not finite)
-        rows.insert(50, {"step": 50, "eval_loss": 3.5, "train_loss": 3.6})
+        rows.insert(50, {"step": 50, "eval_loss": 3.5, "train_loss": 3.6, "right": 0.25})
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(text[:-9] if name == "b" else text)
     return tmp_path
@@ -40,7 +40,7 @@ def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     panels = {panel.splitlines()[0]: panel.splitlines() for panel in text.split("\n\n")[1:]}
     assert list(panels) == ["loss", "held-out loss", "learning rate",
                             "gradient norm (logarithmic)", "tokens/s",
-                            "expert load: smallest and largest share"]
+                            "expert load: smallest and largest share", "right"]
     loss = panels["loss"]
     width = len(loss[-2]) - 12
     rows = [line.partition("|")[2] for line in loss[1:-2]]

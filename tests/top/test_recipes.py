@@ -17,7 +17,7 @@ import networks
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import net, peer, published_files
+from tests.common import command, ends, hosts, net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
 from zigzag.run import begin
@@ -260,6 +260,42 @@ def test_preferences_are_learned_by_the_papers_formula():
         assert (float(margin[i]) > 0) == (want > 0)
 
 
+@pytest.mark.full
+def test_preferences_are_learned_as_trl_learns_them(recipe, tmp_path, text, monkeypatch):
+    """Probabilities of the prompt, or none of the end; a reference that moves with the weights."""
+    trl, transformers, datasets = map(pytest.importorskip, ("trl", "transformers", "datasets"))
+    config = config_of(layers=2, d_model=32, heads=4, seq_len=32, vocab_size=300, kernel="off")
+    params = jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(0)))
+    folder = published_files(tmp_path / "model", text)
+    networks.save_hf(folder, params, config)
+    # (A prompt that ends in a space would be cut elsewhere: trl reads it and the answer as one.)
+    pairs = [{"prompt": pair["prompt"].rstrip(), "chosen": " " + pair["chosen"],
+              "rejected": " " + pair["rejected"]} for pair in dpo.made_pairs(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    encoded = dpo.encoded
+
+    def all_learned(*given):
+        """No pair is held out, so each update has all of them."""
+        learned, held_out = encoded(*given)
+        return learned + held_out, held_out
+
+    monkeypatch.setattr(dpo, "encoded", all_learned)
+    losses, path = recipe(
+        "dpo", "", "--model", folder, "--data", tmp_path / "pairs.jsonl", "--steps", 4, "--batch",
+        len(pairs), "--warmup", 0, "--beta2", 0.999, "--lr", 0.001)
+    trainer = trl.DPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+        args=trl.DPOConfig(
+            str(tmp_path / "trl"), per_device_train_batch_size=len(pairs), max_steps=4,
+            learning_rate=0.001, lr_scheduler_type="constant", logging_steps=1, beta=dpo.BETA,
+            bf16=False, gradient_checkpointing=False, report_to=[], use_cpu=True, max_length=None),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder, pad_token="</s>"))
+    trainer.train()
+    want = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(want) == 4 and losses == pytest.approx(want, rel=1e-4)
+
+
 def test_rewards_are_learned_by_the_papers_formula():
     """Advantages over the whole batch; a ratio that is clipped where it should not be."""
     rng = np.random.default_rng(0)
@@ -280,6 +316,22 @@ def test_rewards_are_learned_by_the_papers_formula():
             gain = min(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
             want -= (gain - grpo.ENTROPY * (p * np.log(p)).sum()) / 2
         assert float(found[row]) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.full
+def test_answers_are_the_same_in_two_processes(tmp_path):
+    """Answers that each process draws for itself; rewards of one that the other does not see."""
+    words = ("--steps", 3, "--batch", 32, "--eval_every", 0, "--fsdp_min", 1, "--dtype", "float32",
+             "--mesh", "fsdp=2,tensor=2", "--out")
+    two = hosts(2, *words, tmp_path / "two", file="-m recipes.grpo")
+    assert all(status == 0 for status, *_ in ends(two))
+    one = command(*words, tmp_path / "one", file="-m recipes.grpo")
+    assert one.returncode == 0, one.stderr
+    rows, others = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+                    for name in ("one", "two"))
+    for a, b in zip(rows, others, strict=True):
+        for name in {"loss", "reward"} & a.keys():
+            assert a[name] == pytest.approx(b[name], rel=1e-5)
 
 
 def test_an_answers_probability_is_the_same_when_it_is_learned(recipe):

@@ -29,6 +29,8 @@ PER_TOKEN, PER_BYTE = "held-out loss", "held-out bits per byte"
 PANELS = {"loss": "loss", PER_TOKEN: "eval_loss", PER_BYTE: "bits_per_byte", "learning rate": "lr",
           "gradient norm": "grad_norm", "tokens/s": "tokens_per_second",
           "expert load: smallest and largest share": "expert_load"}
+# What is not drawn. Every other number of a run, such as its metric, has a panel of its own name.
+HIDDEN = {"step", "train_loss", "tokens", "mfu", "skipped", "save_seconds"}
 MARKS = "*o+x#@%&"      # of the runs, in text
 ROWS, WIDTH = 9, 72     # characters of a panel in text
 
@@ -67,7 +69,10 @@ def series(run: str) -> dict[str, list[np.ndarray]]:
     """{title of a panel: curves [[step, number], ...]} of a run. Most panels have one curve; that
     of the experts has two. Panels without numbers are left out."""
     rows, found = _rows(run), {}
-    for title, name in PANELS.items():
+    others = dict.fromkeys(name for row in rows for name in row)
+    for name in HIDDEN.union(PANELS.values()):
+        others.pop(name, None)
+    for title, name in {**PANELS, **{name: name for name in others}}.items():
         points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
         curves = [points]
         if name == "expert_load":
@@ -144,7 +149,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _titles(runs):
-    return [title for title in PANELS if any(title in curves for curves in runs.values())]
+    found = {title: None for curves in runs.values() for title in curves}
+    return [title for title in {**PANELS, **found} if title in found]
 
 
 def _is_log(title, curves):
