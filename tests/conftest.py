@@ -14,14 +14,16 @@ from tests.helpers import learn, make
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """.ci/run takes the first slow case of a test, the 25th and so on; .ci/full takes all."""
-    cases = collections.Counter()
+    """.ci/run takes the quick cases of a test or, if it has none, its first slow one, the 25th and
+    so on; .ci/full takes all."""
+    cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("full"):
-            name = item.nodeid.partition("[")[0]
-            if cases[name] % 24:
+        kind = next(filter(item.get_closest_marker, ("full", "slow")), "quick")
+        cases[item.nodeid.partition("[")[0]][kind].append(item)
+    for of_test in cases.values():
+        for number, item in enumerate(of_test["slow"]):
+            if of_test["quick"] or number % 24:
                 item.add_marker(pytest.mark.full)
-            cases[name] += 1
 
 
 MAPS = Path("/proc/self/maps")

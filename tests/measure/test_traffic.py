@@ -37,7 +37,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("data=4", {}), ("fsdp=4", {}), ("tensor=4", {}), ("seq=4", {}),
+    full("data=4", {}), full("fsdp=4", {}), full("tensor=4", {}), ("seq=4", {}),
     full("pipe=4", dict(microbatches=4)), full("expert=4", dict(experts=8)),
     ("data=2,fsdp=2,tensor=2", {}),
     ("expert=2,fsdp=2,tensor=2", dict(experts=4, shared_experts=1)),

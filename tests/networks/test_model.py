@@ -219,7 +219,7 @@ def test_without_seeds_nothing_is_dropped():
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
-@pytest.mark.parametrize("mesh", ["", "tensor=4", "fsdp=4,tensor=2"])
+@pytest.mark.parametrize("mesh", ["", full("tensor=4"), "fsdp=4,tensor=2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     """A mean of means, which shows because masks differ between rows; any other wrong gradient,

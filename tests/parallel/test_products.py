@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.common import gradients_of
+from tests.common import full, gradients_of
 from tests.helpers import batch_of, make, program_of
 from zigzag.parallel import products
 from zigzag.parallel.products import chunked_sums, matmul
@@ -78,7 +78,7 @@ def test_a_sum_over_chunks_and_its_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", [full(""), "data=2,tensor=2"])
 def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
     """A chunk's mean in place of its sum; an array with all logits at once (8 rows of 16 tokens and
     128 ids)."""

@@ -48,6 +48,7 @@ def test_the_hits_are_those_of_the_logits(mesh, changes, chunked, monkeypatch):
     assert rows[-1]["eval_accuracy"] > 0.05
 
 
+@pytest.mark.full
 def test_classes_are_counted_too():
     """The accuracy of a classifier, whose loss is of all time on every stage."""
     network = networks.config_of(dict(head="classes", labels=3, causal=False, layers=2, d_model=32,

@@ -707,6 +707,7 @@ def edited_since(text, asked):
     return why_untested
 
 
+@pytest.mark.full
 def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     """A wrong edit that trains in silence to another loss; a right one that is refused, or no
     longer runs as the network's own; one device that compares itself with itself."""

@@ -13,6 +13,7 @@ import pytest
 import shard
 import test_all
 import train
+from tests.common import full
 from tests.helpers import make, mesh_of, program_of
 from zigzag.core.mesh import by_path
 from zigzag.disk.batches import place_batch
@@ -102,9 +103,9 @@ MARK = "mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)"
 
 @pytest.mark.parametrize("mark, says", [
     (None, None),
-    ("cast((trained, frozen), plan.dtype)", "embed"),       # the first gradient that differs
+    full("cast((trained, frozen), plan.dtype)", "embed"),   # the first gradient that differs
     (MARK.replace("plan.marked", "plan.marked - {'fsdp'}"), "varying|psum"),
-    (MARK.replace("plan.marked", "plan.marked | {'tensor'}"), "tensor")],
+    full(MARK.replace("plan.marked", "plan.marked | {'tensor'}"), "tensor")],
     ids=["as it is", "none", "not fsdp", "tensor"])
 def test_test_all_sees_an_edit_of_the_mark(mark, says, monkeypatch):
     """Marks that a fork leaves out, or sets over another axis: sums over devices that are made in

@@ -45,7 +45,7 @@ def losses_of(rows):
 # -------------------------------------------------------------------------------------------
 # The update
 
-@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2", slow("data=2,tensor=2")])
+@pytest.mark.parametrize("mesh", [full(""), "fsdp=2,tensor=2", full("data=2,tensor=2")])
 @pytest.mark.parametrize("changes", [dict(accumulate=4), dict(step="jit", accumulate=2)],
                          ids=["accumulate", "jit"])
 def test_accumulation_and_the_compilers_step_change_nothing(mesh, changes, alone):
