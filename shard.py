@@ -141,7 +141,7 @@ from zigzag.parallel.products import (
     time_chunks,
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
-from zigzag.parallel.remat import POLICIES, unrolls
+from zigzag.parallel.remat import POLICIES, recomputed, unrolls
 from zigzag.rule.jaxprs import labelled, named, names_in  # labels: `attend` explains them
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
@@ -543,7 +543,7 @@ def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
     the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys, as
     zigzag/parallel/attention.py explains."""
-    look_at = jax.checkpoint(functools.partial(look, attend_to, queries))
+    look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
         keys, result = state
@@ -570,7 +570,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    @jax.checkpoint         # saves the keys of each turn, and the results before it
+    @recomputed             # saves the keys of each turn, and the results before it
     def look_at(keys, before, first, second):
         early_keys, late_keys = halves(keys)
         second = join(second, look(attend_to, late, early_keys))

@@ -94,7 +94,7 @@ def step(state, batch, gradients, update):
     # (A tenth of the reward is kept, so that values stay small.)
     made = jnp.concatenate([now, torque[:, None], reward[:, None] / 10, after], 1)
     past = jax.lax.dynamic_update_slice_in_dim(
-        trees["world"]["past"], made, at * PLAYERS % (CAPACITY - PLAYERS + 1), 0)
+        trees["world"]["past"], made, at * PLAYERS % CAPACITY, 0)
     now = jnp.where((at + 1) % MOVES == 0, begin(keys[1], PLAYERS), after)
 
     # Both networks learn from moves of the past.

@@ -4,7 +4,7 @@
                 the class is left out
     loss        the squared error of the noise that was mixed into the picture, at a random time
     metric      right, the share of drawn pictures that scikit-learn's nearest neighbours among the
-                real digits take for the class that was asked for
+                real digits take for the class that was asked for (copies would be right, too)
 
     python -m recipes.diffusion [flags of train.py]
 """
@@ -103,7 +103,8 @@ def main(argv=None):
 
     config = train.parse(["--out", "diffusion", "--steps", "6000", "--batch", "128", "--lr",
                           "0.001", "--ema", "0.999", *(sys.argv[1:] if argv is None else argv)])
-    return train.fit(config, init, collate, loss, predict, examples, examples[:200], metric=metric)
+    return train.fit(config, init, collate, loss, predict, examples[200:], examples[:200],
+                     metric=metric)
 
 
 if __name__ == "__main__":

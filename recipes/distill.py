@@ -23,7 +23,7 @@ import train
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--teacher" not in argv:
+    if "--teacher" not in argv[:-1]:
         sys.exit(__doc__)
     alone = "--alone" in argv
     at = argv.index("--teacher")
@@ -38,15 +38,15 @@ def main(argv=None):
         def init(key):
             return {"student": init_student(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
 
-        def logits(weights, c, batch):
+        def log_probabilities(weights, c, batch):
             return jax.nn.log_softmax(networks.network_of(c).forward(weights, batch["tokens"], c))
 
         def of_student(trees, batch):
             return own_loss(trees["student"], batch)[:2]
 
         def of_teacher(trees, batch):
-            want = jnp.exp(logits(trees["teacher"], teacher_config, batch))
-            logs = logits(trees["student"], config.network, batch)
+            want = jnp.exp(log_probabilities(trees["teacher"], teacher_config, batch))
+            logs = log_probabilities(trees["student"], config.network, batch)
             return -(want * logs).sum(-1).ravel() @ batch["weights"].ravel(), batch["weights"].sum()
 
         def step(state, batch, gradients, update):
@@ -56,7 +56,7 @@ def main(argv=None):
 
         return train.fit(config, init, task.collate, of_student, examples=task.examples,
                          held_out=task.held_out, step=step, bits_per_nat=task.bits_per_nat,
-                         record=learned.record | {"alone": alone})
+                         record=learned.record | {"alone": alone, "teacher": folder})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     example     two texts with the same beginning, the chosen one and the rejected one, with the
                 log-probability of each under the reference: the weights as they are at first
-    loss        -log sigmoid(BETA x margin): margin is how much likelier the chosen answer has
-                become since then, less the same of the rejected one (as logarithms)
+    loss        -log sigmoid(BETA x margin), where margin = (log p - log p at first) of the chosen
+                answer - the same of the rejected one
     logged      accuracy, the share of pairs whose margin is positive
 
     python -m recipes.dpo [--model FOLDER] [--data PAIRS.jsonl] [flags of train.py]
@@ -11,6 +11,7 @@
 A line of PAIRS.jsonl has prompt, chosen and rejected (docs/data.md); without it, pairs are made.
 """
 
+import functools
 import json
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def made_pairs(count=3000):
 
 def encoded(paths, tokenizer, length):
     """Examples to learn from and held-out ones: pairs of documents, as data.py encodes the lines
-    (those of made pairs, if there are no paths)."""
+    (those of made pairs, if there are no paths). Pairs with a longer text are left out."""
     with tempfile.TemporaryDirectory() as folder:
         if not paths:
             paths = [f"{folder}/made.jsonl"]
@@ -49,9 +50,14 @@ def encoded(paths, tokenizer, length):
             raise ValueError(f"{paths[0]}: expected lines with chosen and rejected")
         for split in "train", "held_out":
             documents = corpus.documents(split)
-            sizes = np.minimum(documents.lengths(np.arange(len(documents))), length)
-            parts = [documents.part(i, 0, size) for i, size in enumerate(sizes.tolist())]
-            yield list(zip(parts[::2], parts[1::2]))
+            sizes = documents.lengths(np.arange(len(documents))).reshape(-1, 2).tolist()
+            pairs = [(documents.part(2 * i, 0, chosen), documents.part(2 * i + 1, 0, rejected))
+                     for i, (chosen, rejected) in enumerate(sizes)
+                     if max(chosen, rejected) <= length]
+            if len(pairs) < len(sizes):
+                print(f"data     {len(sizes) - len(pairs):,} of {len(sizes):,} pairs are left out: "
+                      f"one of their texts is longer than {length} tokens (--seq_len)")
+            yield pairs
 
 
 def collate(pairs, length):
@@ -71,10 +77,11 @@ def dpo_loss(logs, reference):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = ["--vocab_size", "257", "--lr", "0.001"]
-    own = [] if {"--model", "--init_from"} & set(argv) else own
+    given = {word.partition("=")[0] for word in argv}
+    own = [] if given & {"--model", "--init_from"} else ["--vocab_size", "257", "--lr", "0.001"]
+    # (In float32, so that the reference is computed as the loss is, on any device.)
     config = train.parse(["--out", "dpo", "--steps", "600", "--batch", "32", "--seq_len", "32",
-                          "--weight_decay", "0", *own, *argv])
+                          "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(config)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
     network, length = networks.network_of(config), config.seq_len
@@ -88,23 +95,28 @@ def main(argv=None):
         logs = jnp.take_along_axis(logits, targets[..., None], 2)[..., 0]
         return (logs * counted).sum(1).reshape(-1, 2)
 
-    first = (sample.load(config.init_from)[0] if config.init_from else
-             jax.jit(init)(jax.random.key(config.seed)))
-    of_batch = jax.jit(log_probabilities)
+    if config.init_from:
+        first, _, _ = sample.load(config.init_from, checkpoint=record.get("base_step"),
+                                  edited=config.edited)
+    else:
+        first = jax.jit(init)(jax.random.key(config.seed))
+    of_batch, size = jax.jit(log_probabilities), config.batch
 
-    def with_reference(pairs):
-        """The pairs, with the log-probabilities that each has at first."""
+    def with_reference(weights, pairs):
+        """The pairs, with the log-probabilities that each has under these weights."""
         found = []
-        for i in range(0, len(pairs), 64):
-            rows = (pairs[i:i + 64] * 64)[:64]      # (64 in the last batch, too: one program)
-            found += list(np.asarray(of_batch(first, collate(rows, length))))
+        for i in range(0, len(pairs), size):
+            rows = (pairs[i:i + size] * size)[:size]    # (a whole batch, the last one too)
+            found += list(np.asarray(of_batch(weights, collate(rows, length))))
         return [(*pair, logs) for pair, logs in zip(pairs, found)]
 
     def loss(params, batch):
         losses, margin = dpo_loss(log_probabilities(params, batch), batch["reference"])
         return losses.sum(), len(losses), {"accuracy": (margin > 0).sum(), "margin": margin.sum()}
 
-    learned, held_out = map(with_reference, encoded(config.data, tokenizer, length))
+    learned, held_out = map(functools.partial(with_reference, first),
+                            encoded(config.data, tokenizer, length))
+    del first           # (their memory is the run's now)
     return train.fit(config, init, lambda examples: collate(examples, length) | {
         "reference": np.stack([logs for _, _, logs in examples])}, loss, examples=learned,
         held_out=held_out, weights=weights, tokenizer=tokenizer, record=record)

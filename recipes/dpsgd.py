@@ -3,8 +3,9 @@
     example     a point of one of three interleaved spirals
     loss        the cross-entropy. Each row's gradient is clipped to a norm of CLIP before the sum
     optimizer   adds noise of NOISE times CLIP to that sum, then Adam
-    metric      the share of held-out points that are right. The privacy spent is printed, as it is
-                if each batch is a random sample. (Whoever knows --seed can subtract the noise.)
+    metric      the share of held-out points that are right. The privacy spent is printed: an
+                estimate, for batches that are random samples. Here they are parts of a shuffled
+                whole, for which it is no guarantee; and whoever knows --seed can subtract the noise
 
     python -m recipes.dpsgd [flags of train.py]
 """
@@ -94,11 +95,12 @@ def epsilon(steps, share):
 
 
 def main(argv=None):
-    config = train.parse(["--out", "dpsgd", "--steps", "600", "--batch", "256",
-                          *(sys.argv[1:] if argv is None else argv)])
+    config = train.parse(["--out", "dpsgd", "--steps", "600", "--batch", "256", "--dtype",
+                          "float32", *(sys.argv[1:] if argv is None else argv)])
     noise = noisy(NOISE * CLIP / config.batch, config.seed)     # (the sum is divided by the count)
     spent = epsilon(config.steps, min(config.batch / COUNT, 0.999))
-    print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g}, after {config.steps} updates")
+    print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g}, after {config.steps} updates (if "
+          f"each batch were a random sample)")
     return train.fit(config, init, collate, loss,
                      predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
                      metric=lambda outputs, rows: {"right": float(np.mean(outputs == [

@@ -1,12 +1,16 @@
-"""GRPO: a model learns to add from rewards alone, with answers that it writes itself (Shao et al.,
-2024). No right answer is ever shown to it.
+"""GRPO: a model learns to add from rewards alone, with answers that it writes itself (after Shao et
+al., 2024). No right answer is ever shown to it.
 
     example     a sum, such as 37+45=, an answer that the model drew before this update (280: units
                 first), and for each digit how much better it is than those of the same sum's other
                 answers
     loss        minus that advantage, times a digit's probability now over that when it was drawn;
                 and minus a little entropy, without which all answers are soon the same
-    metric      exact, the share of greedy answers that are right, to sums that were never asked
+    metric      exact, the share of greedy answers that are right, to sums that were never asked,
+                in either order
+
+The paper rewards whole answers, and keeps the model near its first weights by a penalty (KL) where
+this has the entropy. As it learns from each answer once, no ratio is clipped.
 
     python -m recipes.grpo [--model FOLDER] [flags of train.py]
 """
@@ -28,9 +32,10 @@ CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the e
 
 
 def pairs(held_out):
-    """All pairs of numbers below 100: 9,500 to learn from, or the 500 others."""
-    numbers = np.random.default_rng(0).permutation(10_000)
-    return [divmod(int(n), 100) for n in (numbers[:500] if held_out else numbers[500:])]
+    """All pairs of numbers below 100: those to learn from, or a twentieth of them (with a, b also
+    b, a)."""
+    hidden = np.triu(np.random.default_rng(0).random((100, 100)) < 0.05)
+    return np.argwhere((hidden | hidden.T) == held_out).tolist()
 
 
 def question(a, b):
@@ -59,11 +64,12 @@ def grpo_loss(logits, answer, drawn, advantage):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = ["--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr",
-           "0.001"]
-    own = [] if {"--model", "--init_from"} & set(argv) else own
+    given = {word.partition("=")[0] for word in argv}
+    own = [] if given & {"--model", "--init_from"} else [
+        "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr", "0.001"]
+    # (In float32, so that answers are drawn as they are learned, on any device.)
     c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
-                     "--weight_decay", "0", *own, *argv])
+                     "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
     network, choices = networks.network_of(c), pairs(held_out=False)
@@ -71,7 +77,10 @@ def main(argv=None):
     def ids(a, b):
         """(the question, the right answer)"""
         prompt = tokenizer.prompt(question(a, b))
-        return prompt, tokenizer.prompt(question(a, b) + answer(a, b))[len(prompt):]
+        right = tokenizer.prompt(question(a, b) + answer(a, b))[len(prompt):]
+        if len(right) != LENGTH:
+            sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
+        return prompt, right
 
     def drawn(seed, step, weights):
         """The examples of one update."""
@@ -96,6 +105,8 @@ def main(argv=None):
         both = jnp.concatenate([batch["prompt"], batch["answer"]], 1)
         logits = network.forward(params, both, c.network)[:, -LENGTH - 1:-1]
         losses, logs = grpo_loss(logits, batch["answer"], batch["drawn"], batch["advantage"])
+        if "seeds" not in batch:        # held out: only the metric means something
+            return losses.sum(), len(losses)
         return (losses.sum(), len(losses), {
             "reward": batch["reward"].sum(), "moved": jnp.abs(logs - batch["drawn"]).mean(1).sum()})
 

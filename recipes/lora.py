@@ -22,9 +22,10 @@ LENGTH = 3          # ids in an answer
 
 
 def asked(sign, held_out):
-    """(question, answer) for pairs of numbers below 100: 9,500 to learn from, or the 500 others."""
-    numbers = np.random.default_rng(0).permutation(10_000)
-    for a, b in (divmod(int(n), 100) for n in (numbers[:500] if held_out else numbers[500:])):
+    """(question, answer) for pairs of numbers below 100: those to learn from, or a twentieth of
+    them (with a, b also b, a)."""
+    hidden = np.triu(np.random.default_rng(0).random((100, 100)) < 0.05)
+    for a, b in np.argwhere((hidden | hidden.T) == held_out).tolist():
         answer = f"{a + b:03}" if sign == "+" else f"{a - b:+03}"
         yield f"{a:02}{sign}{b:02}=", answer[::-1]
 
@@ -39,7 +40,8 @@ def collate(examples):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = [] if "--init_from" in argv else [
+    given = {word.partition("=")[0] for word in argv}
+    own = [] if given & {"--model", "--init_from"} else [
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4"]
     c = train.parse(["--out", "lora", "--steps", "1000", "--batch", "256", "--lr", "0.003",
                      "--seq_len", "16", *own, *argv])
@@ -48,8 +50,10 @@ def main(argv=None):
 
     def encoded(is_held_out):
         for question, answer in asked("-" if c.lora_rank else "+", is_held_out):
-            ids = tokenizer.prompt(question + answer)
-            yield ids[:-LENGTH], ids[-LENGTH:]
+            asked_ids, ids = tokenizer.prompt(question), tokenizer.prompt(question + answer)
+            if len(ids) != len(asked_ids) + LENGTH:
+                sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
+            yield asked_ids, ids[-LENGTH:]
 
     def predict(params, batch):
         questions = {"tokens": batch["tokens"][:, :1 - LENGTH]}

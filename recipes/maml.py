@@ -28,7 +28,7 @@ def sinusoid(number):
 
 
 class Sinusoids:
-    """As many as one likes, of which none comes twice."""
+    """So many sinusoids, from this number on, each made when it is asked for."""
 
     def __init__(self, first, count):
         self.numbers = range(first, first + count)

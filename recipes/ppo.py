@@ -4,7 +4,8 @@
                 probability and the advantage of each (generalized advantage estimation)
     step        EPOCHS updates on the same episodes: the clipped ratio of the policy, the squared
                 error of the value, and a little entropy
-    metric      the mean length of 100 episodes, which the policy plays greedily
+    metric      the mean length of 100 episodes, which the policy plays greedily (the held-out loss
+                is that of episodes of the first policy, and means nothing)
 
     python -m recipes.ppo [flags of train.py]
 """

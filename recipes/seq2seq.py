@@ -30,9 +30,11 @@ def main(argv=None):
     config = train.parse(["--out", "seq2seq", "--steps", "2000", "--batch", "64", "--lr", "0.001",
                           "--metric", "exact", *T5, *(sys.argv[1:] if argv is None else argv)])
     tokenizer = data.tokenizer_at("bytes")
+    learned = texts(20_000, 0)
+    new = [text for text in texts(300, 1) if text not in learned][:200]
     examples, held_out = ([(np.array(tokenizer.with_ends(text)),
                             np.array(tokenizer.with_ends(text[::-1]))) for text in some]
-                          for some in (texts(20_000, 0), texts(200, 1)))
+                          for some in (learned, new))
     init, loss, _ = train.language(config)
     task = tasks.pairs.task_of(config, tokenizer, examples, held_out)
     return train.fit(config, init, loss=loss, tokenizer=tokenizer, **vars(task))

@@ -263,7 +263,7 @@ def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_pat
     assert (tmp_path / "run/checkpoints/6").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_third_signal_ends_a_long_step_at_once(tmp_path, text):
     """A run that only kill -9 ends, because its step hangs; a traceback; another exit status."""
     with in_something_long(tmp_path, text, "step") as (run, press, _):

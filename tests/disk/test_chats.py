@@ -321,6 +321,7 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     assert (tmp_path / "run" / "chat_template.jinja").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["", full("data=2,tensor=2")])
 def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     """A sample that begins in the middle of a conversation, goes on past the end of its answer into

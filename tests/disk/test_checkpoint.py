@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
     assert without_times(out / "metrics.jsonl") == without_times(tmp_path / "whole/metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kills_at_random_moments_change_nothing(tmp_path, text):
     """A folder that cannot be continued, or is continued wrongly, after kill -9 at some moment."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
@@ -438,6 +438,7 @@ class Restored(Exception):
     """Ends a run with the state that was restored."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("item", ["params", *map(full, ("opt", "meta", ""))])
 def test_any_byte_that_is_flipped_is_found_or_changes_nothing(run, item, monkeypatch):
     """A file, or a byte of one, that no checksum covers: either the previous checkpoint is used, or

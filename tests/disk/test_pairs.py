@@ -437,7 +437,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
     examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1), limits).train[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_of_arrays_goes_on(tmp_path, capsys):
     """A run of arrays refused as one of another task, because it has no tokenizer; also --bench."""
     np.savez(tmp_path / "a.npz", tokens=np.ones((8, 4), int), labels=np.zeros(8, int),

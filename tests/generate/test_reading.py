@@ -57,6 +57,7 @@ def say(row, ids, tokens, seed=0, stop=()):
     return [new for piece in row.stream(ids, tokens, seed, stop) if piece for new in piece[0]]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*context")
 @pytest.mark.parametrize("options, mesh", [
     ({}, ""), full({"window": 8, "local_layers": "lg"}, ""), full({"kv_heads": 1}, "tensor=2"),

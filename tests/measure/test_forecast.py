@@ -194,7 +194,7 @@ def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh
 # -------------------------------------------------------------------------------------------
 # --bench
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bench_trains_and_keeps_nothing(tmp_path, text):
     """A folder left behind by a benchmark, which the next run would continue."""
     done = command(*SMALL, "--bench", "--mesh", "data=2", "--data", text, "--pack", "documents",

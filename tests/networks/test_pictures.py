@@ -259,6 +259,7 @@ BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
            (r"\.(wo|w_down)$", P(None, "tensor"))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, shards", [
     full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):

@@ -326,7 +326,7 @@ def blip2_folder(tmp_path, words):
     published_files(tmp_path / "model", tmp_path / "text")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_captions_pictures(tmp_path, capsys):
     """Pictures in one file, of which all are answered; a prompt after the picture."""
     blip2_folder(tmp_path, "a picture of a cat")

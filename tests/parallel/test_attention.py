@@ -25,6 +25,7 @@ from zigzag.measure import hlo
 from zigzag.parallel import attention
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
+from zigzag.run.plan import compiled
 
 # -------------------------------------------------------------------------------------------
 # In blocks
@@ -79,6 +80,20 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
     assert measured(4096)[0] <= 0.57 * measured(4096, False)[0]
     monkeypatch.setattr(attention, "SCORES", 2**16)
     assert measured(4096)[1] < 2.5 * measured(2048)[1] < 2.5 * 2048 * 2048
+
+
+@pytest.mark.parametrize("remat", ["none", full("selective")])
+def test_scores_are_not_kept_for_the_backward_pass(monkeypatch, remat):
+    """A layer's --remat, which keeps what attention meant to compute again."""
+    monkeypatch.setattr(attention, "SCORES", 2**16)
+
+    def temporaries(layers):
+        config = make(layers=layers, seq_len=512, batch=4, heads=4, kernel="off", remat=remat,
+                      fsdp_min=1)
+        return compiled(program_of(config, "fsdp=4")).memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 512 * 512      # of a row and its heads, in one layer
+    assert (temporaries(6) - temporaries(2)) / 4 < scores * 4 / 2
 
 
 # -------------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ def own_pipelined(params, batch, specs=None, **how):
                                 params["layers"], batch, specs and specs["layers"], **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [full("gpipe"), "1f1b"])
 def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
     """A count of one stage's part of the time taken for the whole count: a loss that is too large

@@ -140,6 +140,7 @@ def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
     assert_same_on(mesh, dropout=0.3, **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, changes", [
     slow("tensor=2", dict(seq_len=17)), slow("expert=2,tensor=2", dict(shared_experts=1)),
     slow("tensor=2", dict(seq_len=15, parallel_block=True, shared_experts=1)),
@@ -151,7 +152,7 @@ def test_experts_beside_tensor(mesh, changes):
     assert_same_on(mesh, experts=4, **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("override", [("e_up=-",), ("w_down=-",)])
 def test_a_whole_weight_of_an_expert_beside_split_ones(override):
     """A product of a split operand and one that is not split."""

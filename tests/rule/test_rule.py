@@ -527,7 +527,7 @@ FLAX = {    # class, configuration, inputs, and Megatron's splits
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", FLAX)
 def test_other_peoples_models_send_no_more_than_by_hand(family, monkeypatch):
     """A rule that works only for code like ours. (These are Flax models of the transformers

@@ -20,7 +20,7 @@ def share_of_hits(config, params, batch):
     return float(hits.sum() / batch["weights"].sum())
 
 
-MESHES = [("", {}), ("fsdp=2,tensor=2", dict(accumulate=2)),
+MESHES = [full("", {}), ("fsdp=2,tensor=2", dict(accumulate=2)),
           slow("pipe=2,seq=2", dict(schedule="1f1b", microbatches=2)),
           *(full(*case) for case in (
               ("seq=2,tensor=2", {}), ("pipe=2,tensor=2", dict(microbatches=2)),

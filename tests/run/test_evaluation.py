@@ -509,6 +509,7 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
         step_of(str(run), "smallest:right_")
 
 
+@pytest.mark.full
 def test_a_run_of_an_earlier_version_keeps_its_best(tmp_path):
     """A record with one --best, as text, or none: a run that no longer continues."""
     for was, best in (("largest:right", ("largest:right",)), ("", ())):

@@ -66,6 +66,7 @@ def wandb(monkeypatch):
     return module
 
 
+@pytest.mark.full
 def test_a_run_of_wandb_continues_under_its_id(tmp_path, wandb):
     """A new run of wandb for each start; two runs with one id; a logger that is not told to
     finish."""

@@ -212,6 +212,7 @@ def test_experts_are_evaluated_where_held_out_rows_do_not_divide():
     assert other == pytest.approx(one, rel=5e-6)
 
 
+@pytest.mark.full
 def test_other_sums_are_logged_beside_the_loss():
     """Other sums that are not divided by the count over all parts and devices, as the loss
     is; names that are already taken."""

@@ -77,6 +77,7 @@ for mesh, changes in %r:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", [
     slow([("tensor=2", {}), ("fsdp=2,tensor=2", dict(accumulate=2))]),
     pytest.param([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),

@@ -461,6 +461,7 @@ def test_attention_to_an_encoder_has_adapters_too():
     assert not any("router" in path or "embed" in path for path in adapters)
 
 
+@pytest.mark.full
 def test_a_model_with_adapters_generates_the_same_on_a_mesh():
     """Specs of a weight with its adapters, where the cache expects the spec of a weight; also in
     the samples of an evaluation."""

@@ -17,7 +17,6 @@ scores [B, H, T], with which partial results are joined.
 B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
 
-import functools
 import json
 import math
 from typing import Any, Callable, Iterable, NamedTuple, Sequence
@@ -28,6 +27,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped
+from zigzag.parallel.remat import recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
 # with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
@@ -221,7 +221,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
         return attend_to(queries, keys)[0]
 
     if scores > SCORES:
-        one = jax.checkpoint(one, prevent_cse=False)
+        one = recomputed(one)
     results = []
     for begin, end in zip([0, *ends], ends):
         block = _time(queries, begin, end)
@@ -231,7 +231,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
             continue
         split = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(B, parts, -1, *x.shape[2:]), 1, 0), block)
-        result = lax.map(functools.partial(one, keys=seen), split)
+        result = lax.map(lambda part, seen=seen: one(part, seen), split)
         results.append(jnp.moveaxis(result, 0, 1).reshape(B, end - begin, H, -1))
     return jnp.concatenate(results, 1)
 

@@ -6,7 +6,7 @@ recomputed.
     full        save the layer's input
 """
 
-from typing import Any
+from typing import Any, Callable
 
 import jax
 
@@ -44,6 +44,28 @@ POLICIES = {
         _policies.save_only_these_names("product", "stream")),
     "full": _policies.save_only_these_names("stream"),
 }
+
+
+def recomputed(fn: Callable) -> Callable:
+    """fn, with a backward pass for which its arguments are kept, and the rest is computed again:
+    jax.checkpoint, except that the policy of another one around it does not reach inside. (There
+    it would keep, by its own rule, the scores of attention that this was meant to drop.)"""
+    def call(*args):
+        arrays, structure = jax.tree.flatten(args)
+        traced, results = jax.make_jaxpr(lambda arrays: fn(*jax.tree.unflatten(structure, arrays)),
+                                         return_shape=True)(arrays)
+
+        def run(closed_over, arrays):
+            return jax.core.eval_jaxpr(traced.jaxpr, closed_over, *arrays)
+
+        def backward(kept, cotangents):
+            return jax.vjp(run, *kept)[1](cotangents)
+
+        again = jax.custom_vjp(run)
+        again.defvjp(lambda *kept: (run(*kept), kept), backward)
+        return jax.tree.unflatten(jax.tree.structure(results), again(traced.consts, arrays))
+
+    return call
 
 
 def unrolls(stacked: Any, remat: str) -> bool:
