@@ -1,4 +1,4 @@
-"""python -m tests.curves FOLDER: docs/recipes.png, a curve of each recipe's run in FOLDER/NAME."""
+"""python -m tests.curves FOLDER: docs/recipes.png, a curve of each recipe that ran in FOLDER."""
 
 import sys
 from pathlib import Path
@@ -11,16 +11,17 @@ from zigzag.run import plots
 # The number of each recipe that its table in docs/tasks.md ends with.
 DRAWN = {"regress": "r2", "classify": "right", "seq2seq": "exact", "caption": "exact",
          "diffusion": "right", "contrastive": "found", "lora": "exact", "maml": "error_1",
-         "dpsgd": "right", "fedavg": "right", "dpo": "eval_accuracy", "grpo": "exact",
+         "dpsgd": "right", "fedavg": "right", "dpo": "accuracy", "grpo": "exact",
          "ppo": "length", "ddpg": "return", "distill": plots.PER_TOKEN, "uva3d": "loss"}
 
 
 def main(folder):
     figure = Figure(figsize=(11, 9), layout="constrained")
-    for number, (name, title) in enumerate(DRAWN.items()):
-        axes = figure.add_subplot(4, 4, number + 1)
+    drawn = [(name, title) for name, title in DRAWN.items() if (Path(folder) / name).is_dir()]
+    for number, (name, title) in enumerate(drawn):
+        axes = figure.add_subplot(-(-len(drawn) // 4), 4, number + 1)
         (x, y), = (curve.T for curve in plots.series(str(Path(folder) / name))[title])
-        axes.plot(x, y, linewidth=1.5)
+        axes.plot(x, y, "o-" if len(x) < 25 else "-", markersize=3)
         axes.set_title(f"{name}: {title}", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.25)
