@@ -23,8 +23,8 @@ SHAPES = ("square", "disc", "cross", "ring")
 
 
 def drawn(rng):
-    """A picture with some noise, and what is in it. (Without the noise there are 512 pictures, all
-    of which are learned from.)"""
+    """A picture with some noise, and what is in it. (Before the noise there are 512 pictures, and
+    all of them are in the training set.)"""
     color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
     row, column, size = *rng.choice([4, 5, 10, 11], 2), rng.integers(3, 5)
     y, x = np.mgrid[:16, :16]

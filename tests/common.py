@@ -83,7 +83,7 @@ def order(count, seed, first, size):
 
 
 def slow(*values):
-    """Parameters of a test that only .ci/run and .ci/full run."""
+    """Parameters of a test that only .ci/full runs; if it has no quick ones, .ci/run takes one."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

@@ -159,11 +159,10 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 # Flags with which few updates of a recipe are quick.
 RECIPES = {name: ["--batch", "16"] for name in (
-    "classify", "contrastive", "ddpg", "diffusion", "dpo", "dpsgd", "fedavg", "maml", "ppo",
-    "regress")} | {
+    "classify", "contrastive", "ddpg", "diffusion", "dpo", "dpsgd", "fedavg", "lora", "maml",
+    "ppo", "regress")} | {
         "caption": ["--batch", "8", "--eval_every", "9"], "grpo": ["--batch", "32"],
         "distill": ["--batch", "8", "--seq_len", "16", "--layers", "1"],
-        "lora": ["--batch", "16"],
         "seq2seq": ["--batch", "8", "--eval_every", "9"], "uva3d": ["--microbatches", "1"]}
 OF_SKLEARN = {"classify", "contrastive", "diffusion", "fedavg", "regress"}    # (its data)
 MESHES = ["data=4", "tensor=2", "fsdp=2,tensor=2"]
@@ -187,9 +186,9 @@ def recipe(monkeypatch, tmp_path, text):
             networks.save_hf(tmp_path / "teacher", net.init(config, jax.random.key(0)), config)
             words = *words, "--teacher", tmp_path / "teacher", "--data", text
         if name == "lora":
-            small = ["--layers", "1", "--eval_every", "0", "--out", str(tmp_path / "sums")]
             if not (tmp_path / "sums").exists():
-                lora.main(["--steps", "1", *small])
+                lora.main(["--steps", "1", "--layers", "1", "--eval_every", "0", "--out",
+                           str(tmp_path / "sums")])
                 rows.clear()
             words = *words, "--init_from", tmp_path / "sums", "--lora_rank", 4
         importlib.import_module(f"recipes.{name}").main(list(map(str, [

@@ -69,10 +69,9 @@ def series(run: str) -> dict[str, list[np.ndarray]]:
     """{title of a panel: curves [[step, number], ...]} of a run. Most panels have one curve; that
     of the experts has two. Panels without numbers are left out."""
     rows, found = _rows(run), {}
-    others = dict.fromkeys(name for row in rows for name in row)
-    for name in HIDDEN.union(PANELS.values()):
-        others.pop(name, None)
-    for title, name in {**PANELS, **{name: name for name in others}}.items():
+    known = HIDDEN.union(PANELS.values())
+    others = {name: name for row in rows for name in row if name not in known}
+    for title, name in {**PANELS, **others}.items():
         points = [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
         curves = [points]
         if name == "expert_load":
