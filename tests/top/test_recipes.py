@@ -183,7 +183,8 @@ def recipe(monkeypatch, tmp_path, text):
             *given, **named, mesh=mesh_of(mesh), say=StopAt(stop) if stop else KeepRows(rows, [])))
         if name == "distill":
             config = config_of(layers=1, seq_len=16, vocab_size=257, kernel="off")
-            networks.save_hf(tmp_path / "teacher", net.init(config, jax.random.key(0)), config)
+            if not (tmp_path / "teacher").exists():
+                networks.save_hf(tmp_path / "teacher", net.init(config, jax.random.key(0)), config)
             words = *words, "--teacher", tmp_path / "teacher", "--data", text
         if name == "lora":
             if not (tmp_path / "sums").exists():
