@@ -124,7 +124,7 @@ from zigzag.core.mesh import (
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, likeliest, pipeline
+from zigzag.parallel import attention, likeliest, overlap, pipeline
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
@@ -137,7 +137,9 @@ from zigzag.parallel.products import (
     lookup,
     loss_chunks,
     matching_columns,
+    matching_rows,
     row_products,
+    sum_of_rows,
     time_chunks,
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
@@ -275,13 +277,15 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               [F, D] by rows; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If n does not divide T, the stream stays whole: no
-#               collective into a block, and an all-reduce out of it
+#               collective into a block, and an all-reduce out of it. (--overlap: instead of both,
+#               collective-permutes of parts, which travel while other parts are multiplied)
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
 #   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
-#               whole weight beside split ones, several products, adapters, repeat_kv)
+#               whole weight beside split ones, several products, adapters, repeat_kv);
+#               zigzag/parallel/overlap.py
 #
 # For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
 # two functions below are these three lines:
@@ -303,6 +307,9 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     time already, from time_of_block."""
     weights, split = matching_columns(weights)
     if is_split(x) and not gathered:
+        if split and overlap.asked(x):          # the same, a part of the time after the other
+            return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
+                                    weights, x)
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)     # transpose: a reduce-scatter
     elif split:
         x = mark_varying(x, also={"tensor"})    # transpose: one psum, for all the weights together
@@ -313,6 +320,9 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
+    hs, weights = zip(*matching_rows(pairs))
+    if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
+        return checkpoint_name(overlap.scattered(sum_of_rows, weights, hs), "stream")
     return into_stream(*row_products(pairs))
 
 

@@ -154,7 +154,7 @@ def in_float64():
 
 # (The plain formula knows nothing of sums over devices, or of how they are cut.)
 NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
-                      "zero", "fsdp_min", "sum_dtype")
+                      "zero", "fsdp_min", "sum_dtype", "overlap")
 
 
 @functools.lru_cache(maxsize=None)

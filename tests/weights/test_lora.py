@@ -112,7 +112,7 @@ def of_the_formula(config):
 MESHES = [
     slow("", {}, {}), slow("", BIASES, {}), slow("", LATENT, {}), slow("", EXPERTS, {}),
     ("fsdp=2,tensor=2", {}, dict(accumulate=2)),
-    slow("tensor=2", dict(seq_len=15), {}),
+    slow("tensor=2", dict(seq_len=15), {}), slow("tensor=4", {}, dict(overlap=True)),
     slow("pipe=2,tensor=2", {}, dict(microbatches=2)),
     slow("pipe=2,tensor=2", {}, dict(microbatches=2, schedule="1f1b", remat="selective")),
     full("pipe=2,data=2", dict(layers=4), dict(schedule="interleaved", chunks=2, microbatches=2)),

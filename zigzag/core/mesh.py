@@ -29,6 +29,8 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is lef
 # The size of the tensor axis while the rule traces a function, which happens without a mesh.
 # (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
 TENSOR_SIZE = jax.make_user_context(1)
+# --overlap, while a loss is traced.
+OVERLAP = jax.make_user_context(False)
 
 
 # -------------------------------------------------------------------------------------------

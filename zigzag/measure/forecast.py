@@ -24,7 +24,7 @@ from zigzag.core.report import BenchReporter, Reporter
 from zigzag.measure.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.measure.hlo import Collective, arithmetic, collectives
 from zigzag.parallel.attention import SCORES
-from zigzag.parallel.pipeline import passes
+from zigzag.parallel.pipeline import passes, skips_idle
 from zigzag.parallel.products import LOGITS
 from zigzag.weights import lora
 
@@ -71,7 +71,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
     turns = 1       # passes of a stage for each microbatch, idle passes included
     if p > 1:
-        count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle=s == 1)
+        count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle(sizes, c.overlap))
         turns = count / c.chunks / c.microbatches
     work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * turns
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f

@@ -101,6 +101,7 @@ class _Run:
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         self.trains_all = not c.lora_rank
+        self.overlaps = c.overlap and c.step == "shard_map"
         # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
         # backward pass.
         self.one_layer = self.is_1f1b and c.layers == S
@@ -126,6 +127,11 @@ class _Run:
         """A reduce-scatter, which on a TPU is several exchanges."""
         kind, stages = scattering(self.sizes[axis], self.mesh)
         return kind, axis, count * stages, size / stages
+
+    def in_parts(self, count, size):
+        """What --overlap sends in place of a gather or a scatter over tensor."""
+        n = self.sizes["tensor"]
+        return "collective-permute", "tensor", count * (n - 1), size / n
 
 
 # -------------------------------------------------------------------------------------------
@@ -288,9 +294,16 @@ def _tensor(run, traffic):
     reductions = out * (1 + run.is_1f1b) + into - run.one_layer
     if traffic.beside:
         reductions += 1     # experts and the branch beside them share the gather, except backward
+    gathers = (blocks * run.forwards + out) * run.splits_time
+    if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
+        inner = blocks - is_whole - bool(c.experts)
+        scatters = inner * (2 + run.is_1f1b) - (run.one_layer and not c.experts)
+        gathers -= inner * (run.forwards + 1)
+        reductions -= scatters + traffic.beside
+        yield run.in_parts(run.layers * (scatters + inner * (run.forwards + 1) + traffic.beside * (
+            1 + run.forwards)), run.X)
     yield run.reduce, "tensor", run.layers * reductions, run.X
-    if run.splits_time:
-        yield "all-gather", "tensor", run.layers * (blocks * run.forwards + out), run.X
+    yield "all-gather", "tensor", run.layers * gathers, run.X
     if run.splits_time and run.trains_all:
         # A norm's scale is not split, and each device has its gradient for a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
@@ -325,8 +338,11 @@ def _vocabulary(run, rows):
     if run.trains_all:                                                          # its gradient
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
     if run.splits_head:
-        yield "all-gather", "tensor", heads, X_head
-        yield "reduce-scatter", "tensor", heads, X_head
+        if run.overlaps:
+            yield run.in_parts(2 * heads, X_head)
+        else:
+            yield "all-gather", "tensor", heads, X_head
+            yield "reduce-scatter", "tensor", heads, X_head
         yield "all-reduce", "tensor", run.ends * run.trains_all, D_bytes    # the last norm's scale
     else:       # time is gathered before the stages share it
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends

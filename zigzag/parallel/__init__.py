@@ -2,6 +2,7 @@
 
     collectives     collectives that a platform needs in another form than jax's own
     products        products with weights, split or not, and losses summed over chunks
+    overlap         products in parts, beside what sends them (--overlap)
     remat           what to recompute in the backward pass
     attention       attention in blocks and by a device's kernel
     experts         sorting tokens by expert, and grouped products

@@ -33,6 +33,7 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import (
+    OVERLAP,
     add_to,
     ambient,
     axis_size,
@@ -191,16 +192,22 @@ def send(tree: Any, step: int) -> Any:
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
+def skips_idle(sizes: Any, overlap: bool) -> bool:
+    """Whether a stage without work in a tick computes nothing, on a mesh with axes of these
+    sizes."""
+    return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
+
+
 def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
     """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
 
     A branch (lax.cond) saves the time of idle work. It is safe although `work` may contain
     collectives, because `busy` depends only on the tick and the stage: all devices of a stage take
     the same branch, and the groups of a collective over data, fsdp, expert or tensor lie within one
-    stage. So either all members of a group reach the collective, or none does. A seq ring is
-    different: a collective-permute is one operation of all devices of the mesh, whichever pairs
-    it lists, and would deadlock. With seq > 1 every stage therefore
-    computes both sides, and a `where` selects.
+    stage. So either all members of a group reach the collective, or none does. A ring is different:
+    a collective-permute is one operation of all devices of the mesh, whichever pairs it lists, and
+    would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore computes
+    both sides, and a `where` selects.
 
     Both branches must have the same type, so both results are marked as varying over every axis
     over which either result, or `busy`, varies."""
@@ -211,7 +218,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     def typed(fn):
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
-    if ambient()[0]["seq"] > 1:
+    if not skips_idle(ambient()[0], OVERLAP.value):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 

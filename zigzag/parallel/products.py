@@ -168,13 +168,26 @@ def row_products(pairs: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[
     """The products of (h, w) pairs in two lists: partial sums, which must be summed over tensor,
     and products that every device has whole."""
     partial, whole = [], []
+    for h, w in matching_rows(pairs):
+        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
+    return partial, whole
+
+
+def sum_of_rows(weights: Sequence[Any], hs: Sequence[Array]) -> Array:
+    """The sum of the products of activations [B, T, F, ...] and weights [F, ..., D]."""
+    return sum(matmul(h, w, w.ndim - 1) for h, w in zip(hs, weights, strict=True))
+
+
+def matching_rows(pairs: Sequence[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
+    """(h, w) pairs of which both are parts where one is."""
+    matching = []
     for h, w in pairs:
         if h.shape[2] > w.shape[0]:     # w has only this device's rows, so take that part of h
             h = own_part(h, 2)
         # If h has only this device's columns, take that part of w.
         w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
-        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
-    return partial, whole
+        matching.append((h, w))
+    return matching
 
 
 def repeat_kv(w: Any, heads: int) -> Any:

@@ -1,0 +1,66 @@
+"""--overlap: products in parts of the time, beside what sends them."""
+
+import re
+
+import pytest
+
+import train
+from tests.common import assert_same_on, full, slow
+from tests.helpers import make, program_of
+from tests.measure.test_forecast import needs
+from tests.measure.test_traffic import ONE_F_ONE_B
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic
+from zigzag.run.plan import compiled
+
+CASES = [
+    ("tensor=2", {}), ("tensor=4", dict(remat="full")),
+    full("tensor=8", dict(heads=8)), full("tensor=3", dict(seq_len=24, heads=12, d_model=48, d_ff=96)),
+    full("tensor=4", dict(remat="selective")),
+    ("fsdp=2,tensor=4", dict(biases="mlp", fsdp_min=64)),
+    full("tensor=2", dict(parallel_block=True, biases="qkv,out,mlp")),
+    full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
+    full("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
+    full("tensor=4", dict(seq_len=18)), full("seq=2,tensor=2", dict(kv_heads=2)),
+    full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
+    full("fsdp=2,pipe=2,tensor=2", dict(microbatches=2)),
+    slow("tensor=2", dict(override=("w_up=-",))), full("tensor=2", dict(override=("wo=-",))),
+    full("expert=2,tensor=2", dict(experts=4, shared_experts=1)),
+    full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1))]
+
+
+@pytest.mark.parametrize("mesh, changes", CASES)
+def test_products_in_parts_are_the_same(mesh, changes):
+    """A part in the place of another device's; a gradient of all parts but one; a weight that only
+    one of a pair has in parts."""
+    assert_same_on(mesh, overlap=True, **changes)
+
+
+@pytest.mark.parametrize("mesh, changes", CASES)
+def test_parts_travel_in_place_of_a_gather(mesh, changes):
+    """Gathers and scatters that are still there; parts that are sent more often than needed."""
+    program = program_of(make(overlap=True, vocab_size=384, accumulate=2, **changes), mesh)
+    sent, expected = ({c.kind: c.count for c in rows if c.axis == "tensor"
+                       and c.kind != "all-reduce"} for rows in (
+        collectives(compiled(program)), expected_traffic(program.plan)))
+    assert sent == expected
+    assert ("collective-permute" in sent) == (changes.get("seq_len") != 18)
+
+
+def test_a_tpu_multiplies_while_parts_travel():
+    """Parts that are sent only after, or only before, all products."""
+    needs("libtpu")
+    step = train.compile_step(train.parse([
+        "--topology", "v5e:2x2", "--mesh", "tensor=4", "--overlap", "true", "--layers", "2",
+        "--d_model", "512", "--heads", "8", "--seq_len", "1024", "--batch", "2",
+        "--vocab_size", "512", "--out", ""]))
+    travelling, beside = set(), set()
+    for line in step.as_text().splitlines():
+        if started := re.search(r"%(\S+) = .*collective-permute-start\(", line):
+            travelling.add(started[1])
+        elif ended := re.search(r"collective-permute-done\(%([^),]+)", line):
+            travelling.discard(ended[1])
+        elif re.search(r"= .*(convolution|fusion)\(.*(dot_general|convolution)", line):
+            beside |= travelling
+        assert " collective-permute(" not in line
+    assert len(beside) >= 16        # four ways into and out of a block, each of three parts
