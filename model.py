@@ -126,8 +126,7 @@ def block(w, x, i, batch, attend, c):
 
     i is the layer's number. It is traced, so an `if` cannot depend on it. attend(q, k, v) is causal
     softmax attention: in training to the keys of the row, in decoding to those of the cache. For
-    another mask or other scores call attend(q, k, v, mask, scores), as shard.self_attend
-    explains."""
+    another mask or other scores call attend(q, k, v, mask, scores): see shard.self_attend."""
     h = norm(x, w["attn_norm"], c)
     q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
     q, k = (rotary(a, batch["positions"], c) for a in (q, k))
@@ -139,10 +138,12 @@ def block(w, x, i, batch, attend, c):
     return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), aux
 
 
+@shard.part("mlp")      # (what --remat mlp computes again)
 def mlp(w, h):
     return shard.row((swiglu(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"]))
 
 
+@shard.part("mlp")
 def mixture_of_experts(w, h, i, batch, c):
     """For h [B, T, D], the output of each token's best experts, weighted by their shares; and
     router_loss (None outside training)."""
@@ -267,9 +268,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
     """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
-    with their keys and values. They go into the cache from `slot` on. The slots before start[b] are
-    padding in row b. Here the layers of params and cache are lists. (Only networks whose positions
-    scale with the text's length use `length`.)"""
+    with their keys and values, from `slot` on. Slots before start[b] are padding in row b. Here the
+    layers of params and cache are lists. (`length` is for positions that scale with the text's.)"""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers

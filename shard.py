@@ -143,7 +143,8 @@ from zigzag.parallel.products import (
     time_chunks,
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
-from zigzag.parallel.remat import POLICIES, recomputed, unrolls
+from zigzag.parallel.remat import AGAIN, policy_of, recomputed, remat_of, unrolls
+from zigzag.parallel.remat import part as part
 from zigzag.rule.jaxprs import labelled, named, names_in  # labels: `attend` explains them
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
@@ -253,21 +254,31 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
     have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
     where they are used, and again in the backward pass, so that no device keeps them. remat says
-    what to recompute in the backward pass: none, selective (all but products with weights) or full
-    (all but the layer's input); see zigzag/parallel/remat.py."""
+    what to recompute in the backward pass, such as none, selective (all but products with weights)
+    or full (all but the layer's input); see zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
+    how, stack = remat_of(remat), (weights, xs)
 
     def body(x, layer):
         w, e = layer
+        x = checkpoint_name(x, "stream") if how.policy == "offload" else x
         return block(gather(w, layer_specs, sum_dtype), x, e)
 
-    if remat != "none" or layer_specs is not None and axis_size("fsdp") > 1:
-        body = jax.checkpoint(body, prevent_cse=False, policy=POLICIES[remat])
+    def loop(body, x, stack):
+        def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
+            return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
 
-    def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
-        return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
+        with AGAIN(how.parts):
+            return lax.scan(named_body, x, stack, unroll=unrolls(stack, remat))
 
-    return lax.scan(named_body, x, (weights, xs), unroll=unrolls((weights, xs), remat))
+    again, outs = how.count(len(jax.tree.leaves(weights)[0])), []
+    if again:
+        x, out = loop(recomputed(body), x, jax.tree.map(lambda a: a[:again], stack))
+        outs, stack = [out], jax.tree.map(lambda a: a[again:], stack)
+    if how.policy != "none" or layer_specs is not None and axis_size("fsdp") > 1:
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy_of(remat))
+    x, out = loop(body, x, stack)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs, out)
 
 
 # -------------------------------------------------------------------------------------------
@@ -768,7 +779,7 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
 
         # Without a checkpoint each tick would save its copy of the weights. (Its policy also
         # decides what is saved in each layer.)
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def work(x):
             return skip_idle((m >= 0) & (m < microbatches), lambda x: stack(
                 astype(wide, weights), x, numbers, pick(batch, m)), x)

@@ -46,7 +46,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
-from zigzag.parallel import attention, likeliest
+from zigzag.parallel import attention, likeliest, remat
 from zigzag.parallel.pipeline import options_of
 from zigzag.parallel.products import lookup, matmul, merged
 from zigzag.weights import lora
@@ -206,6 +206,7 @@ def _into_dense(w):
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
+@shard.part("mlp")
 def feed_forward(w, h, c, i=0, batch=None):
     """The MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' terms of the loss."""
     y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
@@ -652,7 +653,7 @@ def _repeat(w, x, group, c, batch):
     def layer(x, i):
         return block(w, x, i, c, batch)[0], None
 
-    layer = layer if c.remat == "none" else jax.checkpoint(layer)
+    layer = layer if remat.remat_of(c.remat).policy == "none" else jax.checkpoint(layer)
     return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 

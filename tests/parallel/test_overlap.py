@@ -4,18 +4,23 @@ import re
 
 import pytest
 
+import model
 import train
 from tests.common import assert_same_on, full, slow
 from tests.helpers import make, program_of
 from tests.measure.test_forecast import needs
 from tests.measure.test_traffic import ONE_F_ONE_B
+from zigzag.core.options import options
+from zigzag.hub.llama import OF_TRAINING
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.run.plan import compiled
+from zigzag.weights.network import Computed
 
 CASES = [
     ("tensor=2", {}), ("tensor=4", dict(remat="full")),
-    full("tensor=8", dict(heads=8)), full("tensor=3", dict(seq_len=24, heads=12, d_model=48, d_ff=96)),
+    full("tensor=8", dict(heads=8)),
+    full("tensor=3", dict(seq_len=24, heads=12, d_model=48, d_ff=96)),
     full("tensor=4", dict(remat="selective")),
     ("fsdp=2,tensor=4", dict(biases="mlp", fsdp_min=64)),
     full("tensor=2", dict(parallel_block=True, biases="qkv,out,mlp")),
@@ -45,6 +50,12 @@ def test_parts_travel_in_place_of_a_gather(mesh, changes):
         collectives(compiled(program)), expected_traffic(program.plan)))
     assert sent == expected
     assert ("collective-permute" in sent) == (changes.get("seq_len") != 18)
+
+
+def test_options_of_computing_ask_for_no_other_network():
+    """--overlap that trains the general network in place of model.py."""
+    assert options(Computed).keys() <= OF_TRAINING
+    assert type(make(overlap=True).network) is model.Config
 
 
 def test_a_tpu_multiplies_while_parts_travel():

@@ -21,17 +21,19 @@ import textwrap
 import tokenize
 import types
 import typing
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
 
-def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (), same: bool = False,
-         change: str = "", of: Sequence[str] = (), recorded: bool = True, beside: str = "") -> Any:
+def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (),
+         check: Callable | None = None, same: bool = False, change: str = "",
+         of: Sequence[str] = (), recorded: bool = True, beside: str = "") -> Any:
     """A field of a configuration, and what there is to say about it besides its default:
 
         least       its smallest value, if it is a number
         one_of      its only values
+        check       a function that refuses other values, with a ConfigError
         same        it decides a run's numbers, so it must be the same when the run continues. (All
                     of a network's own fields do)
         change      the word of --change with which it may be another all the same
@@ -40,18 +42,19 @@ def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (), same: bo
         beside      another option: when a run continues and one of the two is given, the run's
                     value of the other is dropped"""
     return dataclasses.field(default=default, metadata=dict(
-        least=least, one_of=tuple(one_of), same=same, change=change, of=tuple(of),
+        least=least, one_of=tuple(one_of), check=check, same=same, change=change, of=tuple(of),
         recorded=recorded, beside=beside))
 
 
 class Option(NamedTuple):
-    """What is declared of one option; the last seven are the arguments of `flag`."""
+    """What is declared of one option; the last eight are the arguments of `flag`."""
     name: str
     kind: type              # int, float, str, bool or tuple
     is_optional: bool       # whether it may be None: not given
     default: Any
     least: float = 0
     one_of: Sequence[Any] = ()
+    check: Callable | None = None
     same: bool = False
     change: str = ""
     of: Sequence[str] = ()
@@ -142,6 +145,8 @@ def check_values(config: Any) -> None:
             known = list(map(str, filter(None, option.one_of)))
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(str(value), known))
+        if option.check:
+            option.check(value)
         is_number = option.kind in (int, float)
         if is_number and not (option.least <= value < 2**63 and math.isfinite(value)):
             raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}")

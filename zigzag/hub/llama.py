@@ -141,7 +141,8 @@ NAMED = {"layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_si
          "tied", "norm_eps", "rope_theta", "rope_scaling", "embed_scale", "activation", "experts",
          "experts_per_token"}
 OF_TRAINING = {"dropout", "balance", "router_z", "dtype", "remat", "kernel", "microbatches",
-               "schedule", "chunks", "sum_dtype", "accuracy", "lora_rank", "published"}
+               "schedule", "chunks", "overlap", "sum_dtype", "accuracy", "lora_rank",
+               "published"}
 
 
 # The options that the plain decoder has in common with the general network.

@@ -46,9 +46,11 @@ def mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
 def peak_memory(compiled: jax.stages.Compiled) -> int:
     """The peak memory of a compiled program on one device, in bytes."""
     m = compiled.memory_analysis()
-    return m.peak_memory_in_bytes or (
-        m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
-        - m.alias_size_in_bytes)
+    at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
+               - m.alias_size_in_bytes)
+    if m.host_temp_size_in_bytes:       # --remat offload: the compiler's peak has the host's memory
+        return at_most
+    return m.peak_memory_in_bytes or at_most
 
 
 def memory_in_use(what: str = "bytes_in_use") -> int:

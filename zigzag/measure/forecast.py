@@ -26,16 +26,17 @@ from zigzag.measure.hlo import Collective, arithmetic, collectives
 from zigzag.parallel.attention import SCORES
 from zigzag.parallel.pipeline import passes, skips_idle
 from zigzag.parallel.products import LOGITS
+from zigzag.parallel.remat import remat_of
 from zigzag.weights import lora
 
 # -------------------------------------------------------------------------------------------
 # The estimate
 
-# The cost of --remat in arithmetic and sending, relative to none: measured on compiled programs.
-REMAT_COST = {"none": 1.0, "selective": 1.05, "full": 1.3}
-# The numbers that a layer saves for each token for the backward pass: (a, b) for a d_model + b
-# d_ff.
-REMAT_KEEPS = {"none": (10, 4), "selective": (6, 3), "full": (2, 0)}
+# The cost of --remat in arithmetic and sending, relative to none, measured on compiled programs;
+# and the numbers that a layer saves for each token for the backward pass: a d_model + b d_ff.
+REMAT = {"none": (1.0, 10, 4), "selective": (1.05, 6, 3), "full": (1.3, 2, 0),
+         "offload": (1.3, 0, 0), "attention": (1.05, 10, 4), "mlp": (1.2, 10, 0),
+         "attention,mlp": (1.25, 10, 0)}
 # Bytes for each parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
 STATE_BYTES = 18
 # How papers count the FLOPs of an update.
@@ -73,19 +74,26 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     if p > 1:
         count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle(sizes, c.overlap))
         turns = count / c.chunks / c.microbatches
-    work = flops / (d * f * p * s * e * t) * REMAT_COST[c.remat] * turns
+    cost, of_model, of_ff = _of_remat(c.remat)
+    work = flops / (d * f * p * s * e * t) * cost * turns
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
             + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * turns
-            + layers * REMAT_COST[c.remat] * (
+            + layers * cost * (
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))
-    of_model, of_ff = REMAT_KEEPS[c.remat]
     kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     memory = ((STATE_BYTES * trained + itemsize * (own - trained)) / f + kept * itemsize
               + 3 * 4 * min(LOGITS, tokens * c.vocab_size)  # logits, softmax, gradients
               + 4 * own * itemsize / layers     # two layers' gathered weights and gradients
               + 6 * 4 * SCORES / 4)                     # attention's scores, in blocks
     return Cost(work / chip.flops, sent / chip.links, memory)
+
+
+def _of_remat(text):
+    share = remat_of(text).share
+    if not share:
+        return REMAT[remat_of(text).policy if text not in REMAT else text]
+    return [share * a + (1 - share) * b for a, b in zip(REMAT["full"], REMAT["none"])]
 
 
 def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callable,

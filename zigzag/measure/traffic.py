@@ -30,6 +30,7 @@ from zigzag.measure.hlo import Collective, add_up
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
+from zigzag.parallel.remat import remat_of
 from zigzag.rule.rule import matrices_of_layers, zero1_specs
 
 NEWTON_SCHULZ = 5       # optax's steps
@@ -105,7 +106,11 @@ class _Run:
         # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
         # backward pass.
         self.one_layer = self.is_1f1b and c.layers == S
-        remats = c.remat != "none" and not self.one_layer
+        how, own = remat_of(c.remat), c.layers // S // (c.chunks if S > 1 else 1)
+        self.share_again = how.count(own) / own * (not self.one_layer)
+        again = self.share_again + (how.policy != "none") * (not self.one_layer)
+        # (Of attention nothing is sent again: its scores and what follows them are on one device.)
+        self.mlp_again = "mlp" in how.parts and not self.one_layer
 
         # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
@@ -118,7 +123,7 @@ class _Run:
 
         # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
         self.layers = round(self.passes * c.layers / S)
-        self.forwards = 1 + self.is_1f1b + remats
+        self.forwards = 1 + self.is_1f1b + again
         # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
         self.ends = self.ticks if self.is_1f1b else c.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
@@ -290,18 +295,21 @@ def _tensor(run, traffic):
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (The reduced result is saved for the backward
-    # pass, so recomputing does not reduce it again.)
-    reductions = out * (1 + run.is_1f1b) + into - run.one_layer
+    # pass, so recomputing does not reduce it again; but with full:SHARE, all blocks but the last.)
+    reductions = out * (1 + run.is_1f1b) + into - run.one_layer + run.share_again * (out - 1)
     if traffic.beside:
         reductions += 1     # experts and the branch beside them share the gather, except backward
-    gathers = (blocks * run.forwards + out) * run.splits_time
+    mlp_again = run.mlp_again * (blocks > 1)        # (a parallel block has no MLP of its own)
+    gathers = (blocks * run.forwards + mlp_again + out) * run.splits_time
     if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
         inner = blocks - is_whole - bool(c.experts)
         scatters = inner * (2 + run.is_1f1b) - (run.one_layer and not c.experts)
-        gathers -= inner * (run.forwards + 1)
+        scatters += run.share_again * (out - 1)
+        own = inner * (run.forwards + 1) + mlp_again * (not c.experts)
+        gathers -= own
         reductions -= scatters + traffic.beside
-        yield run.in_parts(run.layers * (scatters + inner * (run.forwards + 1) + traffic.beside * (
-            1 + run.forwards)), run.X)
+        yield run.in_parts(run.layers * (scatters + own + traffic.beside * (
+            1 + run.forwards + mlp_again)), run.X)
     yield run.reduce, "tensor", run.layers * reductions, run.X
     yield "all-gather", "tensor", run.layers * gathers, run.X
     if run.splits_time and run.trains_all:
@@ -357,9 +365,10 @@ def _experts(run):
     sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
     c, n = run.config, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
-    exchanges = 3 + run.forwards + run.is_1f1b - run.one_layer
+    forwards = run.forwards + run.mlp_again
+    exchanges = 3 + forwards + run.is_1f1b - run.one_layer
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
-    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
+    choices, routings = run.tokens * c.experts_per_token, run.layers * forwards
     for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize

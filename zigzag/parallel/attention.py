@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped
-from zigzag.parallel.remat import recomputed
+from zigzag.parallel.remat import AGAIN, recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
 # with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
@@ -220,7 +220,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
     def one(queries, keys):
         return attend_to(queries, keys)[0]
 
-    if scores > SCORES:
+    if scores > SCORES or "attention" in AGAIN.value:
         one = recomputed(one)
     results = []
     for begin, end in zip([0, *ends], ends):

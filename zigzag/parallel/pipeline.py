@@ -46,7 +46,7 @@ from zigzag.core.mesh import (
     zeros_of,
 )
 from zigzag.parallel.products import time_chunks
-from zigzag.parallel.remat import POLICIES
+from zigzag.parallel.remat import policy_of
 
 
 class Options(NamedTuple):
@@ -271,7 +271,7 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
 
         # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
         # would save a copy.
-        @functools.partial(jax.checkpoint, prevent_cse=False, policy=POLICIES[options.remat])
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def turn(x):
             return skip_idle(busy, lambda x: stack(
                 astype(pick(wide, chunk), weights), x, pick(pick(numbers, chunk), me),

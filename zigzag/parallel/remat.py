@@ -1,15 +1,21 @@
-"""The checkpoint policies of --remat: what a layer saves for its backward pass. Everything else is
-recomputed.
+"""--remat: what a layer saves for its backward pass. Everything else is recomputed.
 
-    none        save everything except gathered weights
-    selective   save the products with weights, and the layer's input
-    full        save the layer's input
+    none            save everything except gathered weights
+    selective       save the products with weights, and the layer's input
+    full            save the layer's input
+    full:0.5        save the input of half of the layers, and everything of the others
+    offload         save the layer's input in the memory of the host
+    attention       save everything except scores and what attention makes of them
+    mlp             save the input of each MLP, and everything of the rest of a layer
+    attention,mlp   both
 """
 
-from typing import Any, Callable
+import functools
+from typing import Any, Callable, NamedTuple
 
 import jax
 
+from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import may_unroll
 
 # On a single CPU or GPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers on
@@ -43,7 +49,64 @@ POLICIES = {
         _policies.dots_with_no_batch_dims_saveable,
         _policies.save_only_these_names("product", "stream")),
     "full": _policies.save_only_these_names("stream"),
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["stream"],
+        offload_src="device", offload_dst="pinned_host"),
 }
+PARTS = ("attention", "mlp", "attention,mlp")       # of a layer, computed again
+
+
+class Remat(NamedTuple):
+    """What --remat asks for."""
+    policy: str             # of POLICIES, for all layers
+    share: float = 0.0      # of the layers, of which only the input is saved
+    parts: tuple = ()       # of each layer, of which only the input is saved
+
+    def count(self, layers: int) -> int:
+        """How many of the layers are computed again by their share, the first ones."""
+        return round(self.share * layers)
+
+
+def remat_of(text: str) -> Remat:
+    """The Remat that the value of --remat asks for."""
+    kind, _, share = text.partition(":")
+    if text in POLICIES:
+        return Remat(text)
+    if text in PARTS:
+        return Remat("none", parts=tuple(text.split(",")))
+    known = [*POLICIES, *PARTS, "full:0.5"]
+    try:
+        if kind == "full" and 0 <= float(share) <= 1:
+            return Remat("full" if float(share) == 1 else "none", float(share) % 1)
+    except ValueError:
+        pass
+    raise ConfigError(f"--remat {text}: expected {', '.join(known[:-1])}, or full:0.5 for half of "
+                      f"the layers" + did_you_mean(text, known))
+
+
+def policy_of(text: str) -> Callable:
+    """The checkpoint policy that the value of --remat asks for."""
+    return POLICIES[remat_of(text).policy]
+
+
+# The parts that are computed again, while layers are traced.
+AGAIN = jax.make_user_context(())
+
+
+def part(name: str) -> Callable:
+    """A decorator for fn(w, h, ...), a part of a layer: --remat `name` keeps w and h alone for its
+    backward pass."""
+    def decorate(fn):
+        @functools.wraps(fn)
+        def call(w, h, *others, **more):
+            def run(w, h):
+                return fn(w, h, *others, **more)
+
+            return (recomputed(run) if name in AGAIN.value else run)(w, h)
+
+        return call
+
+    return decorate
 
 
 def recomputed(fn: Callable) -> Callable:

@@ -22,6 +22,7 @@ from zigzag.core.errors import (
 )
 from zigzag.core.mesh import make_mesh, shardings
 from zigzag.core.options import check_values, flag, options
+from zigzag.parallel.remat import remat_of
 from zigzag.rule.rule import plan_sharding
 from zigzag.weights import lora
 from zigzag.weights.positions import check_rotary, scaling_type
@@ -44,8 +45,10 @@ class Computed:
     dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
                                   # float32 or bfloat16 to compute in; empty: float32 on CPU only
     # mesh
-    remat: str = flag("none", one_of=("none", "selective", "full"))
-                                  # what to recompute in the backward pass: none, selective or full
+    remat: str = flag("none", check=remat_of)
+                                  # what to recompute in the backward pass: none, selective, full,
+                                  # full:0.5 (of half of the layers), attention, mlp, attention,mlp;
+                                  # or offload: keep each layer's input in the host's memory
     microbatches: int = flag(1, least=1)
                                   # parts into which a device's rows are cut for the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
