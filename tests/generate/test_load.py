@@ -97,6 +97,7 @@ def test_forward_takes_one_row(plain):
             forward(params, np.array([row]), config, positions=given["positions"][None])[0])
 
 
+@pytest.mark.full
 def test_the_pages_calls_from_python(fitted):
     """The calls in docs/generation.md that no longer run, or give answers of another form."""
     code, found = block("docs/generation.md", "sample.beam_search"), {}

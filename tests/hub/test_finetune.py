@@ -391,6 +391,7 @@ def test_several_processes_fine_tune_one_folder(tmp_path, published, text, tuned
     assert losses_in(tmp_path / "out") == pytest.approx(losses_in(out), rel=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_transformers_reads_what_a_run_exports(tmp_path, tuned):
     """An export that only our own code can read, or with other logits, ids or ends of text."""

@@ -186,6 +186,7 @@ def work_of_one_device(**changes):
     return hlo.arithmetic(compiled(program_of(make(**WIDE, **changes), "")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, changes", [
     full("data=8", {}), ("tensor=8", {}), ("seq=8", {}), full("fsdp=8", {}),
     slow("pipe=8", dict(microbatches=8)), slow("expert=8", {}),

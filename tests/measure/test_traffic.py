@@ -37,7 +37,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    full("data=4", {}), full("fsdp=4", {}), full("tensor=4", {}), ("seq=4", {}),
+    full("data=4", {}), full("fsdp=4", {}), full("tensor=4", {}), full("seq=4", {}),
     full("pipe=4", dict(microbatches=4)), full("expert=4", dict(experts=8)),
     ("data=2,fsdp=2,tensor=2", {}),
     ("expert=2,fsdp=2,tensor=2", dict(experts=4, shared_experts=1)),
@@ -68,7 +68,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     full("pipe=4,expert=2", dict(experts=4, remat="selective", **ONE_F_ONE_B)),
     full("pipe=4,seq=2", dict(remat="selective", **ONE_F_ONE_B)),
     # Key heads that neither divide tensor nor are divided by it; time that it does not divide.
-    ("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
+    full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
     full("fsdp=2,tensor=4", THREE_KEY_HEADS),
     full("fsdp=2,tensor=4", dict(remat="selective", **THREE_KEY_HEADS)),
     full("tensor=4", dict(seq_len=18, remat="full")),
@@ -87,7 +87,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     # What a CPU sends in 16 bits it sends in 32. Weights that are stored otherwise than used.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
     full("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
-    ("data=2,fsdp=2", dict(override=("w_up=-,data", "wo=fsdp,data"))),
+    full("data=2,fsdp=2", dict(override=("w_up=-,data", "wo=fsdp,data"))),
     full("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
     full("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
 def test_the_transformer_sends_what_is_expected(mesh, changes):

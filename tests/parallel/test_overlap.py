@@ -18,11 +18,11 @@ from zigzag.run.plan import compiled
 from zigzag.weights.network import Computed
 
 CASES = [
-    ("tensor=2", {}), ("tensor=4", dict(remat="full")),
+    full("tensor=2", {}), ("tensor=4", dict(remat="full")),
     full("tensor=8", dict(heads=8)),
     full("tensor=3", dict(seq_len=24, heads=12, d_model=48, d_ff=96)),
     full("tensor=4", dict(remat="selective")),
-    ("fsdp=2,tensor=4", dict(biases="mlp", fsdp_min=64)),
+    full("fsdp=2,tensor=4", dict(biases="mlp", fsdp_min=64)),
     full("tensor=2", dict(parallel_block=True, biases="qkv,out,mlp")),
     full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
     full("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),

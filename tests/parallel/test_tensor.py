@@ -18,7 +18,7 @@ from zigzag.parallel import attention, products
 # -------------------------------------------------------------------------------------------
 # The whole step
 
-@pytest.mark.parametrize("name", ["w_up", full("wq"), "wo", full("w_down"), full("embed"), "head",
+@pytest.mark.parametrize("name", ["w_up", full("wq"), full("wo"), full("w_down"), full("embed"), full("head"),
                                   full("wk"), full("w[qkv]")])
 def test_a_whole_weight_beside_split_ones(name):
     """An unsplit weight used in full with parts of the others, or a device's part of it used
@@ -27,7 +27,8 @@ def test_a_whole_weight_beside_split_ones(name):
     assert_same_on("tensor=2", override=(f"{name}=-",))
 
 
-@pytest.mark.parametrize("override", [(), ("w_up_bias=-",), ("w_up=-",), ("w_up.*=-",)])
+@pytest.mark.parametrize("override", [
+    full(()), full(("w_up_bias=-",)), ("w_up=-",), full(("w_up.*=-",))])
 def test_a_bias_beside_its_weight(override):
     """A bias of all columns added to a device's part of them, or the other way round."""
     assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")

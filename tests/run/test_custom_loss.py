@@ -294,7 +294,7 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
     full("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
     full("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
     ("a head that does not say that it needs all time", "pipe=2"),
-    full("a step of the transformer's", "pipe=2"), ("a count of places", "seq=2"),
+    full("a step of the transformer's", "pipe=2"), full("a count of places", "seq=2"),
     full("a classifier", "seq=2"), full("a classifier", "pipe=4"),
     full("a classifier", "pipe=2,tensor=2"),
     full("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),

@@ -547,6 +547,7 @@ def line_task():
     return init, None, loss
 
 
+@pytest.mark.full
 def test_ema_is_the_average_that_it_says_and_what_everything_uses(tmp_path, capsys):
     """An average that is evaluated and not saved, or saved and not continued; one of the wrong
     updates."""
@@ -649,6 +650,7 @@ def test_an_equinox_model_trains():
             assert b[key] == pytest.approx(a[key], rel=2e-5)
 
 
+@pytest.mark.full
 def test_examples_are_made_from_the_weights_as_they_are(tmp_path):
     """Examples of the weights of an earlier update, or others after a continued run or on another
     mesh."""

@@ -85,6 +85,7 @@ def test_the_table_of_a_big_model_needs_no_memory():
     assert re.search(r"layers.w_down +\[80,28672,8192\] +\[-,tensor,-\] .* row", done.stdout)
 
 
+@pytest.mark.full
 def test_train_sample_and_read_with_none_of_our_code(tmp_path, text, capsys):
     """The commands of the first run, on a small model and a tokenizer of its own: a folder that one
     command leaves and the next cannot read; weights that only our code can open."""

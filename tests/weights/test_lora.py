@@ -283,6 +283,7 @@ def trained(tmp_path_factory):
     return folder, fit
 
 
+@pytest.mark.full
 def test_a_checkpoint_has_adapters_alone(trained):
     """The weights of a large model in each of a hundred checkpoints of a few numbers."""
     folder, fit = trained
