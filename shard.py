@@ -257,7 +257,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     what to recompute in the backward pass, such as none, selective (all but products with weights)
     or full (all but the layer's input); see zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
-    how, stack = remat_of(remat), (weights, xs)
+    how = remat_of(remat)
+    again = how.count(len(jax.tree.leaves(weights)[0]))     # 0, but for full:0.5 and the like
 
     def body(x, layer):
         w, e = layer
@@ -271,14 +272,16 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
         with AGAIN(how.parts):
             return lax.scan(named_body, x, stack, unroll=unrolls(stack, remat))
 
-    again, outs = how.count(len(jax.tree.leaves(weights)[0])), []
-    if again:
-        x, out = loop(recomputed(body), x, jax.tree.map(lambda a: a[:again], stack))
-        outs, stack = [out], jax.tree.map(lambda a: a[again:], stack)
-    if how.policy != "none" or layer_specs is not None and axis_size("fsdp") > 1:
-        body = jax.checkpoint(body, prevent_cse=False, policy=policy_of(remat))
-    x, out = loop(body, x, stack)
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs, out)
+    checked, gathers = body, layer_specs is not None and axis_size("fsdp") > 1
+    if how.policy != "none" or gathers:
+        checked = jax.checkpoint(body, prevent_cse=False, policy=policy_of(remat))
+    if not again:
+        return loop(checked, x, (weights, xs))
+    first, rest = (jax.tree.map(lambda a, cut=cut: a[cut], (weights, xs))
+                   for cut in (slice(again), slice(again, None)))
+    x, out = loop(recomputed(body), x, first)
+    x, more = loop(checked, x, rest)
+    return x, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, more)
 
 
 # -------------------------------------------------------------------------------------------

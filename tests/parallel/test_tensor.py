@@ -18,8 +18,9 @@ from zigzag.parallel import attention, products
 # -------------------------------------------------------------------------------------------
 # The whole step
 
-@pytest.mark.parametrize("name", ["w_up", full("wq"), full("wo"), full("w_down"), full("embed"), full("head"),
-                                  full("wk"), full("w[qkv]")])
+@pytest.mark.parametrize("name", [
+    "w_up", full("wq"), full("wo"), full("w_down"), full("embed"), full("head"),
+    full("wk"), full("w[qkv]")])
 def test_a_whole_weight_beside_split_ones(name):
     """An unsplit weight used in full with parts of the others, or a device's part of it used
     without summing its gradient: shapes fit in both cases. An unsplit head that is taken for a
