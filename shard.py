@@ -334,7 +334,8 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
-    hs, weights = zip(*matching_rows(pairs))
+    pairs = matching_rows(pairs)
+    hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(sum_of_rows, weights, hs), "stream")
     return into_stream(*row_products(pairs))
@@ -609,7 +610,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
         return (keys, whose, *look_at(keys, whose < me, *results)), None
 
     early, late = halves(queries)
-    state = keys, me, look(attend_to, early, halves(keys)[0]), look(attend_to, late, keys)
+    meet = part("attention")(functools.partial(look, attend_to))
+    state = keys, me, meet(early, halves(keys)[0]), meet(late, keys)
     (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([first.values, second.values], 1).astype(queries[0].dtype)
 
@@ -738,7 +740,7 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")
         out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
-    partial, whole = row_products(beside)
+    partial, whole = row_products(matching_rows(beside))
     (partial if is_split(down) else whole).append(out.reshape(B, T, D))
     return into_stream(partial, whole)
 

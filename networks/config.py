@@ -179,6 +179,9 @@ def _longest(c):
 
 def _check_parts(c):
     """Refuse options that cannot be combined."""
+    if c.parallel_block and "mlp" in c.remat:
+        raise ConfigError(f"--remat {c.remat}: with --parallel_block attention and MLP are one; "
+                          f"give --remat attention or full")
     if c.experts and c.experts_per_token > c.experts:
         raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
                           f"{c.experts}")

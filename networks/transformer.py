@@ -653,7 +653,8 @@ def _repeat(w, x, group, c, batch):
     def layer(x, i):
         return block(w, x, i, c, batch)[0], None
 
-    layer = layer if remat.remat_of(c.remat).policy == "none" else jax.checkpoint(layer)
+    how = remat.remat_of(c.remat)       # (with full:0.5, half of the groups are computed again)
+    layer = layer if how.policy == "none" and not how.share else jax.checkpoint(layer)
     return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 

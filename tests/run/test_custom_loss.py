@@ -435,6 +435,29 @@ def test_a_refusal_says_what_the_cause_is(loss, mesh, changes, says):
     assert (NUMBER in str(e.value)) == (NUMBER in says) and POOLS not in str(e.value)
 
 
+def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
+    """A start that divides by the layers of a model that is not trained."""
+    def loss(p, b, specs=None):
+        sums = shard.pipelined_loss(
+            lambda p, b: b["x"][:, None] @ p["into"],
+            lambda w, x, i, b: (x + jnp.tanh(x @ w), None),
+            lambda p, x, b: (jnp.sum((x.mean((1, 2)) - b["x"].sum(-1)) ** 2), len(b["x"])),
+            {"into": p["into"]}, p["layers"], b, specs and specs["layers"], microbatches=2,
+            all_time=True)
+        return sums[:2]
+
+    def init(key):
+        return {"into": jax.random.normal(key, (2, 16)),
+                "layers": 0.1 * jax.random.normal(key, (8, 16, 16))}
+
+    rows = [{"x": np.float32([i, 1])} for i in range(64)]
+    ends = [learn(make(layers=2, batch=16, steps=2, microbatches=2), mesh, init=init, loss=loss,
+                  collate=lambda rows: {"x": np.stack([r["x"] for r in rows])}, examples=rows)
+            for mesh in ("", "pipe=8")]
+    want, found = ([row["loss"] for row in rows if "loss" in row] for rows, _ in ends)
+    assert len(want) == 2 and found == pytest.approx(want, rel=1e-5)
+
+
 def test_noise_by_the_seeds_of_a_batch_trains_anywhere():
     """The way out that a refusal names is refused, too."""
     loss = noisy(lambda b: b.get("seeds", (1000 * jnp.abs(b["x"][:, 0])).astype("uint32")))

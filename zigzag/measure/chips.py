@@ -48,7 +48,7 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     m = compiled.memory_analysis()
     at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
                - m.alias_size_in_bytes)
-    if m.host_temp_size_in_bytes:       # --remat offload: the compiler's peak has the host's memory
+    if m.host_temp_size_in_bytes:       # (--remat offload: the peak includes the host's memory)
         return at_most
     return m.peak_memory_in_bytes or at_most
 

@@ -106,7 +106,8 @@ class _Run:
         # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
         # backward pass.
         self.one_layer = self.is_1f1b and c.layers == S
-        how, own = remat_of(c.remat), c.layers // S // (c.chunks if S > 1 else 1)
+        # (A custom loss may have other layers than these, and no formula.)
+        how, own = remat_of(c.remat), max(1, c.layers // S // (c.chunks if S > 1 else 1))
         self.share_again = how.count(own) / own * (not self.one_layer)
         again = self.share_again + (how.policy != "none") * (not self.one_layer)
         # (Of attention nothing is sent again: its scores and what follows them are on one device.)

@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped
-from zigzag.parallel.remat import AGAIN, recomputed
+from zigzag.parallel.remat import part, recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
 # with fewer, too little work is saved. (Each block is compiled. Eight are worth that only for long
@@ -217,10 +217,11 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
     causal, scores = causal and S == T, B * H * T * S // compilers
     ends, parts = block_ends(scores, T, causal, not may_unroll())
 
+    @part("attention")
     def one(queries, keys):
         return attend_to(queries, keys)[0]
 
-    if scores > SCORES or "attention" in AGAIN.value:
+    if scores > SCORES:
         one = recomputed(one)
     results = []
     for begin, end in zip([0, *ends], ends):

@@ -1,29 +1,29 @@
-"""--overlap: products beside the collective that they need, in parts of the time.
+"""--overlap, a collective matmul: a part of the time is multiplied while another one is sent.
 
     all_gather(x) @ w           A device multiplies its own part of x, and sends it to both
                                 neighbours. It multiplies the two parts that come, and sends each
                                 on. After half a turn it has seen all parts.
     reduce_scatter(h @ w)       The same backwards: a device multiplies the parts of h that belong
-                                to the two farthest devices, and sends both products their way. It
-                                adds its own to the two that come, and so on. The last two that come
-                                are of its own part of the time.
+                                to the farthest devices on both sides, and sends each product their
+                                way. It adds its own to the two that come, and so on. The last two
+                                that come are of its own part of the time.
 
-While parts travel, others are multiplied. Each of the two is the other's transpose, and they send
-as many bytes as the plain collectives do. A device multiplies the parts in another order than they
-have in the row, so the products must be put in order afterwards (`_in_order`), which costs a copy.
+(If n is even, the farthest device is the same on both sides, and one way is a step shorter.) Each
+of the two is the other's transpose, and they send as many bytes as the plain collectives do. A
+device multiplies the parts in another order than they have in the row, so the products must be put
+in order afterwards (`_in_order`), which costs a copy.
 
 `product(weights, x)` is any function of activations x, of any part of the time, that treats each
-token by itself and is linear in x.
+token by itself and is linear in x, but for a bias.
 """
 
-import functools
 from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zigzag.core.mesh import OVERLAP, axis_size, mark_varying
+from zigzag.core.mesh import OVERLAP, add_to, axis_size, float32_zeros, mark_varying
 
 
 def asked(x: Array, parts: int = 1) -> bool:
@@ -71,15 +71,17 @@ def scattered(product: Callable, weights: Any, h: Any) -> Array:
 
 
 def _transpose(product, weights, x):
-    """The gradient of a part, from the cotangent of its products."""
+    """A function from the cotangent of a part's products to the cotangent of the part."""
     return lambda cotangent: jax.vjp(lambda x: product(weights, x), x)[1](cotangent)[0]
 
 
 def _gradient(product, weights, parts, cotangents):
-    """The gradient of the weights, from all parts."""
-    return functools.reduce(functools.partial(jax.tree.map, jnp.add), [
-        jax.vjp(lambda weights, k=k: product(weights, parts[k]), weights)[1](cotangents[k])[0]
-        for k in parts])
+    """The gradient of the weights, from all parts, added up in float32."""
+    total = float32_zeros(weights)
+    for k, part in parts.items():
+        _, of_weights = jax.vjp(lambda weights, part=part: product(weights, part), weights)
+        total = add_to(total, *of_weights(cotangents[k]))
+    return jax.tree.map(lambda g, w: g.astype(w.dtype), total, weights)
 
 
 # Parts by their distance: {0: that of this device, -1: of the one below, 1: of the one above ...}.

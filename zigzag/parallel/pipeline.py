@@ -51,7 +51,7 @@ from zigzag.parallel.remat import policy_of
 
 class Options(NamedTuple):
     """How a stack of layers is computed. A network's configuration has these fields, too."""
-    remat: str = "none"         # what to recompute in the backward pass: none, selective or full
+    remat: str = "none"         # what to recompute in the backward pass: see remat.py
     microbatches: int = 1       # the parts into which a device's rows are cut
     schedule: str = "gpipe"
     chunks: int = 1             # of layers, in each stage
@@ -192,12 +192,6 @@ def send(tree: Any, step: int) -> Any:
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
-def skips_idle(sizes: Any, overlap: bool) -> bool:
-    """Whether a stage without work in a tick computes nothing, on a mesh with axes of these
-    sizes."""
-    return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
-
-
 def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
     """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
 
@@ -218,7 +212,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     def typed(fn):
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
-    if not skips_idle(ambient()[0], OVERLAP.value):
+    if ambient()[0]["seq"] > 1 or OVERLAP.value and axis_size("tensor") > 1:
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 

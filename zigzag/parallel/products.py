@@ -2,7 +2,7 @@
 
     matmul             activations times a weight, or times a weight with a LoRA adapter
     matching_columns   what `columns` does where not all weights of a block are split
-    row_products       what `row` does where some are not split, or there are several
+    matching_rows      what `row` does where some are not split
     repeat_kv          key and value heads for a tensor axis that does not divide them
     lookup             the vectors of ids in a table
 
@@ -165,10 +165,10 @@ def matching_columns(weights: Sequence[Any]) -> tuple[list[Any], bool]:
 
 
 def row_products(pairs: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
-    """The products of (h, w) pairs in two lists: partial sums, which must be summed over tensor,
-    and products that every device has whole."""
+    """The products of matching (h, w) pairs in two lists: partial sums, which must be summed over
+    tensor, and products that every device has whole."""
     partial, whole = [], []
-    for h, w in matching_rows(pairs):
+    for h, w in pairs:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
 

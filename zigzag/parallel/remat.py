@@ -3,9 +3,11 @@
     none            save everything except gathered weights
     selective       save the products with weights, and the layer's input
     full            save the layer's input
-    full:0.5        save the input of half of the layers, and everything of the others
+    full:0.5        save the input of half of a device's layers (at least one), and everything of
+                    the others
     offload         save the layer's input in the memory of the host
-    attention       save everything except scores and what attention makes of them
+    attention       save everything except scores and what attention makes of them (of the kernels
+                    for TPUs and GPUs nothing of this is saved anyway)
     mlp             save the input of each MLP, and everything of the rest of a layer
     attention,mlp   both
 """
@@ -63,8 +65,9 @@ class Remat(NamedTuple):
     parts: tuple = ()       # of each layer, of which only the input is saved
 
     def count(self, layers: int) -> int:
-        """How many of the layers are computed again by their share, the first ones."""
-        return round(self.share * layers)
+        """How many of the layers are computed again by their share, the first ones: at least one,
+        if there is a share."""
+        return max(round(self.share * layers), self.share > 0)
 
 
 def remat_of(text: str) -> Remat:

@@ -59,7 +59,8 @@ class Computed:
     kernel: bool = True           # use the device's own kernel for attention, where it has one
     chunks: int = flag(1, least=1, beside="schedule")
                                   # pieces of consecutive layers on each stage of the pipeline
-    overlap: bool = False         # tensor sends in parts, and multiplies those that are there
+    overlap: bool = False         # send over tensor in parts, and multiply each part while the next
+                                  # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
                                   # float32: fsdp sums gradients in it, not in dtype; sends more
     # training (rare)
