@@ -139,12 +139,11 @@ from zigzag.parallel.products import (
     matching_columns,
     matching_rows,
     row_products,
-    sum_of_rows,
     time_chunks,
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
-from zigzag.parallel.remat import AGAIN, policy_of, recomputed, remat_of, unrolls
 from zigzag.parallel.remat import part as part
+from zigzag.parallel.remat import policy_of, recomputed, scan_layers
 from zigzag.rule.jaxprs import labelled, named, names_in  # labels: `attend` explains them
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
@@ -257,31 +256,13 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
     what to recompute in the backward pass, such as none, selective (all but products with weights)
     or full (all but the layer's input); see zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
-    how = remat_of(remat)
-    again = how.count(len(jax.tree.leaves(weights)[0]))     # 0, but for full:0.5 and the like
+    gathers = specs is not None and axis_size("fsdp") > 1
 
     def body(x, layer):
         w, e = layer
-        x = checkpoint_name(x, "stream") if how.policy == "offload" else x
         return block(gather(w, layer_specs, sum_dtype), x, e)
 
-    def loop(body, x, stack):
-        def named_body(x, layer):       # the name tells a pipeline to keep a layer's input
-            return body(jax.tree.map(lambda a: checkpoint_name(a, "stream"), x), layer)
-
-        with AGAIN(how.parts):
-            return lax.scan(named_body, x, stack, unroll=unrolls(stack, remat))
-
-    checked, gathers = body, layer_specs is not None and axis_size("fsdp") > 1
-    if how.policy != "none" or gathers:
-        checked = jax.checkpoint(body, prevent_cse=False, policy=policy_of(remat))
-    if not again:
-        return loop(checked, x, (weights, xs))
-    first, rest = (jax.tree.map(lambda a, cut=cut: a[cut], (weights, xs))
-                   for cut in (slice(again), slice(again, None)))
-    x, out = loop(recomputed(body), x, first)
-    x, more = loop(checked, x, rest)
-    return x, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, more)
+    return scan_layers(body, x, (weights, xs), remat, gathers)
 
 
 # -------------------------------------------------------------------------------------------
@@ -337,7 +318,8 @@ def row(*pairs: tuple[Array, Array]) -> Array:
     pairs = matching_rows(pairs)
     hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
-        return checkpoint_name(overlap.scattered(sum_of_rows, weights, hs), "stream")
+        return checkpoint_name(overlap.scattered(
+            lambda weights, hs: sum(row_products(zip(hs, weights))[0]), weights, hs), "stream")
     return into_stream(*row_products(pairs))
 
 

@@ -91,10 +91,9 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
 
 
 def _of_remat(text):
-    share = remat_of(text).share
-    if not share:
-        return REMAT[remat_of(text).policy if text not in REMAT else text]
-    return [share * a + (1 - share) * b for a, b in zip(REMAT["full"], REMAT["none"])]
+    how = remat_of(text)
+    others = REMAT[",".join(how.parts) or how.policy]
+    return [how.share * a + (1 - how.share) * b for a, b in zip(REMAT["full"], others)]
 
 
 def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callable,

@@ -14,7 +14,7 @@ wider than its operands, as float32 logits are.
 
 import dataclasses
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -164,18 +164,13 @@ def matching_columns(weights: Sequence[Any]) -> tuple[list[Any], bool]:
                       list(weights)), True
 
 
-def row_products(pairs: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
+def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
     """The products of matching (h, w) pairs in two lists: partial sums, which must be summed over
     tensor, and products that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
-
-
-def sum_of_rows(weights: Sequence[Any], hs: Sequence[Array]) -> Array:
-    """The sum of the products of activations [B, T, F, ...] and weights [F, ..., D]."""
-    return sum(matmul(h, w, w.ndim - 1) for h, w in zip(hs, weights, strict=True))
 
 
 def matching_rows(pairs: Sequence[tuple[Array, Any]]) -> list[tuple[Array, Any]]:

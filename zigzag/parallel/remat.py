@@ -16,6 +16,9 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import may_unroll
@@ -110,6 +113,33 @@ def part(name: str) -> Callable:
         return call
 
     return decorate
+
+
+def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -> tuple[Any, Any]:
+    """lax.scan(body, x, stack) over layers, of which each keeps what --remat says. `gathers` says
+    that body gathers its weights over fsdp: these are never kept."""
+    how = remat_of(remat)
+    again = how.count(len(jax.tree.leaves(stack)[0]))       # 0, but for full:0.5 and the like
+
+    def named(x):           # the name tells a pipeline to keep a layer's input
+        return jax.tree.map(lambda a: checkpoint_name(a, "stream"), x)
+
+    def loop(body, x, stack):
+        with AGAIN(how.parts):
+            return lax.scan(lambda x, layer: body(named(x), layer), x, stack,
+                            unroll=unrolls(stack, remat))
+
+    kept = body
+    if how.policy == "offload":     # (an argument is kept on the device; a name inside is not)
+        def kept(x, layer):
+            return body(named(x), layer)
+    if how.policy != "none" or gathers:
+        kept = jax.checkpoint(kept, prevent_cse=False, policy=POLICIES[how.policy])
+    if not again:
+        return loop(kept, x, stack)
+    x, first = loop(recomputed(body), x, jax.tree.map(lambda a: a[:again], stack))
+    x, rest = loop(kept, x, jax.tree.map(lambda a: a[again:], stack))
+    return x, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, rest)
 
 
 def recomputed(fn: Callable) -> Callable:

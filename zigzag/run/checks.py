@@ -67,7 +67,7 @@ def check_config(c: Any) -> None:
     if c.sum_dtype and c.step == "jit":
         raise ConfigError(f"--sum_dtype {c.sum_dtype}: with --step jit the compiler chooses; give "
                           f"--step shard_map")
-    if getattr(c, "overlap", False) and c.step == "jit":
+    if c.overlap and c.step == "jit":
         raise ConfigError("--overlap true: with --step jit the compiler sends; give --step "
                           "shard_map")
     if "://" in c.out:

@@ -17,7 +17,7 @@ from typing import Any, Callable
 
 import jax
 
-from zigzag.core.mesh import AXES, WITHOUT_TENSOR, untyped, without_axis
+from zigzag.core.mesh import AXES, OVERLAP, WITHOUT_TENSOR, untyped, without_axis
 from zigzag.rule.jaxprs import DIFFERENTIATED
 
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
@@ -43,12 +43,18 @@ def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, 
 
 def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callable:
     """fn on every device, each time on that device's pieces of the arguments: jax.shard_map over
-    the axes of the mesh that are manual in this mode. With --step jit, fn itself."""
+    the axes of the mesh that are manual in this mode, with --overlap. With --step jit, fn
+    itself."""
     if plan.mode == JIT:
         return fn
     if "tensor" not in plan.manual:
         in_specs, out_specs = without_axis((in_specs, out_specs), "tensor")
-    return jax.shard_map(fn, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs,
+
+    def on_device(*args):
+        with OVERLAP(plan.config.overlap):
+            return fn(*args)
+
+    return jax.shard_map(on_device, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs,
                          axis_names=set(plan.manual), check_vma=plan.typed)
 
 

@@ -203,8 +203,7 @@ class OwnStep:
         if number not in self.plans:
             self.plans[number] = self._plan(number, call)
         # (Another trace has another function, which may close over other numbers.)
-        return dataclasses.replace(self.plans[number], loss=with_checked_sums(
-            call.loss, getattr(self.config, "overlap", False))[0])
+        return dataclasses.replace(self.plans[number], loss=with_checked_sums(call.loss)[0])
 
     def _plan(self, number, call):
         def init(key):

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
-    OVERLAP,
     WITHOUT_TENSOR,
     abstract_mesh,
     batch_spec,
@@ -230,7 +229,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         init = _with_frozen(init, config.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
     _check_floats(params if learned is None else {k: x for k, x in params.items() if k == learned})
-    loss, takes_specs = with_checked_sums(loss, getattr(config, "overlap", False))
+    loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
@@ -306,15 +305,13 @@ def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> An
 # -------------------------------------------------------------------------------------------
 # What a loss returns
 
-def with_checked_sums(loss: Callable, overlap: bool = False) -> tuple[Callable, bool]:
-    """The loss as (weights, batch, specs) -> loss_sums, with --overlap, and whether it takes
-    specs."""
+def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
+    """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
     takes_specs = "specs" in inspect.signature(loss).parameters
 
     def checked(weights, batch, specs=None):
-        with OVERLAP(overlap):
-            return loss_sums(loss(weights, batch, specs=specs) if takes_specs
-                             else loss(weights, batch))
+        return loss_sums(loss(weights, batch, specs=specs) if takes_specs
+                         else loss(weights, batch))
 
     return checked, takes_specs
 
