@@ -602,8 +602,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 # Attention within a row, and dropout
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           query_info: Any, key_info: Any, causal: bool = False, kernel: bool = False,
-           beyond: str = "a function of its own") -> Array:
+           query_info: Any, key_info: Any, causal: bool = False,
+           kernel: attention.Seen | None = None, beyond: str = "a function of its own") -> Array:
     """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
     split over seq. Returns [B, T, H, N].
 
@@ -612,8 +612,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
-        kernel                         it is plain causal softmax attention, so the device's own
-                                       kernel may compute it
+        kernel                         the same in words that the device's own kernel knows, which
+                                       may compute it; None: it has no such words
         beyond                         for messages: what it has beyond causal softmax attention"""
     known = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != known:
@@ -626,8 +626,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
     if "seq" in varying(q):     # (to generate, time is not split)
         out = (causal_ring if causal else ring)(attend_to, queries, vary_like(keys, q))
-    elif kernel and attention.kernel_fits(q, k, v):
-        out = attention.by_kernel(q, k, v)
+    elif kernel and attention.kernel_fits(q, k, v, kernel):
+        out = attention.by_kernel(q, k, v, kernel)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)
     # Two labels that exist in the jaxpr, but not in the compiled program. "attend" tells
@@ -637,7 +637,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
 
 
 def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
-                scores: Callable | None = None, *, causal: bool = True, heads: int = 0,
+                scores: Callable | None = None, *, causal: bool = True, window: int = 0,
+                local: Array | None = None, softcap: float = 0.0, heads: int = 0,
                 positions: Array | None = None, documents: Array | None = None,
                 slots: Array | None = None, kernel: bool = True) -> Array:
     """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
@@ -645,26 +646,33 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: a row is one document), and
     of these the ones up to its own slot, or all of them with causal=False. To change that:
 
-        mask(query, key)               False where the query may not see the key. A window of 100
-                                       tokens is  query.slot - key.slot < 100
+        window=100                     of these only the last 100, the query's own included; with
+                                       local=i % 2 == 0 only in every second layer
+        softcap=50.0                   scores s become 50 * tanh(s / 50)
+        mask(query, key)               False where the query may not see the key
         scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
                                        query heads; heads [H] says which heads these are
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
-    The argument heads is the number of query heads over all devices.
+    A window of 100 is  query.slot - key.slot < 100. The argument heads is the number of query heads
+    over all devices.
 
-    The fused attention kernels of TPUs and GPUs compute plain causal attention. With `mask`,
-    `scores`, `documents` or causal=False, attention is computed from its formula instead."""
-    given = {"a mask": mask, "other scores": scores, "documents": documents}
+    The fused attention kernels of TPUs and GPUs know all of this but `mask` and `scores` (and a
+    GPU's knows no softcap). With these, attention is computed from its formula instead."""
+    if window and not causal:
+        raise ValueError(f"a window of the last {window} keys, and causal=False")
+    given = {"a mask": mask, "other scores": scores, "documents": documents,
+             "a window": window or None, "a softcap": softcap or None}
     beyond = [what for what, x in given.items() if x is not None]
-    beyond = " and ".join(beyond if causal else [*beyond, "later keys"])
+    window, local = (window, local) if window < q.shape[1] * axis_size("seq") else (0, None)
+    of = attention.Seen(causal, window, local if window else None, softcap, documents)
     slots = slots_of(q) if slots is None else slots
-    positions = slots if positions is None else positions
-    documents = jnp.zeros_like(slots) if documents is None else documents
-    info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2])
-                             for a in (slots, positions, documents)])
-    return attend(attention.self_attention(mask, scores, causal, heads), q, k, v, attention.both,
-                  info, info, causal, kernel and not beyond, beyond)
+    info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2]) for a in (
+        slots, slots if positions is None else positions,
+        jnp.zeros_like(slots) if documents is None else documents)])
+    return attend(attention.self_attention(mask, scores, heads, of), q, k, v, attention.both,
+                  info, info, causal, of if kernel and not (mask or scores) else None,
+                  " and ".join(beyond if causal else [*beyond, "later keys"]))
 
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None

@@ -31,11 +31,9 @@ def layer_slots(c: Any, i: int) -> int:
     return c.window if _has_window(c)[i] else 0
 
 
-def layer_window(c: Any, i: Array) -> Any:
-    """The most keys that a query sees in layer i, which may be traced."""
-    if "g" not in c.local_layers:
-        return c.window
-    return jnp.where(jnp.array(_has_window(c))[i], c.window, 2**30)
+def layer_is_local(c: Any, i: Array) -> Array:
+    """Whether layer i, which may be traced, has the window."""
+    return jnp.array(_has_window(c))[i]
 
 
 def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
@@ -44,7 +42,7 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
     rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
     if c.local_theta:
         local, _ = rotary_rates(dim, c.local_theta)
-        is_local = jnp.array(_has_window(c))[i]
+        is_local = layer_is_local(c, i)
         rates, factor = jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
     if "n" in c.rotary_layers:      # layers without rotary positions have rates of 0
         is_turned = jnp.array([kind == "r" for kind in (c.rotary_layers * c.layers)[:c.layers]])[i]

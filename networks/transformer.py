@@ -31,9 +31,9 @@ from networks.positions import (
     alibi_slopes,
     counted,
     decoding_length,
+    layer_is_local,
     layer_rates,
     layer_slots,
-    layer_window,
     max_positions,
     relative_bias,
     relative_ids,
@@ -71,18 +71,16 @@ def heads_of(q, a, dim):
     return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
-def _window_mask(c, i):
-    """The mask of a layer with a window, in which a query sees the last c.window keys, its own
-    included; None if no layer has one."""
-    if not c.window:
-        return None
-    return lambda query, key: key.slot > query.slot - layer_window(c, i)
+def _window(c, i):
+    """The arguments of shard.self_attend for a window, in which a query sees the last c.window
+    keys, its own included."""
+    return {"window": c.window, "local": layer_is_local(c, i) if "g" in c.local_layers else None}
 
 
 def _scores(w, q, c):
     """The `scores` argument of shard.self_attend for the queries q: a function that changes scores
-    by a soft cap, a learned bias for each distance (`relative`) or slopes of the heads (ALiBi);
-    None for plain scores."""
+    by a learned bias for each distance (`relative`) or slopes of the heads (ALiBi); None for plain
+    scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -90,12 +88,11 @@ def _scores(w, q, c):
         slopes = heads_of(q, jnp.asarray(alibi_slopes(c.heads)), 0)
 
     def scores(s, query, key, heads):
-        s = c.attn_softcap * jnp.tanh(s / c.attn_softcap) if c.attn_softcap else s
         if table is not None:
             return s + relative_bias(c, table, relative_ids(c, query, key))
-        return s if slopes is None else s + alibi_bias(c, slopes, key.position[:, None])
+        return s + alibi_bias(c, slopes, key.position[:, None])
 
-    return scores if c.attn_softcap or table is not None or slopes is not None else None
+    return scores if table is not None or slopes is not None else None
 
 
 def with_bias(w, name):
@@ -141,12 +138,14 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
-    attend = attention.self_attention(_window_mask(c, i), _scores(w, q, c), True, c.heads)
+    scores = _scores(w, q, c)
+    attend = attention.self_attention(None, scores, c.heads, attention.Seen(
+        **_window(c, i), softcap=c.attn_softcap))
     wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
     out = kv_cache.attend(attend, q, cached, cached[..., U:], query, batch["start"], c.heads, 1,
-                          folds=not c.attn_softcap)
+                          folds=scores is None)
     return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": cached}
 
 
@@ -162,12 +161,12 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if c.positions == "rotary":
         q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
     q = _scaled(q, c)
-    mask, scores = _window_mask(c, i), _scores(w, q, c)
+    changes = dict(scores=_scores(w, q, c), softcap=c.attn_softcap, **_window(c, i))
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
-        return attend(q, k, v, mask, scores), attend.layer
+        return attend(q, k, v, **changes), attend.layer
     return shard.self_attend(
-        q, k, v, mask, scores, causal=c.causal, heads=c.heads, positions=batch["positions"],
+        q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
 
 

@@ -151,9 +151,14 @@ def test_a_batched_product_of_a_tpu_is_not_a_convolution():
 
 
 # Operands of kernels are in their layouts: queries, keys and values of cuDNN [B, T, H, N], of
-# splash attention blocks [1, n, n] and [B H, T, N], of a ragged product groups and two matrices.
+# splash attention blocks [1, n, m], queries [B H, T, N] or [B, H, T, N], documents and slots, of a
+# ragged product groups and two matrices.
 QKV = "bf16[8,512,4,128]{3,2,1,0}, bf16[8,384,2,128]{3,2,1,0}, bf16[8,384,2,128]{3,2,1,0}"
 BLOCKS = "s8[1,4,4]{2,1,0}, s8[1,4,4]{2,1,0}, bf16[8,512,64]{2,1,0}, bf16[8,512,64]{2,1,0}"
+SLOTS = "s32[512,128]{1,0}"
+WINDOW = "s8[1,2,4]{2,1,0}, s8[1,2,4]{2,1,0}, bf16[8,512,64]{2,1,0}, s32[8,512]{1,0}"
+DOCUMENTS = ("s8[1,4,4]{2,1,0}, s8[1,4,4]{2,1,0}, bf16[2,4,512,64]{3,2,1,0}, "
+             "s32[2,512,128]{2,1,0}, s32[2,8,512]{2,1,0}")
 RAGGED = "s32[1]{0}, s32[5]{0}, bf16[4096,512]{1,0}, bf16[4,512,352]{2,1,0}"
 TPU = 'custom_call_target="tpu_custom_call", operand_layout_constraints='
 KERNELS = [
@@ -163,9 +168,18 @@ KERNELS = [
      f'backend_config={{"mask_type": "CAUSAL"}}', 5 * 8 * 512 * 384 * 4 * 128),
     (f'custom_call_target="__cudnn$fmhaSoftmax", operand_layout_constraints={{{QKV}}}',
      4 * 8 * 512 * 384 * 4 * 128),
-    (f'{TPU}{{{BLOCKS}}}, kernel="%splash_mha_fwd_residuals"', 2 * 8 * 512 * 512 * 64 * 5 / 4),
-    (f'{TPU}{{{BLOCKS}}}, kernel="%splash_mha_dq_no_residuals"', 3 * 8 * 512 * 512 * 64 * 5 / 4),
-    (f'{TPU}{{{BLOCKS}}}, kernel="%splash_mha_dkv_no_residuals"', 4 * 8 * 512 * 512 * 64 * 5 / 4),
+    (f'{TPU}{{{BLOCKS}, {SLOTS}}}, kernel="%splash_mha_fwd_residuals"',
+     2 * 8 * 512 * 512 * 64 * 5 / 4),
+    (f'{TPU}{{{BLOCKS}, {SLOTS}}}, kernel="%splash_mha_dq_no_residuals"',
+     3 * 8 * 512 * 512 * 64 * 5 / 4),
+    (f'{TPU}{{{BLOCKS}, {SLOTS}}}, kernel="%splash_mha_dkv_no_residuals"',
+     4 * 8 * 512 * 512 * 64 * 5 / 4),
+    (f'{TPU}{{{BLOCKS}}}, kernel="%splash_mha_fwd_residuals"', 4 * 8 * 512 * 512 * 64),
+    (f'{TPU}{{{WINDOW}}}, kernel="%splash_mha_dkv_no_residuals"', 8 * 8 * 512 * 512 * 64 * 7 / 16),
+    (f'{TPU}{{{DOCUMENTS}, {SLOTS}}}, kernel="%splash_mha_fwd_segmented_residuals"',
+     2 * 8 * 512 * 512 * 64 * 5 / 4),
+    (f'{TPU}{{{DOCUMENTS}}}, kernel="%splash_mha_dq_segmented_no_residuals"',
+     6 * 8 * 512 * 512 * 64),
     (f'{TPU}{{{RAGGED}}}, frontend_attributes={{ragged_dot_tiling="128,512,352"}}',
      0.5 * 2 * 4096 * 512 * 352)]
 

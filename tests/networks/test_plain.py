@@ -130,6 +130,8 @@ def with_attend(more):
 
 EDITS = {
     "a window": [with_attend("lambda query, key: query.slot - key.slot < 5")],
+    "a window by name": [with_attend("window=5")],
+    "a window in every second layer": [with_attend("window=5, local=i % 2 == 1")],
     "a mask by document": [with_attend(
         "lambda query, key: query.position // 6 == key.position // 6")],
     "a soft cap": [with_attend("scores=lambda s, *_: jnp.tanh(s / 0.5) * 0.5")],
@@ -140,6 +142,7 @@ EDITS = {
 
 
 def swiglu(""")],
+    "a soft cap by name": [with_attend("softcap=0.5")],
     "q-k norm": [(WEIGHT, WEIGHT + ' "q_norm": make("L N"), "k_norm": make("L N"),'), (
         TURNED, '    q, k = norm(q, w["q_norm"], c), norm(k, w["k_norm"], c)\n' + TURNED)],
     "a second norm scale": [(WEIGHT, WEIGHT + ' "attn_scale": make("L D"),'), (
@@ -188,11 +191,11 @@ def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh
     usual = on_no_mesh(make(kv_heads=2, microbatches=2))[1]
     assert name == "a second norm scale" or abs(want[1] - usual) > 1e-6     # (it is an edit)
 
-    def kernel(q, k, v):
+    def kernel(q, k, v, seen):
         calls.append(name)
-        return one_kernel(q, k, v)
+        return one_kernel(q, k, v, seen)
 
-    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
     got = gradients_of(config, mesh, batch_of(config))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)

@@ -1,6 +1,5 @@
 """Attention: in blocks, by kernels, around a ring; and heads that a compiler cannot divide."""
 
-import dataclasses
 import math
 import re
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ import pytest
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-import model
-import networks
 import sample
 import shard
 import train
@@ -108,18 +105,18 @@ def one_operation(fn):
     return operation.bind
 
 
-def causal(q, k, v):
-    """Causal attention with the residuals of a GPU's kernel."""
-    seen, group = np.tril(np.ones((q.shape[1], q.shape[1]), bool)), q.shape[2] // k.shape[2]
-    grouped = q.reshape(*q.shape[:2], -1, group, q.shape[-1])
+def attention_by_hand(q, k, v, seen):
+    """Attention with the residuals of a GPU's kernel. seen [B, T, T] says which keys a query
+    sees."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = jnp.einsum("btkgn,bskn->bkgts", grouped, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     sums = jax.nn.logsumexp(scores, -1)
     out = jnp.einsum("bkgts,bskn->btkgn", jnp.exp(scores - sums[..., None]), v).reshape(q.shape)
     return out, sums.reshape(q.shape[0], q.shape[2], -1)
 
 
-def causal_backward(q, k, v, out, sums, cotangent):
+def backward_by_hand(q, k, v, seen, out, sums, cotangent):
     """The backward pass of a GPU's kernel from these residuals."""
     def grouped(x):
         return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1])
@@ -127,7 +124,7 @@ def causal_backward(q, k, v, out, sums, cotangent):
     scale = q.shape[-1] ** -0.5
     scores = jnp.einsum("btkgn,bskn->bkgts", grouped(q), k) * scale
     probs = jnp.exp(scores - sums.reshape(scores.shape[:-1])[..., None])
-    probs = probs * np.tril(np.ones(scores.shape[-2:]))
+    probs = jnp.where(seen[:, None, None], probs, 0)
     less = jnp.einsum("btkgn,btkgn->bkgt", grouped(cotangent), grouped(out))[..., None]
     dprobs = jnp.einsum("btkgn,bskn->bkgts", grouped(cotangent), v)
     dscores = probs * (dprobs - less) * scale
@@ -136,29 +133,51 @@ def causal_backward(q, k, v, out, sums, cotangent):
             jnp.einsum("bkgts,btkgn->bskn", probs, grouped(cotangent)))
 
 
-FORWARD, BACKWARD = one_operation(causal), one_operation(causal_backward)
+FORWARD, BACKWARD = one_operation(attention_by_hand), one_operation(backward_by_hand)
 
 
 @jax.custom_vjp
-def one_kernel(q, k, v):
-    return FORWARD(q, k, v)[0]
+def one_operation_each_way(q, k, v, seen):
+    return FORWARD(q, k, v, seen)[0]
 
 
-def _forward(q, k, v):
-    out, sums = FORWARD(q, k, v)
-    return out, (q, k, v, out, sums, jnp.zeros(0, q.dtype))     # (one array is empty)
+def _forward(q, k, v, seen):
+    out, sums = FORWARD(q, k, v, seen)
+    return out, (q, k, v, seen, out, sums, jnp.zeros(0, q.dtype))       # (one array is empty)
 
 
 def _backward(saved, cotangent):
-    return tuple(BACKWARD(*saved[:5], cotangent))
+    return *BACKWARD(*saved[:6], cotangent), None
 
 
-one_kernel.defvjp(_forward, _backward)
+one_operation_each_way.defvjp(_forward, _backward)
+
+
+def one_kernel(q, k, v, seen):
+    """A device's kernel, as two opaque operations. (With a softcap by its formula.)"""
+    slots = np.arange(q.shape[1])
+    apart = slots[:, None] - slots
+    allowed = (apart >= 0 if seen.causal else apart == apart) & (apart < (seen.window or 10**9))
+    documents = jnp.zeros(q.shape[:2], int) if seen.documents is None else seen.documents
+    allowed = allowed & (documents[:, :, None] == documents[:, None, :])
+    if seen.softcap:
+        return PLAIN(q, k, v, allowed[:, None],
+                     lambda s: seen.softcap * jnp.tanh(s / seen.softcap))[0]
+    return one_operation_each_way(q, k, v, allowed)
+
+
+def with_documents(config):
+    rng, T = np.random.default_rng(0), config.seq_len
+    batch = batch_of(config)
+    batch["segments"] = np.sort(rng.integers(0, 3, (config.batch, T)), 1).astype(np.int32)
+    starts = [[np.flatnonzero(row == s)[0] for s in row] for row in batch["segments"]]
+    batch["positions"] = (np.arange(T) - np.array(starts)).astype(np.int32)
+    return batch
 
 
 def has_kernel(name):
     """A kernel_name that returns this kernel for all arguments, on any mesh."""
-    def kernel_name(dtype, time, width, mesh=None):
+    def kernel_name(dtype, time, width, mesh=None, softcap=False):
         return name if (mesh or jax.sharding.get_abstract_mesh()).shape else ""
     return kernel_name
 
@@ -174,47 +193,53 @@ def give_kernel(monkeypatch, name):
     slow("tensor=4", dict(heads=6, kv_heads=3, head_dim=8)),
     slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, remat="selective")),
     slow("pipe=2,tensor=2", dict(microbatches=2, kv_heads=2, schedule="1f1b")),
-    slow("expert=2,tensor=2", dict(experts=4))])
+    slow("expert=2,tensor=2", dict(experts=4)), ("data=2,tensor=2", dict(pack="documents")),
+    full("", dict(pack="documents", kv_heads=2)), slow("pipe=2,fsdp=2", dict(
+        pack="documents", microbatches=2)), full("tensor=2", dict(window=5)),
+    ("tensor=2", dict(window=5, local_layers="lg", layers=4, remat="selective")),
+    full("fsdp=2,seq=2", dict(window=5, local_layers="lg")),
+    full("fsdp=2,tensor=2", dict(window=5, pack="documents", kv_heads=2))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
     """A kernel whose varying types are lost, so that gradients are summed twice or not at all; a
-    kernel that gets rows or heads of several devices. (It must not be used with documents, which a
-    kernel does not know.)"""
+    kernel that gets rows, documents or heads of several devices, or of other rows."""
     config, calls = make(**changes), []
-    batch = batch_of(config)
+    batch = with_documents(config) if config.pack else batch_of(config)
     want = gradients_of(config, "", batch)
 
-    def kernel(q, k, v):
+    def kernel(q, k, v, seen):
         n = dict(mesh_of(mesh).shape)["tensor"]
         if config.heads % n:        # then every device has all of them
             n = 1
         assert q.shape[2] == config.heads // n
         assert k.shape[2] == v.shape[2] == math.lcm(config.kv_heads, n) // n
+        assert seen.documents is None or seen.documents.shape == q.shape[:2]
         calls.append(q.shape)
-        return one_kernel(q, k, v)
+        return one_kernel(q, k, v, seen)
 
-    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
     got = gradients_of(config, mesh, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
-    assert calls and "kernel" in loop.describe_attention(program_of(config, mesh).plan)
+    assert bool(calls) == ("seq" not in mesh)
+    assert bool(calls) == ("kernel" in loop.describe_attention(program_of(config, mesh).plan))
 
 
 @pytest.mark.parametrize("run, times", [
     (lambda p, batch, c: net.loss(p, batch, c), 1),
-    (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 0),
+    (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 1),
     (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
     (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
-    """Documents that see each other, or padding that is seen, because a kernel knows only
-    causality."""
+    """Padding of a cache that is seen, because a kernel knows no cache; --kernel false that does
+    not reach the loss."""
     calls, config = [], make()
 
-    def kernel(q, k, v):
+    def kernel(q, k, v, seen):
         calls.append(q.shape)
-        return one_kernel(q, k, v)
+        return one_kernel(q, k, v, seen)
 
-    monkeypatch.setattr(attention, "causal_kernel", kernel)
+    monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
     with jax.set_mesh(mesh_of("")):
         jax.eval_shape(lambda p: run(p, batch_of(config), config),
@@ -224,7 +249,7 @@ def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times)
 
 def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     """A kernel under --step jit on several devices, whose operands the compiler would gather."""
-    monkeypatch.setattr(attention, "causal_kernel", None)
+    monkeypatch.setattr(attention, "_splash", None)
     give_kernel(monkeypatch, "splash")
     config = make(step="jit", kv_heads=2)
     program = train.build(config, mesh_of("data=2,tensor=2"), *train.language(config))
@@ -237,13 +262,20 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     slow("", {}), slow("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
     slow("fsdp=4,tensor=2", dict(remat="full")),
     slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")),
-    slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2))])
+    slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2)),
+    ("data=2", dict(pack="documents", layers=1)), full("", dict(window=200)),
+    slow("fsdp=2,tensor=2", dict(pack="documents", window=130, kv_heads=2, remat="full")),
+    slow("tensor=2", dict(attn_softcap=0.5, pack="documents")),
+    slow("data=2", dict(window=130, local_layers="lg", pack="documents")),
+    slow("data=2", dict(causal=False, head="masked", biases="head"))])
 def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
-    """Rows and heads that are mixed up in the kernel's operands. (Interpreted, in the whole step,
-    with skipped blocks, inside a shard_map over every axis.)"""
+    """Rows, documents and heads that are mixed up in the kernel's operands; a window that is one
+    key too long. (Interpreted, in the whole step, with skipped blocks, inside a shard_map over
+    every axis.)"""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     config, calls = make(seq_len=384, batch=4, **changes), []
-    make_one, batch = splash.make_splash_mha_single_device, batch_of(config)
+    make_one = splash.make_splash_mha_single_device
+    batch = with_documents(config) if config.pack else batch_of(config)
     want = gradients_of(config, "", batch)
 
     def interpreted(*args, **options):
@@ -286,26 +318,13 @@ def test_without_a_mesh_there_is_no_kernel():
 # -------------------------------------------------------------------------------------------
 # Around a ring
 
-def with_documents(config):
-    rng, T = np.random.default_rng(0), config.seq_len
-    batch = batch_of(config)
-    batch["segments"] = np.sort(rng.integers(0, 3, (8, T)), 1).astype(np.int32)
-    starts = [[np.flatnonzero(row == s)[0] for s in row] for row in batch["segments"]]
-    batch["positions"] = (np.arange(T) - np.array(starts)).astype(np.int32)
-    return batch
-
-
 @pytest.mark.parametrize("mesh", ["seq=2", slow("seq=4,tensor=2"), slow("pipe=2,seq=2"),
                                   slow("tensor=4")])
-def test_documents_stay_apart(mesh, monkeypatch):
+def test_documents_stay_apart(mesh):
     """A mask or a position that uses a key's index on the device, which is not its slot in zigzag
     order, nor if tensor splits the time."""
-    config = make(kv_heads=2)
+    config = make(kv_heads=2, pack="documents")
     batch = with_documents(config)
-    shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items() if k != "seeds"}
-    network = dataclasses.replace(model.NETWORK, batch_shapes=lambda c, rows: {
-        k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype) for k, v in shapes.items()})
-    monkeypatch.setattr(networks, "network_of", lambda c: network)
     got, value = gradients_of(config, mesh, batch)
     plain = {k: jnp.asarray(v) for k, v in batch.items() if k != "seeds"}
 
@@ -364,16 +383,18 @@ ENCODER = dict(causal=False, head="masked", biases="head")
 
 
 @pytest.mark.parametrize("mesh, changes, says", [
-    ("data=2", {}, "splash kernel"), ("data=2", dict(window=4), "1 block"),
-    ("data=2", dict(window=4, local_layers="lg"), "1 block"),
-    ("data=2", dict(attn_softcap=5.0), "1 block"), ("data=2", dict(positions="alibi"), "1 block"),
+    ("data=2", {}, "splash kernel"), ("data=2", dict(window=4), "splash kernel"),
+    ("data=2", dict(window=4, local_layers="lg"), "splash kernel"),
+    ("data=2", dict(attn_softcap=5.0), "splash"), ("data=2", dict(positions="alibi"), "1 block"),
     ("data=2", dict(kernel=False), "1 block of 16 queries, with the keys up to"),
-    ("data=2", ENCODER, "1 block of 16 queries, with all keys"),
+    ("data=2", ENCODER, "splash kernel"),
+    ("data=2", {**ENCODER, "kernel": False}, "1 block of 16 queries, with all keys"),
     ("data=2", dict(kv_rank=16, q_rank=16, rotary_dim=4, v_head_dim=8, head_dim=12), "1 block"),
     ("data=2,seq=2", {}, RING), ("seq=2", dict(window=4), RING), ("seq=2", ENCODER, ALL),
     ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
     ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
-    ("tensor=2", dict(encoder_layers=1, source_len=8), "8 queries and 8 keys: in 1 block"),
+    ("tensor=2", dict(encoder_layers=1, source_len=8),
+     "8 queries and 8 keys; causal, 16 queries and 16 keys: by the splash"),
 ])
 def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says):
     """A start that announces a kernel where the code forbids it (values of another width, say), a
@@ -396,7 +417,7 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     spy("causal_ring", lambda *_: RING, shard)
     spy("ring", lambda *_: ALL, shard)
     spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))
-    monkeypatch.setattr(attention, "causal_kernel", one_kernel)
+    monkeypatch.setattr(attention, "_splash", one_kernel)
     with jax.set_mesh(program.mesh):
         program.step.trace(program.state, program.batch)
     key = "said"
@@ -412,7 +433,7 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
 
 @pytest.mark.parametrize("edit", [
     dict(mask=lambda query, key: query.slot - key.slot < 4),
-    dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5)), dict(causal=False)])
+    dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5))])
 def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
     """A start that still announces the kernel after an edit of model.block with mask= or
     scores=."""
@@ -421,4 +442,4 @@ def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
     assert "kernel" in loop.describe_attention(program_of(make(), "data=2").plan)
     monkeypatch.setattr(shard, "self_attend", lambda *args, **more: usual(*args, **more, **edit))
     said = loop.describe_attention(program_of(make(), "data=2").plan)
-    assert ("with all keys" if "causal" in edit else "with the keys up to") in said
+    assert "with the keys up to" in said

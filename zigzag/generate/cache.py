@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import ambient, mark_varying
-from zigzag.parallel.attention import Token, both, in_blocks, self_attention
+from zigzag.parallel.attention import Seen, Token, both, in_blocks, self_attention
 from zigzag.weights.network import Layer
 
 # The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
@@ -96,14 +96,17 @@ class Attend:
         self.heads, self.kv_heads = heads, kv_heads
 
     def __call__(self, q: Array, k: Array, v: Array, mask: Callable | None = None,
-                 scores: Callable | None = None, *, causal: bool = True, **others: Any) -> Array:
+                 scores: Callable | None = None, *, causal: bool = True, window: int = 0,
+                 local: Array | None = None, softcap: float = 0.0, **others: Any) -> Array:
         if not causal or any(a is not None for a in others.values()):
             raise ConfigError(f"attention with {', '.join(others) or 'causal=False'} cannot "
-                              f"generate: with a cache, attend takes only a mask or scores")
+                              f"generate: with a cache, attend takes only a window, a softcap, a "
+                              f"mask or scores")
         self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
                                    for name, a in (("k", k), ("v", v))}
         query = query_tokens(self.slot, self.start, q.shape[1])
-        return attend(self_attention(mask, scores, True, self.heads), q, self.layer["k"],
+        of = Seen(True, window, local, softcap)
+        return attend(self_attention(mask, scores, self.heads, of), q, self.layer["k"],
                       self.layer["v"], query, self.start, self.heads, self.kv_heads,
                       folds=scores is None)
 

@@ -268,12 +268,15 @@ def _cudnn_operations(line):
 
 
 def _splash_operations(kernel, line):
-    """The FLOPs of a TPU's attention, with queries [B H, T, N]. There are n x n blocks (its first
-    operand is [1, n, n]), and it computes the blocks up to the diagonal."""
+    """The FLOPs of a TPU's attention, with queries [B H, T, N] or [B, H, T, N]. There are n x n
+    blocks, of which a query meets at most m (the first operand is [1, n, m]). If slots are among
+    the operands (a matrix of whole numbers), a query meets no later block."""
     inputs = _inputs(line)
-    *_, n = inputs[0][1]
-    BH, T, N = next(shape for name, shape in inputs if name == "bf16")
-    return _SPLASH_PRODUCTS[kernel] * BH * T * T * N * (n + 1) / n
+    m, n = sorted(inputs[0][1][1:])
+    blocks = n * m - m * (m - 1) / 2 if any(
+        name == "s32" and len(shape) == 2 for name, shape in inputs) else n * n
+    *rows, T, N = next(shape for name, shape in inputs if name == "bf16")
+    return _SPLASH_PRODUCTS[kernel] * 2 * math.prod(rows) * T * T * N * blocks / n**2
 
 
 def _convolution_products(result, image, kernel, options):

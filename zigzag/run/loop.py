@@ -406,7 +406,9 @@ def describe_attention(plan: Any) -> str:
             heads //= sizes["tensor"]
         how = describe(asked._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
         what = "causal" if asked.causal else "all to all"
-        found[how] = f"{what}, {asked.queries:,} queries and {asked.keys:,} keys: {how}"
-    lines = [*found] if len(found) == 1 else [*found.values()]
+        found.setdefault(how, []).append(
+            f"{what}, {asked.queries:,} queries and {asked.keys:,} keys")
+    lines = [*found] if len(found) == 1 else [
+        f"{'; '.join(dict.fromkeys(what))}: {how}" for how, what in found.items()]
     more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []
     return "attend   " + "\n         ".join(lines[:4] + more) if lines else ""
