@@ -155,21 +155,23 @@ def compiler_of(chips, changes):
 # devices. A TPU's kernel computes blocks of 512 (here one), and two of the five products of its
 # backward pass twice.
 @pytest.mark.parametrize("chips, mesh, changes, least, most", [
-    slow("v5e:4x4", "fsdp=16", ("--remat", "full"), 1.25, 1.35),
+    slow("v5e:4x4", "fsdp=16", ("--remat", "full", "--pack", "documents"), 1.25, 1.35),
     slow("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective", "--experts", 4), 1.0, 1.1),
     full("v5e:4x4", "data=2,pipe=2,tensor=4",
          ("--schedule", "1f1b", "--microbatches", 2, "--zero", 1), 3.2, 3.6),
     full("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), 1.0, 1.1),
     slow("h100:1x2x8", "fsdp=4,tensor=4", (), 0.9, 1.0),
-    slow("h100:1x1x8", "data=2,tensor=4", ("--kv_heads", 2, "--dtype", "bfloat16"), 0.98, 1.05),
+    slow("h100:1x1x8", "data=2,tensor=4",
+         ("--kv_heads", 2, "--dtype", "bfloat16", "--pack", "documents"), 0.98, 1.05),
     full("h100:1x1x8", "data=2,fsdp=4", ("--accumulate", 2, "--remat", "full"), 1.0, 1.3),
     slow("v5e:2x4", "pipe=2,tensor=4",
          ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), 1.2, 1.4),
     full("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), 1.05, 1.15)])
 def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh, changes, least,
                                                            most):
-    """A compiler that turns a reduce-scatter into an all-reduce, say. Bytes of each kind and axis
-    must agree to 2% (and the printed digits), except for scalars; and nothing is written."""
+    """A compiler that turns a reduce-scatter into an all-reduce, say; a step without the kernel, or
+    without the documents. Bytes of each kind and axis must agree to 2% (and the printed digits),
+    except for scalars; and nothing is written."""
     done = command("--topology", chips, "--mesh", mesh, "--layers", 4, "--d_model", 512,
                    "--heads", 4, "--vocab_size", 2048, "--seq_len", 512, "--batch", 16, *changes,
                    cwd=tmp_path, env=compiler_of(chips, changes))
@@ -186,6 +188,8 @@ def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh
     for sent, expected in rows:
         assert abs(sent - expected) <= max(0.02 * expected, 0.01 * total), done.stdout
         assert abs(sent - expected) <= 0.03 * expected + 200, done.stdout
+    kernel = "splash" if chips.startswith("v") else "cuDNN"
+    assert f"attend   by the {kernel} kernel" in done.stdout, done.stdout
     assert "it fits" in done.stdout and "mfu at most" in done.stdout
     share = float(re.search(r"([\d.]+) times the usual count", done.stdout)[1])
     assert least < share < most, done.stdout

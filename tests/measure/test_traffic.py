@@ -106,7 +106,8 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)), slow("fsdp=4", dict(fsdp_min=64)),
+    full("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)),
+    slow("fsdp=4", dict(fsdp_min=64)),
     # Axes that split neither side, over which the compiler moves what it would gather.
     slow("data=2,fsdp=2,tensor=2", dict(fsdp_min=64)), slow("data=4,tensor=2", dict(kv_heads=2)),
     slow("data=2,fsdp=2", dict(zero=1, fsdp_min=64)),

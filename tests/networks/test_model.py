@@ -219,8 +219,9 @@ def test_without_seeds_nothing_is_dropped():
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
-@pytest.mark.parametrize("mesh", ["", full("tensor=4"), "fsdp=4,tensor=2"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, mesh", [
+    (False, ""), full(False, "tensor=4"), (False, "fsdp=4,tensor=2"),
+    full(True, ""), full(True, "tensor=4"), (True, "fsdp=4,tensor=2")])
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     """A mean of means, which shows because masks differ between rows; any other wrong gradient,
     leaf by leaf."""

@@ -274,6 +274,9 @@ NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MAS
             "pieces of 100": "its attention is of 99 tokens to 99, in a row of 199",
             "attention by hand": "its attention does not call attend",
             "an activation": "its logits differ by", "a norm": "its logits differ by",
+            "a window by name": "its attention has a window",
+            "a window in every second layer": "its attention has a window",
+            "a soft cap by name": "its attention has a softcap",
             "a wider MLP": r"layers.w_down has the shape \[2, 128, 32\], there \[2, 64, 32\]"}
 
 

@@ -58,20 +58,37 @@ def test_options_of_computing_ask_for_no_other_network():
     assert type(make(overlap=True).network) is model.Config
 
 
+def beside_sends(step, kind):
+    """The names of a program's asynchronous sends of this kind, {name: the number of products
+    between its start and its end}; there must be no other sends of it that count."""
+    travelling, beside = {}, {}
+    for line in step.as_text().splitlines():
+        if started := re.search(rf"%(\S+) = .*{kind}-start\(", line):
+            travelling[started[1]] = 0
+        elif ended := re.search(rf"{kind}-done\(%([^),]+)", line):
+            beside[ended[1]] = travelling.pop(ended[1])
+        elif re.search(r"= .*(convolution|fusion)\(.*(dot_general|convolution)", line):
+            travelling = {name: count + 1 for name, count in travelling.items()}
+    return beside, len(re.findall(rf" {kind}\(", step.as_text()))
+
+
+def compiled_for_v5e(*words):
+    needs("libtpu")
+    return train.compile_step(train.parse([
+        "--topology", "v5e:2x2", "--layers", "2", "--d_model", "512", "--heads", "8",
+        "--seq_len", "1024", "--vocab_size", "512", "--out", "", *words]))
+
+
 def test_a_tpu_multiplies_while_parts_travel():
     """Parts that are sent only after, or only before, all products."""
-    needs("libtpu")
-    step = train.compile_step(train.parse([
-        "--topology", "v5e:2x2", "--mesh", "tensor=4", "--overlap", "true", "--layers", "2",
-        "--d_model", "512", "--heads", "8", "--seq_len", "1024", "--batch", "2",
-        "--vocab_size", "512", "--out", ""]))
-    travelling, beside = set(), set()
-    for line in step.as_text().splitlines():
-        if started := re.search(r"%(\S+) = .*collective-permute-start\(", line):
-            travelling.add(started[1])
-        elif ended := re.search(r"collective-permute-done\(%([^),]+)", line):
-            travelling.discard(ended[1])
-        elif re.search(r"= .*(convolution|fusion)\(.*(dot_general|convolution)", line):
-            beside |= travelling
-        assert " collective-permute(" not in line
-    assert len(beside) >= 16        # four ways into and out of a block, each of three parts
+    beside, others = beside_sends(compiled_for_v5e(
+        "--mesh", "tensor=4", "--overlap", "true", "--batch", "2"), "collective-permute")
+    # Four ways into and out of a block, each of three parts.
+    assert sum(map(bool, beside.values())) >= 16 and not others
+
+
+def test_a_tpu_multiplies_while_gradients_travel():
+    """Exchanges of gradients over fsdp for which all products wait, as without the option."""
+    beside, others = beside_sends(compiled_for_v5e("--mesh", "fsdp=4", "--batch", "8"),
+                                  "all-to-all")
+    assert sum(map(bool, beside.values())) >= 5 and others <= 2, (beside, others)

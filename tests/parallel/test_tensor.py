@@ -123,7 +123,7 @@ def test_time_that_tensor_does_not_divide(mesh, changes):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("tensor=2", {}), ("tensor=2", dict(override=("head=-",))),
+    full("tensor=2", {}), ("tensor=2", dict(override=("head=-",))),
     slow("tensor=2", dict(override=("embed=-",), tied=True)),
     slow("pipe=2,tensor=2", dict(microbatches=2)), slow("seq=2,tensor=2", {}),
     slow("tensor=2", dict(seq_len=15, override=("head=-",)))])

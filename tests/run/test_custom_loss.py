@@ -283,12 +283,12 @@ ADVICE = ("--step jit --accumulate 1|or use --accumulate 1|any loss that is a su
 
 
 @pytest.mark.parametrize("name, mesh", [
-    ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), ("coupled rows", "data=2"),
+    ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), full("coupled rows", "data=2"),
     full("batch statistics", "tensor=2"), full("a gentle coupling", "fsdp=2"),
     full("the hardest of a batch", "data=2"), full("statistics beside a metric", "data=2"),
-    ("branches", "data=2,tensor=2"), ("a mean", "data=4"), full("a constant count", "expert=2"),
-    full("a penalty", "fsdp=2,tensor=2"), full("one scalar", "data=2"),
-    full("a count of zero", "data=2"),
+    ("branches", "data=2,tensor=2"), full("a mean", "data=4"),
+    full("a constant count", "expert=2"), full("a penalty", "fsdp=2,tensor=2"),
+    full("one scalar", "data=2"), full("a count of zero", "data=2"),
     full("a step of learning", "data=2,fsdp=2,tensor=2"),
     full("a loop, a search, a stop", "fsdp=4,tensor=2"), full("two stacks", "data=2,fsdp=2"),
     full("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),

@@ -76,6 +76,10 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     assert mesh.compiler_options(one)[level] == 1
     monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
     assert level not in mesh.compiler_options(one)
+    monkeypatch.setattr(mesh, "platform", lambda mesh=None: "tpu")
+    assert mesh.compiler_options(one) == {"xla_tpu_enable_async_all_to_all": True}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
+    assert not mesh.compiler_options(one)
 
 
 def test_the_table_of_a_big_model_needs_no_memory():
