@@ -285,8 +285,9 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
         config = train.parse([*flags, "--lora_rank", str(rank)])
         assert config.lora_rank == rank == train.parse(flags).lora_rank + rank
         weights, *_ = tasks.first_weights(config)
-        first = first_state(program_of(config, "fsdp=2"), weights)["params"]
-        same(first if rank == 0 else lora.merged(first), params)
+        program = program_of(config, "fsdp=2")
+        first = program.weights(first_state(program, weights))
+        same(lora.merged(first) if rank else first, params)
 
 
 @pytest.mark.full
