@@ -603,7 +603,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, causal: bool = False,
-           kernel: attention.Seen | None = None, beyond: str = "a function of its own") -> Array:
+           kernel: attention.Known | bool | None = None,
+           beyond: str = "a function of its own") -> Array:
     """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
     split over seq. Returns [B, T, H, N].
 
@@ -612,12 +613,14 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
-        kernel                         the same in words that the device's own kernel knows, which
-                                       may compute it; None: it has no such words
+        kernel                         the same as the device's own kernel knows it, which may
+                                       compute it; True: it is plain softmax attention; None: no
+                                       kernel knows it
         beyond                         for messages: what it has beyond causal softmax attention"""
-    known = jax.tree.leaves(query_info)[0].shape[1]
-    if q.shape[1] != known:
-        raise ValueError(f"{q.shape[1]} queries and query_info of {known} tokens")
+    tokens = jax.tree.leaves(query_info)[0].shape[1]
+    if q.shape[1] != tokens:
+        raise ValueError(f"{q.shape[1]} queries and query_info of {tokens} tokens")
+    kernel = attention.Known(causal) if kernel is True else kernel or None
     queries, keys = (q, query_info), (k, v, key_info)
 
     def attend_to(queries, keys):
@@ -650,8 +653,8 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                                        local=i % 2 == 0 only in every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False where the query may not see the key
-        scores(s, query, key, heads)   new scores, from the scores s [B, H, T, S] of this device's
-                                       query heads; heads [H] says which heads these are
+        scores(s, query, key, heads)   new scores, from the (capped) scores s [B, H, T, S] of this
+                                       device's query heads; heads [H] says which heads these are
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
     A window of 100 is  query.slot - key.slot < 100. The argument heads is the number of query heads
@@ -664,14 +667,15 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     given = {"a mask": mask, "other scores": scores, "documents": documents,
              "a window": window or None, "a softcap": softcap or None}
     beyond = [what for what, x in given.items() if x is not None]
-    window, local = (window, local) if window < q.shape[1] * axis_size("seq") else (0, None)
-    of = attention.Seen(causal, window, local if window else None, softcap, documents)
     slots = slots_of(q) if slots is None else slots
     info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2]) for a in (
         slots, slots if positions is None else positions,
         jnp.zeros_like(slots) if documents is None else documents)])
-    return attend(attention.self_attention(mask, scores, heads, of), q, k, v, attention.both,
-                  info, info, causal, of if kernel and not (mask or scores) else None,
+    window = window if window < q.shape[1] * axis_size("seq") else 0
+    known = attention.Known(causal, window, local if window else None, softcap,
+                            None if documents is None else info.document)
+    return attend(attention.self_attention(mask, scores, heads, known), q, k, v, attention.both,
+                  info, info, causal, known if kernel and not (mask or scores) else None,
                   " and ".join(beyond if causal else [*beyond, "later keys"]))
 
 

@@ -134,7 +134,7 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
-    (params, batch[, frozen]) -> gradients, sums, for a step of one's own and for tests.
+    (params, batch[, frozen]) -> gradients, sums. (learn/tiny.py has the short form of both.)
 
     What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and how many
     rows each gradient is summed over:

@@ -139,7 +139,7 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
     scores = _scores(w, q, c)
-    attend = attention.self_attention(None, scores, c.heads, attention.Seen(
+    attend = attention.self_attention(None, scores, c.heads, attention.Known(
         **_window(c, i), softcap=c.attn_softcap))
     wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)

@@ -61,7 +61,7 @@ def language(config: Any) -> tuple[Callable, Callable, Any]:
     network = networks.network_of(config)
     batch = {**network.batch_shapes(config.network, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    if config.pack == "documents":      # (or answers alone are learned, which only --data tells)
+    if config.pack == "documents":      # (chats are packed, too; but nothing here knows the data)
         batch |= dict.fromkeys(("segments", "positions"), batch["tokens"])
     return (functools.partial(network.init, config.network),
             functools.partial(network.loss, config=config.network), batch)

@@ -447,6 +447,7 @@ def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
                    lambda out: hosts(2, *words, "--out", out))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("what, says", [
     ("os.kill(os.getpid(), signal.SIGKILL)", "another process has ended"),

@@ -262,6 +262,7 @@ def test_each_evaluation_has_the_mean_of_the_losses_since_the_one_before():
     assert not found
 
 
+@pytest.mark.full
 def test_a_continued_runs_training_loss_is_that_of_a_whole_one(tmp_path):
     """Losses from before a restart that are missing from the mean, or counted twice."""
     config = make(steps=8, eval_every=5, save_every=2, out=str(tmp_path / "run"))

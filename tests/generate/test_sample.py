@@ -351,6 +351,7 @@ THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 SEEDS = list(range(13))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [
     slow("data=2"), pytest.param("data=8", marks=pytest.mark.full),
     pytest.param("tensor=2", marks=pytest.mark.full)])

@@ -168,6 +168,9 @@ KERNELS = [
      f'backend_config={{"mask_type": "CAUSAL"}}', 5 * 8 * 512 * 384 * 4 * 128),
     (f'custom_call_target="__cudnn$fmhaSoftmax", operand_layout_constraints={{{QKV}}}',
      4 * 8 * 512 * 384 * 4 * 128),
+    (f'custom_call_target="__cudnn$fmhaSoftmax", operand_layout_constraints={{{QKV}}}, '
+     f'backend_config={{"mask_type":"CAUSAL","sliding_window_length":128}}',
+     4 * 8 * 128 * (512 - 64) * 4 * 128),
     (f'{TPU}{{{BLOCKS}, {SLOTS}}}, kernel="%splash_mha_fwd_residuals"',
      2 * 8 * 512 * 512 * 64 * 5 / 4),
     (f'{TPU}{{{BLOCKS}, {SLOTS}}}, kernel="%splash_mha_dq_no_residuals"',

@@ -341,6 +341,7 @@ def test_an_encoder_of_any_schedule_is_the_plain_formula(name, changes):
     assert_same_on("pipe=2", **EXACT[name], **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", SCHEDULES[::2], ids=str)
 @pytest.mark.parametrize("name", ["text", pytest.param("mean", marks=pytest.mark.full)])
 @pytest.mark.slow

@@ -399,7 +399,7 @@ def test_another_family_is_as_short_as_the_page_says(monkeypatch):
 
 @pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.slow), *(
     pytest.param(name, marks=pytest.mark.full) for name in ("llama", "bloom", "falcon rw"))])
-@pytest.mark.parametrize("mesh", ["", "tensor=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.full), "tensor=2"])
 def test_a_mask_at_the_left_is_as_in_transformers(name, mesh):
     """Wrong logits of OPT for a row with padding at the left, because OPT counts positions along
     the mask, and other families along the row. (The loss on seq is one device's.)"""

@@ -250,6 +250,7 @@ def dropping():
     return learn(make(dropout=0.3, steps=3))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, changes", [
     ("data=4,tensor=2", {}), full("fsdp=2", {}), full("", dict(accumulate=4)),
     full("pipe=2,seq=2", dict(microbatches=2)),

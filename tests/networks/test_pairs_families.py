@@ -233,6 +233,7 @@ def test_bfloat16_runs(name):
 BOTH_BY_HAND = [(r"cross_w[qkv](_bias)?$", COLUMNS), (r"cross_wo$", ROWS_OF), *BY_HAND]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH))
 def test_no_family_sends_more_than_by_hand(name, shards):

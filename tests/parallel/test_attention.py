@@ -28,7 +28,7 @@ from zigzag.run.plan import compiled
 # In blocks
 
 @pytest.mark.parametrize("time, scores, block", [
-    (64, 2**25, 16), full(64, 2**11, 16), (96, 2**10, 16), full(60, 2**9, 10**9),
+    full(64, 2**25, 16), full(64, 2**11, 16), (96, 2**10, 16), full(60, 2**9, 10**9),
     full(128, 2**12, 16), (128, 2**25, 4)])
 @in_float64()
 def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
@@ -79,6 +79,7 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
     assert measured(4096)[1] < 2.5 * measured(2048)[1] < 2.5 * 2048 * 2048
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", full("selective")])
 def test_scores_are_not_kept_for_the_backward_pass(monkeypatch, remat):
     """A layer's --remat, which keeps what attention meant to compute again."""
@@ -153,16 +154,16 @@ def _backward(saved, cotangent):
 one_operation_each_way.defvjp(_forward, _backward)
 
 
-def one_kernel(q, k, v, seen):
+def one_kernel(q, k, v, known):
     """A device's kernel, as two opaque operations. (With a softcap by its formula.)"""
     slots = np.arange(q.shape[1])
     apart = slots[:, None] - slots
-    allowed = (apart >= 0 if seen.causal else apart == apart) & (apart < (seen.window or 10**9))
-    documents = jnp.zeros(q.shape[:2], int) if seen.documents is None else seen.documents
+    allowed = (apart >= 0 if known.causal else apart == apart) & (apart < (known.window or 10**9))
+    documents = jnp.zeros(q.shape[:2], int) if known.documents is None else known.documents
     allowed = allowed & (documents[:, :, None] == documents[:, None, :])
-    if seen.softcap:
+    if known.softcap:
         return PLAIN(q, k, v, allowed[:, None],
-                     lambda s: seen.softcap * jnp.tanh(s / seen.softcap))[0]
+                     lambda s: known.softcap * jnp.tanh(s / known.softcap))[0]
     return one_operation_each_way(q, k, v, allowed)
 
 
@@ -177,7 +178,7 @@ def with_documents(config):
 
 def has_kernel(name):
     """A kernel_name that returns this kernel for all arguments, on any mesh."""
-    def kernel_name(dtype, time, width, mesh=None, softcap=False):
+    def kernel_name(dtype, time, width, mesh=None, softcap=False, numbers=0):
         return name if (mesh or jax.sharding.get_abstract_mesh()).shape else ""
     return kernel_name
 
@@ -197,7 +198,8 @@ def give_kernel(monkeypatch, name):
     full("", dict(pack="documents", kv_heads=2)), slow("pipe=2,fsdp=2", dict(
         pack="documents", microbatches=2)), full("tensor=2", dict(window=5)),
     ("tensor=2", dict(window=5, local_layers="lg", layers=4, remat="selective")),
-    full("fsdp=2,seq=2", dict(window=5, local_layers="lg")),
+    full("fsdp=2,seq=2", dict(window=5, local_layers="lg")), ("seq=2", dict(window=10)),
+    slow("pipe=2,tensor=2", dict(window=5, local_layers="lg", schedule="1f1b", microbatches=2)),
     full("fsdp=2,tensor=2", dict(window=5, pack="documents", kv_heads=2))])
 @in_float64()
 def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, changes):
@@ -207,15 +209,15 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     batch = with_documents(config) if config.pack else batch_of(config)
     want = gradients_of(config, "", batch)
 
-    def kernel(q, k, v, seen):
+    def kernel(q, k, v, known):
         n = dict(mesh_of(mesh).shape)["tensor"]
         if config.heads % n:        # then every device has all of them
             n = 1
         assert q.shape[2] == config.heads // n
         assert k.shape[2] == v.shape[2] == math.lcm(config.kv_heads, n) // n
-        assert seen.documents is None or seen.documents.shape == q.shape[:2]
+        assert known.documents is None or known.documents.shape == q.shape[:2]
         calls.append(q.shape)
-        return one_kernel(q, k, v, seen)
+        return one_kernel(q, k, v, known)
 
     monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
@@ -228,16 +230,19 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
 @pytest.mark.parametrize("run, times", [
     (lambda p, batch, c: net.loss(p, batch, c), 1),
     (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 1),
+    (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"][:1]}, c), 1),
     (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
     (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
     """Padding of a cache that is seen, because a kernel knows no cache; --kernel false that does
-    not reach the loss."""
+    not reach the loss; documents that are given once for all rows, which a kernel needs for
+    each."""
     calls, config = [], make()
 
-    def kernel(q, k, v, seen):
+    def kernel(q, k, v, known):
+        assert known.documents is None or known.documents.shape == q.shape[:2]
         calls.append(q.shape)
-        return one_kernel(q, k, v, seen)
+        return one_kernel(q, k, v, known)
 
     monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
@@ -259,14 +264,15 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
 
 
 @pytest.mark.parametrize("mesh, changes", [
+    ("fsdp=2,tensor=2", dict(window=100, kv_heads=2, layers=1, remat="selective")),
     slow("", {}), slow("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
     slow("fsdp=4,tensor=2", dict(remat="full")),
     slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")),
     slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2)),
     ("data=2", dict(pack="documents", layers=1)), full("", dict(window=200)),
-    slow("fsdp=2,tensor=2", dict(pack="documents", window=130, kv_heads=2, remat="full")),
+    slow("fsdp=2,tensor=2", dict(pack="documents", window=100, kv_heads=2, remat="full")),
     slow("tensor=2", dict(attn_softcap=0.5, pack="documents")),
-    slow("data=2", dict(window=130, local_layers="lg", pack="documents")),
+    slow("data=2", dict(window=100, local_layers="lg", pack="documents")),
     slow("data=2", dict(causal=False, head="masked", biases="head"))])
 def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
     """Rows, documents and heads that are mixed up in the kernel's operands; a window that is one
@@ -291,6 +297,30 @@ def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
                  got, want)
 
 
+@pytest.mark.parametrize("known", [
+    {}, dict(causal=False), dict(window=5), dict(documents=True), dict(documents=True, window=5),
+    dict(documents=True, causal=False), dict(window=5, local=True), dict(window=5, local=False),
+    dict(documents=True, window=5, local=True)], ids=str)
+def test_cudnn_is_told_what_the_formula_knows(monkeypatch, known):
+    """A GPU on which documents see each other, or a window that is one key too long. (jax's own
+    formula with the same arguments stands for cuDNN.)"""
+    plain, rng = jax.nn.dot_product_attention, np.random.default_rng(0)
+
+    def without_cudnn(*args, implementation, **given):
+        assert implementation == "cudnn"
+        return plain(*args, implementation="xla", **given)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
+    documents = jnp.asarray(np.sort(rng.integers(0, 3, (2, 16)), 1))
+    known = attention.Known(**{name: documents if name == "documents" else jnp.asarray(value)
+                               if name == "local" else value for name, value in known.items()})
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 16, heads, 8))) for heads in (4, 2, 2))
+    slots = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    info = attention.Token(slots, slots, documents if known.documents is not None else 0 * slots)
+    want, _ = attention.self_attention(None, None, 4, known)(q, k, v, attention.both(info, info))
+    np.testing.assert_allclose(attention._cudnn(q, k, v, known), want, rtol=1e-5, atol=1e-6)
+
+
 def mesh_with(kind):
     device = SimpleNamespace(device_kind=kind)
     return SimpleNamespace(abstract_mesh=SimpleNamespace(abstract_device=device))
@@ -308,6 +338,14 @@ def mesh_with(kind):
 def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
     """A run that fails in the compiler on the first machine that has a kernel."""
     assert kernel_name(dtype, time, width, mesh_with(kind)) == name
+
+
+def test_cudnn_knows_no_softcap_and_no_mask_of_any_size():
+    """A cap that is dropped without a word; documents that need more memory than the formula."""
+    mesh, tpu = mesh_with("NVIDIA H100"), mesh_with("TPU v4")
+    for at, names in ((mesh, ("", "", "cuDNN")), (tpu, ("splash",) * 3)):
+        assert names == tuple(kernel_name("bfloat16", 128, 64, at, **how) for how in (
+            dict(softcap=True), dict(numbers=2**27 + 1), dict(numbers=2**27)))
 
 
 def test_without_a_mesh_there_is_no_kernel():
@@ -383,7 +421,8 @@ ENCODER = dict(causal=False, head="masked", biases="head")
 
 
 @pytest.mark.parametrize("mesh, changes, says", [
-    ("data=2", {}, "splash kernel"), ("data=2", dict(window=4), "splash kernel"),
+    ("data=2", {}, "splash kernel$"), ("data=2", dict(pack="documents"), "kernel, within doc"),
+    ("data=2", dict(window=4), "splash kernel"),
     ("data=2", dict(window=4, local_layers="lg"), "splash kernel"),
     ("data=2", dict(attn_softcap=5.0), "splash"), ("data=2", dict(positions="alibi"), "1 block"),
     ("data=2", dict(kernel=False), "1 block of 16 queries, with the keys up to"),
@@ -394,7 +433,7 @@ ENCODER = dict(causal=False, head="masked", biases="head")
     ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
     ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
     ("tensor=2", dict(encoder_layers=1, source_len=8),
-     "8 queries and 8 keys; causal, 16 queries and 16 keys: by the splash"),
+     "all to all, 8 queries and 8 keys: by the splash kernel, within documents"),
 ])
 def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says):
     """A start that announces a kernel where the code forbids it (values of another width, say), a
@@ -413,7 +452,8 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
 
         monkeypatch.setattr(module, name, call)
 
-    spy("by_kernel", lambda *_: "by the splash kernel")
+    spy("by_kernel", lambda q, k, v, known: "by the splash kernel" + (
+        "" if known.documents is None else ", within documents"))
     spy("causal_ring", lambda *_: RING, shard)
     spy("ring", lambda *_: ALL, shard)
     spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))

@@ -17,7 +17,8 @@ from zigzag.weights import network
 # -------------------------------------------------------------------------------------------
 # Grouped products
 
-@pytest.mark.parametrize("R, E", [(100, 4), (7, 4), (600, 3), (64, 1)])
+@pytest.mark.parametrize("R, E", [(100, 4), (7, 4), *(full(*each) for each in (
+    (600, 3), (64, 1)))])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_grouped_product_by_blocks(R, E, share):
     """Rows multiplied by another group's weights, where groups of any length (0 too) meet in a
@@ -161,6 +162,7 @@ def test_experts_equal_a_loop_over_all_of_them():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()) + 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["expert=4", full("expert=2,tensor=2"), full("pipe=2,expert=2")])
 def test_no_token_is_dropped_when_all_want_the_same_expert(mesh, monkeypatch):
     """Room only for the usual number of tokens. (With a router of zeros every token chooses the

@@ -53,6 +53,7 @@ def temporaries(remat, mesh="fsdp=2", **changes):
     return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_less_is_kept_the_more_is_computed_again():
     """An option that changes nothing: the compiler merges what is computed again with what was, or
     an outer checkpoint keeps what an inner one dropped."""

@@ -35,6 +35,7 @@ def test_a_bias_beside_its_weight(override):
     assert_same_on("tensor=2", override=override, d_ff=48, biases="mlp")
 
 
+@pytest.mark.full
 def test_logits_of_a_whole_head_beside_a_split_stream():
     """Equal logits whose type varies over tensor: a sum made of them (an entropy to log) counts
     once for each device."""

@@ -810,10 +810,10 @@ def test_tensor_splits_what_the_models_code_splits():
 # The optimizer's state, and the table
 
 @pytest.mark.parametrize("optimizer", [
-    optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=8),
-    optax.contrib.muon(1e-3), *map(full, (
-        optax.sm3(1e-3), optax.MultiSteps(optax.lion(1e-3), 2),
-        optax.contrib.schedule_free_adamw(1e-3)))], ids=lambda o: "")
+    optax.adafactor(1e-3, min_dim_size_to_factor=8), *map(full, (
+        optax.adamw(1e-3), optax.contrib.muon(1e-3), optax.sm3(1e-3),
+        optax.MultiSteps(optax.lion(1e-3), 2), optax.contrib.schedule_free_adamw(1e-3)))],
+    ids=lambda o: "")
 def test_optimizer_state_follows_its_weight(optimizer):
     """Matching by shape alone, in which the moments of a square weight's rows could be those of its
     columns; matching by the end of the path alone, in which x.w could be w."""

@@ -46,6 +46,7 @@ def run(begun, tmp_path):
     return shutil.copytree(begun, tmp_path / "run")
 
 
+@pytest.mark.full
 def test_a_run_continues_by_its_folder_alone(run, capsys):
     """A missing flag that is taken for its default, so that the run is refused; a learning rate
     that silently jumps."""

@@ -458,6 +458,7 @@ def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
     assert len(want) == 2 and found == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.full
 def test_noise_by_the_seeds_of_a_batch_trains_anywhere():
     """The way out that a refusal names is refused, too."""
     loss = noisy(lambda b: b.get("seeds", (1000 * jnp.abs(b["x"][:, 0])).astype("uint32")))

@@ -129,6 +129,7 @@ def test_no_warmup_is_no_warmup():
     assert not rates(make(lr=0.0, steps=20)).any() and make(lr=0.0).lr == 0
 
 
+@pytest.mark.full
 def test_zero_evaluations_and_saves_are_none(tmp_path):
     """--eval_every 0 that evaluates at every fifth of the steps, or at the end; --save_every 0 that
     does not save at the end."""

@@ -187,6 +187,7 @@ def test_arrays_are_evaluated_on_the_held_out_ones(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------
 # Several processes
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_that_are_refused_leave_nothing_and_name_other_flags(tmp_path, text):
     """Encoded text that stays because a process of several ends without unwinding; processes that

@@ -132,7 +132,7 @@ def test_the_optimizers_state_is_split_over_data():
     assert sent["all-reduce", "data"] == pytest.approx(expected["all-reduce", "data"], abs=64)
 
 
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "fsdp=2,data=2"])
+@pytest.mark.parametrize("mesh", [full("data=2,tensor=2"), "fsdp=2,data=2"])
 def test_the_optimizers_state_split_over_data_changes_nothing(mesh, alone):
     """ZeRO 1 that clips by the norm of a part, or scatters along another dimension than it
     stores."""
@@ -208,6 +208,7 @@ def poisoned(config):
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["", full("data=2,pipe=2"), full("fsdp=2,tensor=2")])
 def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     """A NaN in one gradient that clipping spreads to every weight. (The run continues, and ends if

@@ -76,6 +76,9 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     assert mesh.compiler_options(one)[level] == 1
     monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
     assert level not in mesh.compiler_options(one)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
+    assert mesh.compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
+        "xla_disable_hlo_passes"] == "all-reduce-promotion"     # (it prevents an abort)
     monkeypatch.setattr(mesh, "platform", lambda mesh=None: "tpu")
     assert mesh.compiler_options(one) == {"xla_tpu_enable_async_all_to_all": True}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")

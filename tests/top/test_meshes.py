@@ -159,6 +159,7 @@ def test_the_pages_have_their_tables():
     assert len(SHORT) == 5 and set(SHORT) < set(ROWS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags, first, last", [
     pytest.param(*row[1:], id=row[0], marks=[] if i == 7 else pytest.mark.slow if i % 3 == 0
                  else pytest.mark.full) for i, row in enumerate(ROWS)])

@@ -246,6 +246,7 @@ def test_the_task_by_hand():
     assert rows(by_hand, "tensor=2") == pytest.approx(rows(ours, ""), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_network_of_your_own(tmp_path, monkeypatch):
     """The network of docs/networks.md, which is refused, or computes something else on a mesh."""
     monkeypatch.chdir(tmp_path)

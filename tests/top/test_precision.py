@@ -56,6 +56,7 @@ def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
                 assert found == pytest.approx((there - back) / 2e-5, rel=1e-4, abs=1e-9), path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), slow("tensor=2"),
                                   slow("fsdp=4")])
 def test_bfloat16_on_cpu(mesh, alone):

@@ -171,6 +171,7 @@ def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
 # -------------------------------------------------------------------------------------------
 # What is trained
 
+@pytest.mark.full
 def test_only_adapters_are_trained():
     """Gradients of all weights, computed and thrown away: a third of the arithmetic, and moments
     and reductions a hundred times as large."""

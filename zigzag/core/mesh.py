@@ -178,7 +178,7 @@ def may_unroll(mesh: Any = None) -> bool:
             and (mesh or jax.sharding.get_abstract_mesh()).size == 1)
 
 
-# XLA's options for all programs of a platform, with what they bring (docs/measurements.md).
+# XLA's options for programs of training, with what they bring (docs/measurements.md).
 OPTIONS = {
     # Compiles in three quarters of the time; steps are as fast.
     "cpu": {"xla_backend_optimization_level": 1},
@@ -188,17 +188,19 @@ OPTIONS = {
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
-    """The XLA options of a program, apart from those that the user's XLA_FLAGS or LIBTPU_INIT_ARGS
-    name. `auto_tensor` says that tensor is left to the compiler inside a shard_map."""
-    options = dict(OPTIONS.get(platform(mesh), {}))
+    """The XLA options of a program: OPTIONS, apart from those that the user's XLA_FLAGS or
+    LIBTPU_INIT_ARGS name. `auto_tensor` says that tensor is left to the compiler inside a
+    shard_map."""
+    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
+    options = {name: value for name, value in OPTIONS.get(platform(mesh), {}).items()
+               if name not in given}
+    if jax.config.read("jax_disable_most_optimizations"):
+        options.pop("xla_backend_optimization_level", None)
     if platform(mesh) == "cpu" and auto_tensor and mesh.shape["tensor"] > 1:
         # This pass aborts the process on a bfloat16 psum with auto tensor ("Invalid binary
         # instruction opcode copy", jax 0.10.2 and 0.12.0.1).
         options["xla_disable_hlo_passes"] = "all-reduce-promotion"
-    if jax.config.read("jax_disable_most_optimizations"):
-        options.pop("xla_backend_optimization_level", None)
-    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {name: value for name, value in options.items() if name not in given}
+    return options
 
 
 # -------------------------------------------------------------------------------------------

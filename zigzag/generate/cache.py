@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import ambient, mark_varying
-from zigzag.parallel.attention import Seen, Token, both, in_blocks, self_attention
+from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.weights.network import Layer
 
 # The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
@@ -105,8 +105,8 @@ class Attend:
         self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
                                    for name, a in (("k", k), ("v", v))}
         query = query_tokens(self.slot, self.start, q.shape[1])
-        of = Seen(True, window, local, softcap)
-        return attend(self_attention(mask, scores, self.heads, of), q, self.layer["k"],
+        known = Known(True, window, local, softcap)
+        return attend(self_attention(mask, scores, self.heads, known), q, self.layer["k"],
                       self.layer["v"], query, self.start, self.heads, self.kv_heads,
                       folds=scores is None)
 

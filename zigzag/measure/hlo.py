@@ -66,10 +66,14 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """FLOPs of a compiled program's matrix products and convolutions on one device, 2 for each
     product of two numbers, with loops multiplied out (the compiler's own count takes a loop's body
-    once). Branches count as if they were always taken. Ragged products, by a TPU's kernel or by our
-    loop over blocks, skip rows that are in no group; `ragged` is the share of rows in groups."""
-    return sum(times * _operations(line, computation, ragged)
-               for line, times, computation in _executed(compiled.as_text(), ragged))
+    once). Of branches, the one with the most products counts. Ragged products, by a TPU's kernel or
+    by our loop over blocks, skip rows that are in no group; `ragged` is the share of rows in
+    groups."""
+    return _work(_executed(compiled.as_text(), ragged, one_branch=True), ragged)
+
+
+def _work(lines, ragged):
+    return sum(times * _operations(line, computation, ragged) for line, times, computation in lines)
 
 
 # -------------------------------------------------------------------------------------------
@@ -101,8 +105,9 @@ class _Computation:
         return {name: _ints(dims) for name, dims in _RESULT.findall(self.text)}
 
 
-def _executed(text, ragged=1.0):
-    """Yield (line, how often it runs, its computation) for each line that runs."""
+def _executed(text, ragged=1.0, one_branch=False):
+    """Yield (line, how often it runs, its computation) for each line that runs: of all branches, or
+    of the one with the most products."""
     _, *parts = _HEADER.split(text)     # for each computation: "ENTRY " or None, its name, its text
     entries, names, texts = parts[::3], parts[1::3], parts[2::3]
     computations = dict(zip(names, map(_Computation, texts)))
@@ -112,9 +117,11 @@ def _executed(text, ragged=1.0):
         for line in computation.text.splitlines():
             yield line, times, computation
             inside = times * _repeats(line, computations, ragged)
-            for callees in _CALLS.findall(line):
-                for callee in _NAME.findall(callees):
-                    yield from visit(callee, inside)
+            callees = _NAME.findall(" ".join(_CALLS.findall(line)))
+            if one_branch and " conditional(" in line:
+                callees = [max(callees, key=lambda name: _work(visit(name, 1), ragged))]
+            for callee in callees:
+                yield from visit(callee, inside)
 
     return visit(names[entries.index("ENTRY ")], 1)
 
@@ -223,6 +230,8 @@ _SPLASH = re.compile(r"%splash_mha_(fwd|dq|dkv)")
 # The products of a block of queries and keys in each of splash attention's kernels: two forward,
 # three and four backward (two of which both compute).
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# backend_config={..."sliding_window_length":256...}
+_SLIDING = re.compile(r'"sliding_window_length":\s*"?(\d+)')
 # operand_layout_constraints={bf16[8,512,1,128]{3,2,1,0}, bf16[8,512,1,128]{3,2,1,0}}, metadata=...
 _INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
 
@@ -261,10 +270,13 @@ def _ragged_products(line):
 
 def _cudnn_operations(line):
     """The FLOPs of cuDNN's attention, with queries [B, T, H, N] and keys [B, S, K, N]: two products
-    forward, five backward, half of each if it is causal."""
+    forward, five backward, half of each if it is causal; a window leaves W T - W W / 2 of T T."""
     (_, (B, T, H, N)), (_, (_, S, *_)), *_ = _inputs(line)
-    products = 5 if "Backward" in line else 2
-    return products * B * T * S * H * N * (1 if '"CAUSAL"' in line else 2)
+    products, window = 5 if "Backward" in line else 2, _SLIDING.search(line)
+    met = T * S / 2 if '"CAUSAL"' in line else T * S
+    if window and 0 < int(window[1]) < T:
+        met = int(window[1]) * (T - int(window[1]) / 2)
+    return products * 2 * B * met * H * N
 
 
 def _splash_operations(kernel, line):

@@ -61,13 +61,14 @@ def join(a: Partial, b: Partial) -> Partial:
 # -------------------------------------------------------------------------------------------
 # Softmax attention, by its formula
 
-class Seen(NamedTuple):
-    """Attention that a kernel can compute: what a query sees, and how scores change."""
+class Known(NamedTuple):
+    """Attention that kernels know: what a query sees, and how scores change."""
     causal: bool = True                 # no later key
     window: int = 0                     # of these the last keys, its own included; 0: all
     local: Array | None = None          # a bool: whether this layer has the window; None: it has
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: it stays
     documents: Array | None = None      # [B, T]: only keys of its own; None: a row is one document
+
 
 class Token(NamedTuple):
     """Facts about queries [B, T, 1] or keys [B, 1, S] that a mask or a change of scores may use."""
@@ -92,29 +93,30 @@ def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callabl
     return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
 
 
-def self_attention(mask: Callable | None, scores: Callable | None, heads: int, of: Seen
+def self_attention(mask: Callable | None, scores: Callable | None, heads: int, known: Known
                    ) -> Callable:
     """A function attention(q, k, v, tokens) for shard.attend and the cache. A query sees the keys
-    of its own document that `of` and mask(query, key) allow. scores(s, query, key, numbers)
+    of its own document that `known` and mask(query, key) allow. scores(s, query, key, numbers)
     replaces the scores s [B, H, T, S]; `numbers` [H] are this device's query heads, out of `heads`
     in all."""
     def attention(q, k, v, tokens):
         query, key = tokens
         seen = key.document == query.document
-        seen = seen & (key.slot <= query.slot) if of.causal else seen
-        if of.window:
-            near = key.slot > query.slot - of.window
-            seen = seen & (near if of.local is None else near | ~of.local)
+        seen = seen & (key.slot <= query.slot) if known.causal else seen
+        if known.window:
+            near = key.slot > query.slot - known.window
+            seen = seen & (near if known.local is None else jnp.where(known.local, near, True))
         seen = seen & mask(query, key) if mask else seen
 
         def change(s):
-            s = of.softcap * jnp.tanh(s / of.softcap) if of.softcap else s
+            s = known.softcap * jnp.tanh(s / known.softcap) if known.softcap else s
             if not scores:      # (the heads of s may have been folded into its time)
                 return s
             first = lax.axis_index("tensor") * s.shape[1] if s.shape[1] < heads else 0
             return scores(s, query, key, first + jnp.arange(s.shape[1]))
 
-        return softmax_attention(q, k, v, seen[:, None], change if scores or of.softcap else None)
+        changes = change if scores or known.softcap else None
+        return softmax_attention(q, k, v, seen[:, None], changes)
 
     return attention
 
@@ -154,8 +156,9 @@ class Asked(NamedTuple):
     """The arguments of one call of shard.attend. Its result is given a name with them, so that
     names_in finds them in a traced loss."""
     causal: bool
-    by_kernel: bool     # it is a Seen: a kernel may compute it
+    by_kernel: bool     # it is a Known: a kernel may compute it
     softcap: bool       # it caps the scores
+    documents: bool     # a row has several
     dtype: str
     rows: int
     heads: int
@@ -166,12 +169,13 @@ class Asked(NamedTuple):
     beyond: str         # what it is besides plain causal softmax attention; "": nothing
 
 
-def name_of(q: Array, k: Array, v: Array, causal: bool, kernel: Seen | None, beyond: str) -> str:
+def name_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, beyond: str) -> str:
     """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     return "attend: " + json.dumps(Asked(
-        causal, kernel is not None, bool(kernel and kernel.softcap), q.dtype.name, rows, heads,
-        queries, keys, width, _same_shape(q, k, v), beyond))
+        causal, known is not None, bool(known and known.softcap),
+        known is not None and known.documents is not None, q.dtype.name, rows, heads, queries,
+        keys, width, _same_shape(q, k, v), beyond))
 
 
 def asked_in(names: Iterable[str]) -> list[Asked]:
@@ -190,9 +194,10 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
             "a device has an early and a late part of the queries, and keys that none of them sees "
             "are left out" if asked.causal else "each device's queries meet all keys in turn")
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh, asked.softcap)
+    kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh, asked.softcap,
+                         rows * T * T if asked.documents else 0)
     if asked.by_kernel and asked.same_shape and is_own and kernel:
-        return f"by the {kernel} kernel"
+        return f"by the {kernel} kernel" + ", within documents" * asked.documents
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
@@ -261,79 +266,93 @@ def _time(tree, begin, end):
 # -------------------------------------------------------------------------------------------
 # By a kernel
 
-def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bool = False) -> str:
+def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bool = False,
+                numbers: int = 0) -> str:
     """The name of the device's kernel for attention with this dtype, number of tokens and width of
-    heads; '' if it has none."""
+    heads; '' if it has none. `numbers`: those of a mask [B, T, T] of documents, if there is one."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     kind, dtype = getattr(device, "device_kind", ""), jnp.dtype(dtype)
     if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
         fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
         return "splash" if fits else ""
-    if not kind.startswith("NVIDIA") or softcap:
+    # (cuDNN takes documents as such a mask, and has a gradient of it in memory, too.)
+    if not kind.startswith("NVIDIA") or softcap or numbers > 4 * SCORES:
         return ""
     capability = float(getattr(jax.local_devices()[0], "compute_capability", 8))
     fits = time % 2 == 0 and width % 8 == 0 and width <= 128 and capability >= 8
     return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
 
 
-def kernel_fits(q: Array, k: Array, v: Array, seen: Seen) -> bool:
+def kernel_of(q: Array, known: Known) -> str:
+    """kernel_name for queries [B, T, H, N]."""
+    B, T, _, N = q.shape
+    return kernel_name(q.dtype, T, N, softcap=bool(known.softcap),
+                       numbers=0 if known.documents is None else B * T * T)
+
+
+def kernel_fits(q: Array, k: Array, v: Array, known: Known) -> bool:
     """Whether the device has a kernel for these queries, keys and values, and every axis is manual
     (a compiler cannot split a kernel)."""
     sizes, manual = ambient()
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    return is_own and _same_shape(q, k, v) and bool(
-        kernel_name(q.dtype, q.shape[1], q.shape[3], softcap=bool(seen.softcap)))
+    return is_own and _same_shape(q, k, v) and bool(kernel_of(q, known))
 
 
 def _same_shape(q, k, v):
     return k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
 
 
-def kernel(q: Array, k: Array, v: Array, seen: Seen) -> Array:
+def run_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
     """Attention by the device's kernel: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
-    if seen.local is not None:
-        near, all_keys = seen._replace(local=None), seen._replace(local=None, window=0)
-        return lax.cond(seen.local, *[functools.partial(kernel, seen=of)
-                                      for of in (near, all_keys)], q, k, v)
-    name = kernel_name(q.dtype, q.shape[1], q.shape[3], softcap=bool(seen.softcap))
-    return (_splash if name == "splash" else _cudnn)(q, k, v, seen)
+    if kernel_of(q, known) != "splash":
+        return _cudnn(q, k, v, known)
+    if known.local is None:
+        return _splash(q, k, v, known)
+    near = known._replace(local=None)
+    return lax.cond(known.local, *[functools.partial(_splash, known=either) for either in (
+        near, near._replace(window=0))], q, k, v)
 
 
-def _cudnn(q, k, v, seen):
-    window, mask = (seen.window - 1, 0) if seen.window else None, None
-    if seen.documents is not None:      # as numbers that are added to the scores [B, 1, T, T]
+def _cudnn(q, k, v, known):
+    assert not known.softcap
+    window, mask = (known.window - 1, 0) if known.window else None, None
+    if known.documents is not None or known.local is not None:
+        # As numbers that are added to the scores: [B, 1, T, T], or [1, 1, T, T] without documents.
         slots = jnp.arange(q.shape[1])
-        mask = (seen.documents[:, :, None] == seen.documents[:, None, :])[:, None]
-        mask &= (slots > slots[:, None] - seen.window) if window else True
-        window = None                   # (not both: cuDNN may know a window only without them)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=seen.causal,
+        mask = slots > slots[:, None] - (known.window or len(slots))
+        mask = mask if known.local is None else jnp.where(known.local, mask, True)
+        mask, window = mask[None, None], None
+        if known.documents is not None:
+            same = known.documents[:, :, None] == known.documents[:, None, :]
+            mask = mask & same[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=known.causal,
                                         local_window_size=window, implementation="cudnn")
 
 
-def _splash(q, k, v, seen):
+def _splash(q, k, v, known):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     B, T, H, N = q.shape
     block = math.gcd(T, 512)
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
         "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
-    mask = (masks.LocalMask((T, T), (seen.window - 1, 0), 0) if seen.window else
-            masks.CausalMask((T, T)) if seen.causal else masks.FullMask((T, T)))
-    by_row = seen.documents is not None
+    mask = (masks.LocalMask((T, T), (known.window - 1, 0), 0) if known.window else
+            masks.CausalMask((T, T)) if known.causal else masks.FullMask((T, T)))
+    by_row = known.documents is not None        # else rows count as heads
     # Named, so that --remat selective saves the kernel's output and logsumexp.
-    kernel = splash.make_splash_mha_single_device(
+    attend = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * H * (1 if by_row else B)), block_sizes=sizes,
-        attn_logits_soft_cap=seen.softcap or None, residual_checkpoint_name="product")
+        attn_logits_soft_cap=known.softcap or None, residual_checkpoint_name="product")
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]
     if by_row:
-        out = jax.vmap(kernel)(*rows, splash.SegmentIds(seen.documents, seen.documents))
-    else:       # rows count as heads
-        out = kernel(*[x.reshape(-1, T, N) for x in rows])
+        out = jax.vmap(attend)(*rows, splash.SegmentIds(known.documents, known.documents))
+    else:
+        out = attend(*[x.reshape(-1, T, N) for x in rows])
     return out.reshape(B, H, T, N).swapaxes(1, 2)
 
 
-def by_kernel(q: Array, k: Array, v: Array, seen: Seen) -> Array:
-    """`kernel`, inside a shard_map too.
+def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
+    """run_kernel, inside a shard_map too.
 
     The kernels know nothing of varying types. Inside a shard_map, `track` therefore runs a function
     without types (`untyped`, in an inner shard_map over no axes with check_vma=False), and marks
@@ -354,7 +373,7 @@ def by_kernel(q: Array, k: Array, v: Array, seen: Seen) -> Array:
         return call
 
     def plain(qkv, traced):
-        return kernel(*qkv, seen._replace(**traced))
+        return run_kernel(*qkv, known._replace(**traced))
 
     def forward(*args):
         def run(qkv, traced):
@@ -371,5 +390,5 @@ def by_kernel(q: Array, k: Array, v: Array, seen: Seen) -> Array:
 
     attention = jax.custom_vjp(track(plain))
     attention.defvjp(forward, backward)
-    traced = {"documents": seen.documents, "local": seen.local}
+    traced = {"documents": known.documents, "local": known.local}
     return attention(*mark_varying(((q, k, v), traced), q, k, v))

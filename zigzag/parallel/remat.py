@@ -6,8 +6,8 @@
     full:0.5        save the input of half of a device's layers (at least one), and everything of
                     the others
     offload         save the layer's input in the memory of the host
-    attention       save everything except scores and what attention makes of them (of the kernels
-                    for TPUs and GPUs nothing of this is saved anyway)
+    attention       save everything except scores and what attention makes of them (the kernels for
+                    TPUs and GPUs save no scores anyway)
     mlp             save the input of each MLP, and everything of the rest of a layer
     attention,mlp   both
 """

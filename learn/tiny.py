@@ -1,0 +1,210 @@
+"""A whole trainer on a mesh of data, fsdp and tensor, in one file. Read it before all others.
+
+    python learn/tiny.py            two matrices, then a decoder, on eight simulated devices
+
+It imports nothing of ours. `gather`, `columns` and `row` are the short forms of three functions of
+shard.py, `decoder` is that of model.loss, and `make_step` that of train.make_step. On the mesh
+data=2,fsdp=2,tensor=2 a device has
+
+    a batch     [B/4, T/2]      of the rows a quarter, by data and fsdp; of the time half, by tensor
+    w_up        [D/2, F/2]      of D half, by fsdp: gathered before use; of F half, by tensor
+    w_down      [F/2, D/2]      likewise
+    a norm      [D]             all of it
+
+and between two blocks the stream x [B/4, T/2, D]. What the long forms add: other axes, losses and
+optimizers, layers that are gathered one by one, a split vocabulary, sums in float32, checkpoints.
+A test compares: with the same weights, batches and optimizer, train.py's losses are these.
+
+B batch, T time, D model, H heads, N per head, F feed-forward, V vocabulary, L layers.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ROWS = ("data", "fsdp")             # devices along these axes have other rows of the batch
+BATCH = P(ROWS, "tensor")           # an array [B, T, ...] of the batch: rows and time are cut
+
+
+# -------------------------------------------------------------------------------------------
+# Collectives
+
+def gather(w, spec):
+    """A weight, whole over fsdp. Autodiff makes the transpose: each device gets its own part of the
+    gradients' sum."""
+    return lax.all_gather(w, "fsdp", axis=list(spec).index("fsdp"),
+                          tiled=True) if "fsdp" in spec else w
+
+
+def columns(x, *weights):
+    """Into a block: x [B, T/n, D] -> for each weight [D, F/n] a product [B, T, F/n]."""
+    x = lax.all_gather(x, "tensor", axis=1, tiled=True)
+    return [jnp.tensordot(x, w, 1) for w in weights]
+
+
+def row(h, w):
+    """Out of a block: h [B, T, F/n] times w [F/n, D]. Each device has a partial sum of all of the
+    result; together they are added up, and each keeps its time: [B, T/n, D]."""
+    return lax.psum_scatter(jnp.tensordot(h, w, h.ndim - 2), "tensor", scatter_dimension=1,
+                            tiled=True)
+
+
+# -------------------------------------------------------------------------------------------
+# Two losses, as each device computes them: the sum over its tokens, and their number
+
+def two_matrices(params, batch):
+    """The squared error of a network with one hidden layer."""
+    hidden, = columns(batch["x"], params["w_up"])
+    error = row(jax.nn.relu(hidden), params["w_down"]) - batch["y"]
+    return jnp.sum(error**2), jnp.sum(batch["weights"])
+
+
+TWO_MATRICES = {"w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
+
+
+def decoder(params, batch):
+    """The cross-entropy of the next token."""
+    x = params["embed"][batch["tokens"]] * params["embed"].shape[1]**0.5
+    x, _ = lax.scan(layer, x, params["layers"])
+    logits = norm(x, params["norm"]) @ params["head"]                           # [B, T/n, V]
+    chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    losses = jax.nn.logsumexp(logits, -1) - chosen
+    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+
+DECODER = {"embed": P(None, "fsdp"),
+           "layers": {"attn_norm": P(), "wq": P(None, "fsdp", "tensor"),
+                      "wk": P(None, "fsdp", "tensor"), "wv": P(None, "fsdp", "tensor"),
+                      "wo": P(None, "tensor", None, "fsdp"), "mlp_norm": P(),
+                      "w_gate": P(None, "fsdp", "tensor"), "w_up": P(None, "fsdp", "tensor"),
+                      "w_down": P(None, "tensor", "fsdp")},
+           "norm": P(), "head": P("fsdp")}
+
+
+def layer(x, w):
+    """x [B, T/n, D] after attention and an MLP. Inside a block a device has all of the time, and
+    some of the heads and columns."""
+    q, k, v = columns(norm(x, w["attn_norm"]), w["wq"], w["wk"], w["wv"])       # [B, T, H/n, N]
+    heads = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    x = x + row(heads, w["wo"])
+    gate, up = columns(norm(x, w["mlp_norm"]), w["w_gate"], w["w_up"])          # [B, T, F/n]
+    return x + row(jax.nn.silu(gate) * up, w["w_down"]), None
+
+
+def norm(x, scale):
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def rotary(x):
+    """Each pair (x[i], x[i + N/2]) of a head, turned by its token's position times a rate."""
+    rates = 10000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2, endpoint=False)
+    angle = jnp.arange(x.shape[1])[:, None, None] * rates                       # [T, 1, N/2]
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle),
+                            b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+
+
+# -------------------------------------------------------------------------------------------
+# The step
+
+def mark(w):
+    """A weight that varies over data and fsdp: it has the same values on all of their devices, but
+    will have other gradients, because they have other rows."""
+    missing = tuple(axis for axis in ROWS if axis not in jax.typeof(w).mat.varying)
+    return lax.pcast(w, missing, to="varying") if missing else w
+
+
+def make_step(loss, specs, optimizer, mesh, accumulate=1):
+    """step(params, opt, batch) -> params, opt, the mean loss; the batch is cut into `accumulate`
+    parts, so that only one part's activations are in memory."""
+    def on_device(params, batch):
+        # Marked here, outside value_and_grad. Inside, jax would mark them where they meet the
+        # batch, and the transpose of a mark is a psum: gradients would be sent in every part.
+        # (Over tensor this is what jax does, with norms for example, whose gradients need it.)
+        params = jax.tree.map(mark, params)
+        whole, scatter = jax.vjp(lambda params: jax.tree.map(gather, params, specs), params)
+
+        def add_part(total, part):
+            (value, count), grads = jax.value_and_grad(loss, has_aux=True)(whole, part)
+            grads, = scatter(grads)                 # summed over fsdp, and cut like the weights
+            return jax.tree.map(jnp.add, total, (grads, value, count)), None
+
+        parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
+        zero = 0 * jnp.sum(batch["weights"])        # (of a type that varies, as a sum does)
+        total = jax.tree.map(lambda w: 0 * w, params), zero, zero
+        (grads, value, count), _ = lax.scan(add_part, total, parts)
+
+        # Once for all parts: sum over the devices that `scatter` has not summed over.
+        grads = jax.tree.map(
+            lambda g, spec: lax.psum(g, "data" if "fsdp" in spec else ROWS), grads, specs)
+        return grads, *lax.psum((value, count), (*ROWS, "tensor"))
+
+    gradients = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, BATCH),
+                              out_specs=(specs, P(), P()))
+
+    def step(params, opt, batch):
+        grads, value, count = gradients(params, batch)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        # Outside of shard_map: number by number, so each device updates the parts that it has.
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, value / count
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def train(loss, params, specs, batches, optimizer, mesh, accumulate=1):
+    """The loss of each batch, while `params` learn from them."""
+    params, batches = jax.device_put(
+        (params, batches), (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs),
+                            NamedSharding(mesh, BATCH)))
+    step, opt, losses = make_step(loss, specs, optimizer, mesh, accumulate), None, []
+    opt = jax.jit(optimizer.init)(params)
+    for batch in batches:
+        params, opt, value = step(params, opt, batch)
+        losses.append(float(value))
+    return losses
+
+
+# -------------------------------------------------------------------------------------------
+
+def normal(rng, *shape):
+    """A weight [in, ...]: products with it are as large as what they multiply."""
+    return rng.normal(size=shape).astype(np.float32) * shape[0]**-0.5
+
+
+def make_decoder(rng, L=2, D=64, H=4, F=128, V=64) -> dict[str, Array]:
+    def stack(*shape):
+        return np.stack([normal(rng, *shape) for _ in range(L)])
+
+    return {"embed": normal(rng, V, D),
+            "layers": {"attn_norm": np.ones((L, D)), "wq": stack(D, H, D // H),
+                       "wk": stack(D, H, D // H), "wv": stack(D, H, D // H),
+                       "wo": stack(D, D).reshape(L, H, D // H, D), "mlp_norm": np.ones((L, D)),
+                       "w_gate": stack(D, F), "w_up": stack(D, F), "w_down": stack(F, D)},
+            "norm": np.ones(D), "head": normal(rng, D, V)}
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rng, ones = np.random.default_rng(0), np.ones((16, 32), np.float32)
+
+    x = rng.normal(size=(16, 32, 8)).astype(np.float32)
+    params = {"w_up": normal(rng, 8, 64), "w_down": normal(rng, 64, 8)}
+    losses = train(two_matrices, params, TWO_MATRICES,
+                   [{"x": x, "y": np.abs(x), "weights": ones}] * 200, optax.adam(0.01), mesh)
+    print(f"two matrices learn |x|: {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+    start, by = rng.integers(0, 64, (100, 16, 1)), rng.integers(1, 4, (100, 16, 1))
+    ids = ((start + by * np.arange(33)) % 64).astype(np.int32)      # rows that count by 1, 2 or 3
+    batches = [{"tokens": i[:, :-1], "targets": i[:, 1:], "weights": ones} for i in ids]
+    losses = train(decoder, make_decoder(rng), DECODER, batches, optax.adamw(0.003), mesh, 2)
+    print(f"a decoder learns to count: {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
