@@ -202,7 +202,7 @@ def test_what_is_nearly_greedy_is_greedy(options):
     assert sample.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_generate_draws_from_that_distribution(trained):
     """Rows with equal random numbers, or with numbers that depend on each other's."""
     params, config = trained

@@ -75,6 +75,7 @@ def test_its_collectives_are_those_of_shard():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-4), a, b)
 
 
+@pytest.mark.full
 def test_it_trains_as_its_first_lines_say():
     """An example that fails, or learns nothing."""
     done = subprocess.run([sys.executable, "learn/tiny.py"], cwd=ROOT, text=True,

@@ -143,7 +143,9 @@ def compiler_of(chips, changes):
     """An environment in which the compiler for these chips is found and fast."""
     if chips.startswith("v"):
         needs("libtpu")         # machine code of the worst kind; the programs are the same
-        small = "" if "--experts" in changes else " --xla_tpu_scoped_vmem_limit_kib=4096"
+        small = " --xla_tpu_scoped_vmem_limit_kib=4096"
+        if {"--experts", "--pack"} & {*changes}:        # (whose kernels need more)
+            small = ""
         return {"LIBTPU_INIT_ARGS": "--xla_msa_enable=false" + small}
     if "ZIGZAG_GPU" in os.environ:
         return {"PYTHONPATH": os.environ["ZIGZAG_GPU"]}

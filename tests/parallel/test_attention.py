@@ -29,7 +29,7 @@ from zigzag.run.plan import compiled
 
 @pytest.mark.parametrize("time, scores, block", [
     full(64, 2**25, 16), full(64, 2**11, 16), (96, 2**10, 16), full(60, 2**9, 10**9),
-    full(128, 2**12, 16), (128, 2**25, 4)])
+    full(128, 2**12, 16), full(128, 2**25, 4)])
 @in_float64()
 def test_attention_in_blocks_is_attention(monkeypatch, time, scores, block):
     """A block with too few keys, or with document numbers of other tokens, in values or gradients;
@@ -188,7 +188,7 @@ def give_kernel(monkeypatch, name):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("", {}), ("fsdp=2,tensor=2", dict(kv_heads=2)),
+    full("", {}), full("fsdp=2,tensor=2", dict(kv_heads=2)),
     full("data=2,tensor=4", dict(kv_heads=2, remat="full", accumulate=2)),
     full("data=2,tensor=4", dict(kv_heads=1)),
     slow("tensor=4", dict(heads=6, kv_heads=3, head_dim=8)),

@@ -77,6 +77,7 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     assert log.count("\ncontinuing ") == 2 and "\n".join(lines) in log, "what it printed"
 
 
+@pytest.mark.full
 def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
     """Epochs that a continued run ignores; a record of fewer steps than the run has made."""
     with opened(train.TRAINER.old_config(str(run)), run, ready=1) as learned:
