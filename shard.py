@@ -613,9 +613,8 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
         causal                         no query sees a later key: half of the work can be skipped
-        kernel                         the same as the device's own kernel knows it, which may
-                                       compute it; True: it is plain softmax attention; None: no
-                                       kernel knows it
+        kernel                         what the device's own kernel must know to compute this; True:
+                                       nothing but `causal`; None: it may not compute this
         beyond                         for messages: what it has beyond causal softmax attention"""
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,8 +112,8 @@ def rotary(x):
 # The step
 
 def mark(w):
-    """A weight that varies over data and fsdp: it has the same values on all of their devices, but
-    will have other gradients, because they have other rows."""
+    """The weight, of a type that varies over data and fsdp: its values are the same on all of their
+    devices, but its gradients will differ, because each device has other rows."""
     missing = tuple(axis for axis in ROWS if axis not in jax.typeof(w).mat.varying)
     return lax.pcast(w, missing, to="varying") if missing else w
 
@@ -161,7 +161,7 @@ def train(loss, params, specs, batches, optimizer, mesh, accumulate=1):
     params, batches = jax.device_put(
         (params, batches), (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs),
                             NamedSharding(mesh, BATCH)))
-    step, opt, losses = make_step(loss, specs, optimizer, mesh, accumulate), None, []
+    step, losses = make_step(loss, specs, optimizer, mesh, accumulate), []
     opt = jax.jit(optimizer.init)(params)
     for batch in batches:
         params, opt, value = step(params, opt, batch)
@@ -176,7 +176,7 @@ def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32) * shape[0]**-0.5
 
 
-def make_decoder(rng, L=2, D=64, H=4, F=128, V=64) -> dict[str, Array]:
+def make_decoder(rng, L=2, D=64, H=4, F=128, V=64):
     def stack(*shape):
         return np.stack([normal(rng, *shape) for _ in range(L)])
 

@@ -62,7 +62,7 @@ def join(a: Partial, b: Partial) -> Partial:
 # Softmax attention, by its formula
 
 class Known(NamedTuple):
-    """Attention that kernels know: what a query sees, and how scores change."""
+    """What kernels know of attention: which keys a query sees, and how scores change."""
     causal: bool = True                 # no later key
     window: int = 0                     # of these the last keys, its own included; 0: all
     local: Array | None = None          # a bool: whether this layer has the window; None: it has
@@ -93,6 +93,16 @@ def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callabl
     return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
 
 
+def sees(known: Known, query: Token, key: Token) -> Array:
+    """Whether each query sees each key, [B, T, S]."""
+    seen = key.document == query.document
+    seen = seen & (key.slot <= query.slot) if known.causal else seen
+    if not known.window:
+        return seen
+    near = key.slot > query.slot - known.window
+    return seen & (near if known.local is None else jnp.where(known.local, near, True))
+
+
 def self_attention(mask: Callable | None, scores: Callable | None, heads: int, known: Known
                    ) -> Callable:
     """A function attention(q, k, v, tokens) for shard.attend and the cache. A query sees the keys
@@ -101,11 +111,7 @@ def self_attention(mask: Callable | None, scores: Callable | None, heads: int, k
     in all."""
     def attention(q, k, v, tokens):
         query, key = tokens
-        seen = key.document == query.document
-        seen = seen & (key.slot <= query.slot) if known.causal else seen
-        if known.window:
-            near = key.slot > query.slot - known.window
-            seen = seen & (near if known.local is None else jnp.where(known.local, near, True))
+        seen = sees(known, query, key)
         seen = seen & mask(query, key) if mask else seen
 
         def change(s):
@@ -275,7 +281,7 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bo
     if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # does not compile for these
         fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
         return "splash" if fits else ""
-    # (cuDNN takes documents as such a mask, and has a gradient of it in memory, too.)
+    # (cuDNN takes documents as such a mask, and keeps a gradient of it in memory, too.)
     if not kind.startswith("NVIDIA") or softcap or numbers > 4 * SCORES:
         return ""
     capability = float(getattr(jax.local_devices()[0], "compute_capability", 8))
@@ -317,14 +323,11 @@ def _cudnn(q, k, v, known):
     assert not known.softcap
     window, mask = (known.window - 1, 0) if known.window else None, None
     if known.documents is not None or known.local is not None:
-        # As numbers that are added to the scores: [B, 1, T, T], or [1, 1, T, T] without documents.
-        slots = jnp.arange(q.shape[1])
-        mask = slots > slots[:, None] - (known.window or len(slots))
-        mask = mask if known.local is None else jnp.where(known.local, mask, True)
-        mask, window = mask[None, None], None
-        if known.documents is not None:
-            same = known.documents[:, :, None] == known.documents[:, None, :]
-            mask = mask & same[:, None]
+        # A mask [B, 1, T, T] (without documents [1, 1, T, T]) in place of a window: cuDNN may know
+        # a window only without a mask.
+        slots = jnp.arange(q.shape[1])[None]
+        info = Token(slots, slots, 0 * slots if known.documents is None else known.documents)
+        window, mask = None, sees(known, *both(info, info))[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=known.causal,
                                         local_window_size=window, implementation="cudnn")
 

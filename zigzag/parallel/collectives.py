@@ -50,7 +50,7 @@ def _reduce_scatter(x, axis, dim):
         stride //= few
         groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
         x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
-        # (Added one by one: a TPU's compiler expects a `sum` of them to take four times as long.)
+        # (Added one by one: a TPU's compiler expects a `sum` of them to take three times as long.)
         x = sum(part.astype(wide) for part in jnp.split(x, few)).astype(x.dtype)
     return jnp.moveaxis(x, 0, dim)
 
