@@ -206,12 +206,14 @@ def seen(base, output, batch):
 
 
 def _class_of(base, record):
-    """The class that reads a folder: of an encoder, or a picture's, the one that it names."""
+    """The class that reads a folder: the one that it names, if that is of an encoder or a picture,
+    or of a decoder with classes."""
     transformers = peer("transformers")
-    if base.kind == "decoder":
-        return transformers.AutoModelForCausalLM
     names = record.get("architectures")
     name = names[0] if isinstance(names, list) and names else base.model
+    if base.kind == "decoder":
+        has_classes = str(name).endswith("ForSequenceClassification")
+        return getattr(transformers, name) if has_classes else transformers.AutoModelForCausalLM
     name = name if base.kind in ("encoder", "picture", "swin", "sam") else base.model
     return getattr(transformers, name if hasattr(transformers, str(name)) else base.model)
 
@@ -240,6 +242,10 @@ def theirs(base, folder, batch=None, strict=False):
     with torch.no_grad():
         if base.kind == "sam":
             out = getattr(model.eval(), "vision_encoder", model)(torch.tensor(batch["source"]))
+        elif base.kind == "decoder":
+            # (Row by row: one with classes takes several only if its config names a padding.)
+            rows = _their_inputs(base, batch)["input_ids"]
+            return torch.cat([model.eval()(row[None]).logits for row in rows]).numpy(), batch
         else:
             out = model.eval()(**_their_inputs(base, batch))
     for name in ("logits", "prediction_logits", "logits_per_image", "last_hidden_state"):
