@@ -48,11 +48,11 @@ from zigzag.core.flags import run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
-from zigzag.generate import decoding, passes, scores, search
+from zigzag.generate import decoding, passes, scores, search, turns
 from zigzag.generate.answers import collected, stops_of
 from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
-from zigzag.generate.rows import Contexts, check_writes, on_host, padded_length, seeds_of
+from zigzag.generate.rows import Contexts, check_writes, padded_length, seeds_of
 from zigzag.generate.terminal import ends_quietly
 from zigzag.generate.writer import Writer, parse
 
@@ -125,11 +125,12 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
              tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
-    options are those of `stream`, except piece."""
+    options are those of `stream`, except piece and ended."""
     stop, answers = stops_of(stop, tokenizer, prompts, tokens)
     piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
-    results = collected(answers, stream(params, prompts, config, tokens, sampling, stop=stop,
-                                        piece=piece, logprobs=True, **options))
+    results = collected(answers, stream(
+        params, prompts, config, tokens, sampling, stop=stop, piece=piece, logprobs=True,
+        ended=lambda n: answers and answers[n].reason, **options))
     return results if logprobs else [ids for ids, _ in results]
 
 
@@ -137,7 +138,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            sampling: Sampling | float = Sampling(), *, seed: int | Sequence[int] = 0,
            source: Any = None, stop: Sequence[int] = (), piece: int = 8, logprobs: bool = False,
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
-           **changes: Any) -> Iterator[list]:
+           batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
     """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
     prompts that have ended. The first piece has one id for each prompt, others up to `piece`.
 
@@ -146,6 +147,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         seed        one number, or one for each prompt
         source      ids, a picture or sound for each prompt, if the model reads them; prompts of
                     an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
+        batch       how many prompts (without sources) are answered at once; when one has ended, or
+                    ended(its number), another takes its row. In a piece, None is one that waits
 
     An answer depends on its prompt and its seed alone, not on the rest of the batch. The context is
     config.seq_len tokens. A row that fills it goes on from its last half, read at positions from 0;
@@ -153,13 +156,14 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
-    sent = full = 0         # new ids yielded so far, and how many of them fit into the context
-    state = None
+    if len(prompts) > batch and source is None:
+        return (yield from turns.in_turn(engine, params, contexts, tokens, sampling, ends, batch,
+                                         seed, ended, logprobs))
+    state, sent, full = None, 0, 0      # new ids yielded so far; how many fit into the context
     while state is None or sent < tokens and contexts.unfinished.any():
         with mesh_of_weights(params):
             if sent == full:            # read the prompts; later, the last half of full rows
-                if sent:
-                    contexts.keep_last_half()
+                contexts.keep_last_half(*range(len(prompts)))
                 full = sent + contexts.room()
                 room = contexts.room() if sent else min(tokens, full)
                 rows = engine.arrays(contexts.rows, room, source)
@@ -171,13 +175,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
             else:
                 limit = np.int32(min(sent + piece, tokens, full))
                 state = passes.decode(engine, params, state, limit, length, sampling)
-        count = min(int(on_host(state["count"])), tokens)
-        ids, logs = (on_host(state[name])[:len(prompts), sent:count].tolist()
-                     for name in ("ids", "logprobs"))
-        lengths = contexts.add(ids, ends)
-        new = [(i[:n], p[:n]) for i, p, n in zip(ids, logs, lengths)]
-        yield new if logprobs else [i for i, _ in new]
-        sent = count
+        new, sent = passes.new_ids(state, sent, tokens)
+        new = contexts.add(new, ends)
+        yield new if logprobs else [ids for ids, _ in new]
 
 
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,

@@ -88,7 +88,8 @@ def main(argv=None):
         asked = [ids(*choices[i]) for i in rng.integers(len(choices), size=c.batch // GROUP)]
         asked = [one for one in asked for _ in range(GROUP)]
         written = sample.generate(weights, [prompt for prompt, _ in asked], c.network, LENGTH,
-                                  seed=rng.integers(2**31, size=len(asked)), logprobs=True)
+                                  seed=rng.integers(2**31, size=len(asked)), logprobs=True,
+                                  batch=c.batch)
         rewards = np.array([np.equal(new, right) for (new, _), (_, right) in zip(written, asked)])
         found = advantages(rewards.reshape(-1, GROUP, LENGTH)).reshape(-1, LENGTH)
         return [(prompt, new, logs, advantage, right.mean())

@@ -81,12 +81,12 @@ class Zigzag(TemplateLM):
         """(log-probability, whether greedy decoding gives it) of each continuation. Requests are
         (texts, ids of the context, ids of the continuation)."""
         rows = [context + ids for _, context, ids in requests]
-        order = sorted(range(len(rows)), key=lambda n: len(rows[n]))    # (little padding)
-        found = {}
-        for some in self._batches(order, disable_tqdm):
-            scores = self.score([rows[n] for n in some], given=[len(requests[n][1]) for n in some])
-            found |= {n: (total, count == best) for n, (total, count, best) in zip(some, scores)}
-        return [found[n] for n in range(len(rows))]
+        given = [len(context) for _, context, _ in requests]
+        found = []
+        for some in self._batches(range(len(rows)), disable_tqdm, 16 * self.batch):
+            part = slice(some[0], some[-1] + 1)
+            found += self.score(rows[part], given=given[part])
+        return [(total, count == best) for total, count, best in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """The log-probability of each text, in windows as lm_eval cuts them."""
@@ -106,7 +106,7 @@ class Zigzag(TemplateLM):
         for options, group in itertools.groupby(
                 (request.args for request in requests), key=lambda pair: pair[1]):
             prompts = [prompt for prompt, _ in group]
-            for some in self._batches(prompts, disable_tqdm):
+            for some in self._batches(prompts, disable_tqdm, 16 * self.batch):
                 texts += self._generate(some, normalize_gen_kwargs(options))
         return texts
 
@@ -118,15 +118,15 @@ class Zigzag(TemplateLM):
                              f"--gen_kwargs max_gen_toks=N asks for fewer")
         rows = [self.tok_encode(prompt)[-(self.max_length - tokens):] for prompt in prompts]
         found = sample.generate(
-            self.params, rows, self.config, tokens=tokens, tokenizer=self.tokenizer,
+            self.params, rows, self.config, tokens, tokenizer=self.tokenizer, batch=self.batch,
             stop=[*filter(None, until), *self.tokenizer.ends],
             **{name: options[name] for name in SAMPLING if name in options})
         return [functools.reduce(lambda text, end: text.split(end)[0], filter(None, until), text)
                 for text in map(self.tokenizer.decode, found)]
 
-    def _batches(self, items, disable_tqdm):
-        for first in tqdm(range(0, len(items), self.batch), disable=disable_tqdm):
-            yield items[first:first + self.batch]
+    def _batches(self, items, disable_tqdm, size):
+        for first in tqdm(range(0, len(items), size), disable=disable_tqdm):
+            yield items[first:first + size]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,11 +9,17 @@ import pytest
 
 import sample
 from tests.common import net, refused
-from tests.generate.test_generation import compiled_forward, log_probabilities, placed
+from tests.generate.test_generation import (
+    compiled_forward,
+    loaded,
+    log_probabilities,
+    placed,
+)
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes
+from zigzag.generate import passes, scores
 from zigzag.generate.choices import Item, logprobs, read_items, split_ids
 
 
@@ -71,14 +77,13 @@ def test_context_and_choice_are_encoded_as_one_text():
     assert split_ids(Pairs(), "abc", "d") == ([*b"ac"], 1)       # (a token of both is scored)
 
 
-def test_scores_go_to_their_questions_in_any_order_of_length():
-    """A score of another question: rows are sorted by length, and a part may end in a question."""
+def test_scores_go_to_their_questions():
+    """A score of another question: a part may end in the middle of one."""
     items = [Item("q" * (7 * n % 11), tuple("abc"[:2 + n % 2]), 0) for n in range(1, 12)]
     sizes = []
 
     def score(rows, given):
         sizes.append(len(rows))
-        assert list(map(len, rows)) == sorted(map(len, rows))
         return [(100.0 * len(row) + row[-1], len(row) - n) for row, n in zip(rows, given)]
 
     assert list(logprobs(score, Bytes(), items, batch=1)) == [
@@ -158,3 +163,36 @@ def test_given_ids_are_context_and_are_not_scored(mesh):
     assert found[4] == (pytest.approx(found[6][0], abs=1e-3), *found[6][1:])
     assert sample.score(on, rows, config, batch=32, given=[*given, 1]) == [
         (pytest.approx(total, abs=1e-3), count) for total, count, _ in found]
+
+
+SHARE = ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in (
+    "gemma3", "mistral", "deepseek_v3", "gpt2", "bloom"))]
+
+
+@pytest.mark.parametrize("mesh", ["", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SHARE)
+def test_a_beginning_that_rows_share_is_read_once(name, mesh, monkeypatch):
+    """Another row's beginning; positions or a window that count from the wrong slot; padding that
+    is scored, or that has no position."""
+    params, config, _ = loaded(name)
+    rng = np.random.default_rng(3)
+    rows, given = [], []
+    for length, counts in ((17, 5 * (3, 1, 6)), (25, 6 * (7, 2)), (20, (4,)),
+                           (config.seq_len - 4, (4, 2)), (3, (5, 5))):
+        beginning = rng.integers(3, config.vocab_size, length).tolist()
+        rows += [beginning + rng.integers(3, config.vocab_size, n).tolist() for n in counts]
+        given += [length] * len(counts)
+    on = placed(params, config, mesh) if mesh else params
+    want = [sample.score(on, [row], config, given=[n], likeliest=True)[0]
+            for row, n in zip(rows, given)]
+    read, tokens = passes.read_chunk, []
+    monkeypatch.setattr(passes, "read_chunk", lambda *args: tokens.append(
+        args[3]["tokens"].size) or read(*args))
+    found = sample.score(on, rows, config, batch=3, given=given, likeliest=True)
+    for got, of_want in zip(found, want, strict=True):
+        assert got == (pytest.approx(of_want[0], abs=2e-4), *of_want[1:])
+    shared = sum(tokens)
+    tokens.clear()
+    monkeypatch.setattr(scores, "SHARED", 1000)
+    sample.score(on, rows, config, batch=3, given=given)
+    assert shared < 0.75 * sum(tokens)

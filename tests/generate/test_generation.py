@@ -126,7 +126,7 @@ def small_chunks(monkeypatch):
     """Prompts are read in chunks of 8."""
     for module in (cache, rows, passes, scores):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(passes.prefill, "__defaults__", (8,))
+    monkeypatch.setattr(passes.prefill, "__defaults__", (8, 0, 0))
     passes.new_cache.clear_cache()
     yield
     passes.new_cache.clear_cache()

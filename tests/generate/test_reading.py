@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(reading, "SLOTS", 16)
     for module in (cache, rows, passes, scores, reading):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(passes.prefill, "__defaults__", (8,))
+    monkeypatch.setattr(passes.prefill, "__defaults__", (8, 0, 0))
     passes.new_cache.clear_cache()
     yield
     passes.new_cache.clear_cache()

@@ -34,8 +34,10 @@ class Answer:
         self.window, self.mark = list(prompt.ids), len(prompt.ids)
         self.known = len(decode(self.window))
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Add the next ids. No ids: the answer has ended."""
+    def add(self, ids: Sequence[int] | None) -> None:
+        """Add the next ids. No ids: the answer has ended. None: there are none yet."""
+        if ids is None:
+            return
         for i in ids:
             if not self.reason:
                 self.ids.append(i)
@@ -96,18 +98,18 @@ def stops_of(stop: Sequence[int | str], tokenizer: Any, prompts: Sequence[Sequen
         Answer(tokenizer.decode, Prompt("", prompt), tokens, texts) for prompt in prompts if texts]
 
 
-def collected(answers: Sequence[Answer], pieces: Iterable[Sequence[tuple[list, list]]]
+def collected(answers: Sequence[Answer], pieces: Iterable[Sequence[tuple[list, list] | None]]
               ) -> list[tuple[list[int], list[float]]]:
     """(ids, log-probabilities) of each prompt, from the pieces of a stream; as many as each of the
     answers has, if there are any."""
     results = []
     for new in pieces:
         results = results or [([], []) for _ in new]
-        for (ids, logs), (new_ids, new_logs) in zip(results, new):
-            ids.extend(new_ids)
-            logs.extend(new_logs)
-        for answer, (new_ids, _) in zip(answers, new):
-            answer.add(new_ids)
+        for (ids, logs), pair in zip(results, new):
+            for known, more in zip((ids, logs), pair or ()):
+                known.extend(more)
+        for answer, pair in zip(answers, new):
+            answer.add(pair and pair[0])
         if answers and all(answer.reason for answer in answers):
             break
     if answers:

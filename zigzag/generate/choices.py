@@ -112,10 +112,7 @@ def logprobs(score: Callable, tokenizer: Tokenizer, items: Sequence[Item], batch
 
     def scored():
         while part := list(itertools.islice(rows, 16 * batch)):
-            # (Rows of similar length are computed together, with little padding.)
-            order = sorted(range(len(part)), key=lambda n: len(part[n][0]))
-            found = score(*zip(*(part[n] for n in order)))
-            yield from (total for _, (total, _) in sorted(zip(order, found, strict=True)))
+            yield from (total for total, _ in score(*zip(*part)))
 
     totals = scored()
     for item in items:

@@ -102,9 +102,11 @@ def empty_ids(rows: dict[str, Any], size: int, seeds: Array, ends: Sequence[int]
 
 
 def keys_of(seeds: Array, count: Array | int) -> Array:
-    """The random keys [B] for new id number `count`, of rows with these seeds [B, 3]."""
-    return jax.vmap(lambda seed: functools.reduce(
-        jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(seeds)
+    """The random keys [B] for new id number `count` (of all rows, or [B]), of rows with these seeds
+    [B, 3]."""
+    return jax.vmap(lambda seed, count: functools.reduce(
+        jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(
+            seeds, jnp.broadcast_to(count, len(seeds)))
 
 
 def append_ids(state: dict[str, Any], logits: Array, draw: Callable, sampling: Sampling
@@ -114,7 +116,7 @@ def append_ids(state: dict[str, Any], logits: Array, draw: Callable, sampling: S
     count, scores = state["count"], logits
     if "seen" in state:
         scores = penalised(scores, state["seen"], sampling.repetition_penalty)
-    ids = draw(scores, keys_of(state["seeds"], count), sampling)
+    ids = draw(scores, keys_of(state["seeds"], count - state.get("begun", 0)), sampling)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
     new = {"ids": lax.dynamic_update_slice_in_dim(state["ids"], ids[:, None], count, 1),
            "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], logprobs, count, 1),

@@ -2,7 +2,7 @@
 
     new_cache       an empty cache; with an encoder, the keys and values of its sources
     read_chunk      some tokens of each row, into the cache
-    prefill         prompts, chunk by chunk, into a new cache
+    read_chunks     all of them, chunk by chunk; prefill: into a new cache
     choose_ids      one id for each row, from the logits after its prompt
     begin           both: from prompts to their first new ids
     decode          a compiled loop: read each row's last id, choose the next
@@ -24,7 +24,7 @@ from jax import Array
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
-from zigzag.generate.rows import pad_rows, padded_length, prompt_arrays, seeds_of
+from zigzag.generate.rows import on_host, pad_rows, padded_length, prompt_arrays, seeds_of
 from zigzag.weights.network import Network
 
 
@@ -109,23 +109,36 @@ def read_chunk(engine: Engine, params: Any, cache: Any, rows: dict[str, Array], 
                           ("cache", "sums" if "targets" in rows else "logits"))
 
 
-def prefill(engine: Engine, params: Any, rows: dict[str, Any], tokens: int, chunk: int = CHUNK
-            ) -> tuple[dict[str, Any], int]:
-    """Read rows chunk by chunk, into a new cache with room for `tokens` more ids. Returns the state
-    after them (cache, start and slot), with the logits of the last chunk (or, if rows have targets,
-    the sums over all chunks); and the length that scales positions (Network.decoding_length)."""
-    P, has_time = rows["tokens"].shape[1], ("tokens", "targets", "weights")
-    slots = P + (padded_length(tokens) if tokens else 0)
-    length = engine.network.decoding_length(engine.config, P + tokens, slots)
-    state = {"cache": new_cache(engine, params, rows, slots)}
-    for at in range(0, P, chunk):
+def prefill(engine: Engine, params: Any, rows: dict[str, Any], tokens: int, chunk: int = CHUNK,
+            slots: int = 0, length: int = 0) -> tuple[dict[str, Any], int]:
+    """Read rows chunk by chunk, into a new cache with room for `tokens` more ids (or with `slots`).
+    Returns the state after them (cache, start and slot), with what read_chunks gives; and the
+    length that scales positions (Network.decoding_length; or `length`)."""
+    P = rows["tokens"].shape[1]
+    slots = slots or P + (padded_length(tokens) if tokens else 0)
+    length = length or engine.network.decoding_length(engine.config, P + tokens, slots)
+    # (Chunks of padding alone need not be read.)
+    first = rows["start"].min() // chunk * chunk if isinstance(rows["start"], np.ndarray) else 0
+    state = read_chunks(engine, params, new_cache(engine, params, rows, slots), rows, length, chunk,
+                        range(first, P, chunk))
+    return {**state, "start": rows["start"], "slot": np.int32(P)}, length
+
+
+def read_chunks(engine: Engine, params: Any, cache: Any, rows: dict[str, Any], length: int,
+                chunk: int, places: Iterable[int], slot: int = 0) -> dict[str, Any]:
+    """Read the rows' tokens that begin at these places, a chunk at a time, into slots from `slot`
+    on. Returns the cache, with the logits of the last chunk or, if rows have targets, the sums over
+    all chunks."""
+    state, has_time = {"cache": cache}, ("tokens", "targets", "weights")
+    for at in places:
         inputs = {name: x[:, at:at + chunk] if name in has_time else x
                   for name, x in rows.items() if not name.startswith("source")}
         before = state.get("sums", 0)
-        state = read_chunk(engine, params, state["cache"], {**inputs, "slot": np.int32(at)}, length)
+        state = read_chunk(engine, params, state["cache"], {
+            **inputs, "slot": np.int32(slot + at)}, length)
         if "sums" in state:
             state["sums"] += before
-    return {**state, "start": rows["start"], "slot": np.int32(P)}, length
+    return state
 
 
 @jax.jit(static_argnames=("engine", "sampling"), donate_argnames="state")
@@ -168,12 +181,20 @@ def decode(engine: Engine, params: Any, state: dict[str, Any], limit: Array, len
 
 
 def begin(engine: Engine, params: Any, state: dict[str, Any], rows: dict[str, Any], tokens: int,
-          sampling: Sampling) -> tuple[dict[str, Any], int]:
+          sampling: Sampling, *how: int) -> tuple[dict[str, Any], int]:
     """The state after these rows were read and one more id was chosen for each; and the length for
-    decode."""
-    read, length = prefill(engine, params, rows, tokens)
+    decode. `how`: chunk, slots and length of prefill."""
+    read, length = prefill(engine, params, rows, tokens, *how)
     logits = read.pop("logits")
     return choose_ids(engine, state | read, logits, sampling), length
+
+
+def new_ids(state: dict[str, Any], first: int, most: int) -> tuple[list[tuple[list, list]], int]:
+    """The new ids of each row from number `first` on, with their log-probabilities; and how many
+    the state has now, at most `most`."""
+    count = min(int(on_host(state["count"])), most)
+    return [*zip(*(on_host(state[name])[:, first:count].tolist()
+                   for name in ("ids", "logprobs")))], count
 
 
 # -------------------------------------------------------------------------------------------

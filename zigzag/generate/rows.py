@@ -185,21 +185,30 @@ class Contexts:
         return self.context + 1 - max(len(row) for row, goes_on in zip(self.rows, self.unfinished)
                                       if goes_on)
 
-    def add(self, ids: Sequence[Sequence[int]], ends: Sequence[int]) -> list[int]:
-        """Add the next ids of each row, up to the first one in `ends`. Returns their numbers."""
-        lengths = []
-        for n, (row, new) in enumerate(zip(self.rows, ids, strict=True)):
-            kept = cut_at_end(ends, new)[:self.left[n]] if self.unfinished[n] else []
-            row.extend(kept)
-            self.left[n] -= len(kept)
-            self.unfinished[n] &= len(kept) == len(new) and self.left[n] > 0
-            lengths.append(len(kept))
-        return lengths
+    def add(self, new: Sequence[tuple[list, list]], ends: Sequence[int]
+            ) -> list[tuple[list, list]]:
+        """Add the next ids of each row, up to the first one in `ends`; of pairs (ids, their
+        log-probabilities), returns what was added."""
+        return [self.add_to(n, *pair, ends) for n, pair in enumerate(new[:len(self.rows)])]
 
-    def keep_last_half(self) -> None:
-        """Drop the first half of each full row, and most of each finished row."""
-        self.rows = [row[-1:] if not goes_on else row if len(row) <= self.context else
-                     row[-self._half():] for row, goes_on in zip(self.rows, self.unfinished)]
+    def add_to(self, n: int, ids: list, logs: list, ends: Sequence[int]) -> tuple[list, list]:
+        """Add the next ids of row n, in the same way."""
+        kept = cut_at_end(ends, ids)[:self.left[n]] if self.unfinished[n] else []
+        self.rows[n].extend(kept)
+        self.left[n] -= len(kept)
+        self.unfinished[n] &= len(kept) == len(ids) and self.left[n] > 0
+        return kept, logs[:len(kept)]
+
+    def is_full(self, n: int) -> bool:
+        return len(self.rows[n]) > self.context
+
+    def keep_last_half(self, *numbers: int) -> None:
+        """Of these rows, drop the first half of each full one, and most of each that has ended."""
+        for n in numbers:
+            if not self.unfinished[n]:
+                self.rows[n] = self.rows[n][-1:]
+            elif self.is_full(n):
+                self.rows[n] = self.rows[n][-self._half():]
 
 
 def context_of(network: Network, c: Any) -> int:

@@ -6,18 +6,28 @@ A row that is longer than the context is read in windows that overlap by half:
     a b c d             b c d are scored
         c d e f         e f
             e f g       g
+
+Rows that begin with the same given ids, such as a question with several choices, share their
+reading: its keys and values are copied for each row (Shared).
+
+    The sky is | green      The sky    is read once
+               | blue            is green, is blue    are read after it
 """
 
+import collections
 from typing import Any, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import mesh_of_weights
-from zigzag.generate.passes import Engine, prefill
-from zigzag.generate.rows import on_host, pad_rows
+from zigzag.generate.passes import Engine, prefill, read_chunks
+from zigzag.generate.rows import on_host, pad_rows, padded_length
 from zigzag.parallel.products import LOGITS
+
+SHARED = 16     # ids that rows have in common, from which on they are read once
 
 
 def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
@@ -27,10 +37,15 @@ def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sour
     first given[row] ids. A row longer than the context is read in windows that overlap by half;
     given ids that do not fit into one window with the others are left out."""
     length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
-    windows = list(overlapping_windows(rows, length, given))
+    # (Rows of similar length are computed together, with little padding.)
+    windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
     totals = np.zeros((len(rows), 3))
     with mesh_of_weights(params):
         params = engine.for_decoding(params)
+        if given is not None and sources is None:
+            shared, windows = _with_a_common_beginning(windows)
+            for number, count, sums in _sums_of_shared(engine, params, shared, batch):
+                totals[number] += sums[0], count, sums[1]
         for first in range(0, len(windows), batch):
             numbers, arrays, scored = _arrays(engine, windows[first:first + batch], sources)
             sums = _sums(engine, params, arrays, pad_rows(scored))[:len(scored)]
@@ -64,11 +79,74 @@ def _arrays(engine, windows, sources):
     return list(numbers), arrays, np.arange(P) >= begin[:, None]
 
 
+def _chunk(engine, rows):
+    """The number of tokens of these rows that are read at once: their logits must fit in memory."""
+    chunk, B = CHUNK, len(rows["tokens"])
+    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:
+        chunk //= 2
+    return chunk
+
+
 def _sums(engine, params, rows, scored):
     """The sums [B, 2] of read_chunk over each row's tokens that are scored."""
-    chunk, B = CHUNK, len(rows["tokens"])
-    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:  # logits must fit in memory
-        chunk //= 2
     # (Rolling makes the first token the last target. Its weight is 0.)
     rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(scored, -1, 1)}
-    return on_host(prefill(engine, params, rows, 0, chunk)[0]["sums"])
+    return on_host(prefill(engine, params, rows, 0, _chunk(engine, rows))[0]["sums"])
+
+
+# -------------------------------------------------------------------------------------------
+# Rows with a common beginning
+
+def _with_a_common_beginning(windows):
+    """(the windows that share their given ids with another: {the ids: [(number, the others)]}; all
+    other windows). The last given id is among the others: what follows it is scored."""
+    found = collections.defaultdict(list)
+    for window in windows:
+        found[tuple(window[1][:window[2] - 1])].append(window)
+    shared = {ids: [(number, row[len(ids):]) for number, row, _ in some]
+              for ids, some in found.items() if len(some) > 1 and len(ids) >= SHARED}
+    return shared, [w for ids, some in found.items() if ids not in shared for w in some]
+
+
+def _sums_of_shared(engine, params, shared, batch):
+    """Yield (number, count, sums [2]) of each window in `shared`: `batch` beginnings are read, then
+    what follows them, `batch` rows at a time."""
+    begun = sorted(shared, key=len)
+    for first in range(0, len(begun), batch):
+        some = begun[first:first + batch]
+        rest = sorted(((number, at, ids) for at, beginning in enumerate(some)
+                       for number, ids in shared[beginning]), key=lambda one: len(one[2]))
+        longest = padded_length(len(rest[-1][2]))
+        rows = engine.arrays(_filled(some, min(batch, len(begun))), 0, None)
+        chunk = min(64, rows["tokens"].shape[1])
+        state, length = prefill(engine, params, rows, longest, chunk)
+        for few in (rest[at:at + batch] for at in range(0, len(rest), batch)):
+            sums = _sums_of_rest(engine, params, state, length, _filled(few, batch))
+            yield from ((number, len(ids) - 1, of_row)
+                        for (number, _, ids), of_row in zip(few, sums))
+
+
+def _filled(items, count):
+    """The items, the last of them repeated up to `count`."""
+    return [*items, *[items[-1]] * (count - len(items))]
+
+
+def _sums_of_rest(engine, params, state, length, rest):
+    """The sums of rows `rest`: (number, the row of its beginning in the state, ids)."""
+    tokens = np.zeros((len(rest), padded_length(max(len(ids) for *_, ids in rest))), np.int32)
+    weights = np.zeros(tokens.shape, bool)
+    for row, weight, (*_, ids) in zip(tokens, weights, rest):
+        row[:len(ids)], weight[:len(ids) - 1] = ids, True
+    at = pad_rows(np.array([at for _, at, _ in rest]))
+    rows = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+    rows = {name: pad_rows(x) for name, x in rows.items()} | {"start": state["start"][at]}
+    chunk = min(_chunk(engine, rows), tokens.shape[1])
+    read = read_chunks(engine, params, take_rows(state["cache"], at), rows, length, chunk,
+                       range(0, tokens.shape[1], chunk), int(state["slot"]))
+    return on_host(read["sums"])
+
+
+@jax.jit
+def take_rows(cache: Any, at: Any) -> Any:
+    """A cache with these rows of another."""
+    return jax.tree.map(lambda a: a[at], cache)

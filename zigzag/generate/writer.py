@@ -140,7 +140,8 @@ class Writer(NamedTuple):
             options = dict(
                 tokens=tokens, sampling=flags.sampling,
                 seed=[flags.seed + prompt.repeat for prompt in some], stop=self.ends,
-                source=source, stop_at_context=flags.stop_at_context, say=terminal.note)
+                source=source, stop_at_context=flags.stop_at_context, say=terminal.note,
+                batch=flags.batch)
             if flags.beams:
                 if tokens < flags.tokens:
                     terminal.note(f"--tokens {flags.tokens}: a beam search ends with the context, "
@@ -156,7 +157,8 @@ class Writer(NamedTuple):
                         for prompt, (new, logprobs) in zip(some, results)]
             else:
                 rows = [(prompt, [], {}) for prompt in some]
-                pieces = self.stream(params, ids, c, **options)
+                pieces = self.stream(params, ids, c, ended=lambda n: answers[n].reason,
+                                     **options)
             answers = [self._answer(prompt, tokens, **more) for prompt, _, more in rows]
             terminal.show(pieces or [[new for _, new, _ in rows]], answers, flags.json)
 
@@ -179,15 +181,17 @@ class Writer(NamedTuple):
         return Answer(self.tokenizer.decode, prompt, tokens, self.flags.stop, room, **more)
 
     def _batches(self, prompts):
-        """Yield (tokens, at most --batch prompts that all have room for that many new ids), in
-        order. So the length of an answer does not depend on the other prompts."""
+        """Yield (tokens, prompts that all have room for that many new ids), in order. So the length
+        of an answer does not depend on the other prompts. They are at most --batch, or 16 times as
+        many if they take each other's rows."""
+        size = self.flags.batch * (1 if self.has_source or self.flags.beams else 16)
         def tokens_of(prompt):
             if self.has_source or self.flags.beams:
                 return max_new_tokens(self.network, self.c, prompt.ids, self.flags.tokens)
             return self.flags.tokens
 
         for tokens, group in itertools.groupby(prompts, tokens_of):
-            while some := list(itertools.islice(group, self.flags.batch)):
+            while some := list(itertools.islice(group, size)):
                 yield tokens, some
 
     # A conversation

@@ -1,0 +1,145 @@
+"""Many prompts through a few rows: the ids of one batch, in fewer steps."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import sample
+from tests.common import full, net, slow
+from tests.generate.test_generation import assert_teacher_forced, loaded
+from tests.helpers import make, mesh_of
+from zigzag.core.mesh import shardings
+from zigzag.disk.tokenizers import Bytes
+from zigzag.generate import passes, turns
+from zigzag.generate.prompts import Flags
+from zigzag.generate.writer import Asked, Writer
+
+ALL = 10**6         # as many rows as there are prompts
+
+
+def made(**changes):
+    """Weights with which few ids are near, and their configuration."""
+    config = make(**changes)
+    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
+    return jax.device_get(jax.tree.map(lambda w: 2 * w, params)), config
+
+
+def prompts_of(config, count=30, longest=40):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, longest, count)
+    return [rng.integers(0, config.vocab_size, n).tolist() for n in (*lengths[:-1], 1)]
+
+
+def assert_the_same(params, config, prompts, batch=8, on=None, **options):
+    """Assert that a few rows write what one batch of all does; its results."""
+    options = {**dict(tokens=20, stop=[3, 5, 8], seed=4, logprobs=True), **options}
+    want = sample.generate(params, prompts, config, batch=ALL, **options)
+    got = sample.generate(params if on is None else on, prompts, config, batch=batch, **options)
+    assert [ids for ids, _ in got] == [ids for ids, _ in want]
+    for (_, logs), (_, of_want) in zip(got, want, strict=True):
+        np.testing.assert_allclose(logs, of_want, atol=1e-4)
+    return want
+
+
+@pytest.mark.parametrize("options", [
+    dict(), full(dict(temperature=0.0)), full(dict(batch=1)),
+    dict(repetition_penalty=1.3, seed=range(30))])
+def test_ids_are_those_of_one_batch(options):
+    """A row that takes another's keys, seeds or number of ids; an answer under another's number."""
+    params, config = made(seq_len=128)
+    prompts = prompts_of(config)
+    prompts[7] = prompts[3]     # (which have different answers)
+    found = assert_the_same(params, config, prompts, **options)
+    lengths = {len(ids) for ids, _ in found}
+    assert min(lengths) < 3 and max(lengths) == 20
+
+
+def test_full_contexts_go_on_from_their_last_half():
+    """A context that is read again with the random numbers of its beginning, or without the ids
+    that its penalty is for."""
+    params, config = made(seq_len=24)
+    prompts = prompts_of(config, 9, 30)
+    options = dict(tokens=40, stop=[], say=lambda _: None, repetition_penalty=1.2)
+    assert_the_same(params, config, prompts, 4, **options)
+    found = assert_the_same(params, config, prompts, 4, stop_at_context=True, **options)
+    assert {len(p[-24:]) + len(ids) for p, (ids, _) in zip(prompts, found)} == {25}
+
+
+@pytest.mark.parametrize("name", [
+    slow("gemma3"), *(full(n) for n in ("mistral", "deepseek_v3", "gpt2", "bloom", "phi3"))])
+def test_families_write_what_forward_says(name):
+    """Windows, whose caches have fewer slots; latents; positions from a table; ALiBi."""
+    params, config, _ = loaded(name)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(3, config.vocab_size, n).tolist() for n in rng.integers(1, 18, 11)]
+    found = sample.generate(params, prompts, config, 7, 0.0, logprobs=True, batch=3)
+    assert_teacher_forced(params, config, prompts, found)
+
+
+@pytest.mark.parametrize("mesh, changes", [
+    ("fsdp=2,tensor=2", {}), full("tensor=4", dict(heads=4, kv_heads=2)), full("data=4", {}),
+    full("data=2,expert=2,tensor=2", dict(experts=4)), full("pipe=2,seq=2,tensor=2", {})])
+def test_ids_are_the_same_on_a_mesh(mesh, changes):
+    """New rows on another device than that of their places; slots that tensor splits."""
+    params, config = made(seq_len=64, **changes)
+    mesh = mesh_of(mesh)
+    on = jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
+    assert_the_same(params, config, prompts_of(config, 21), 6, on)
+
+
+def test_no_row_waits_for_the_longest(monkeypatch):
+    """Rows that stay empty while prompts wait."""
+    params, config = made(seq_len=128)
+    prompts, steps = prompts_of(config, 64), []
+    decode = passes.decode
+    monkeypatch.setattr(passes, "decode", lambda engine, params, state, limit, *given: steps.append(
+        (len(state["ids"]), int(limit) - 1)) or decode(engine, params, state, limit, *given))
+    found = sample.generate(params, prompts, config, 60, 1.0, stop=[3, 5, 8], batch=8)
+    lengths = [len(ids) for ids in found]
+    in_batches = sum(8 * max(lengths[at:at + 8]) for at in range(0, 64, 8))
+    done = sum(rows * count for rows, count in steps)
+    assert sum(lengths) < in_batches / 2 and done < 0.7 * in_batches
+
+
+def test_few_programs_are_compiled(caplog):
+    """A program for each length of a prompt, or for each number of free rows."""
+    params, config = made(seq_len=128)
+    passes.read_chunk.clear_cache()
+    passes.decode.clear_cache()
+    turns.put_rows.clear_cache()
+    assert_the_same(params, config, prompts_of(config, 60, 90))
+    # (Beside those of one batch: chunks of 16, 32 and 64 ids for all rows, and for one of 8.)
+    assert passes.read_chunk._cache_size() <= 1 + 6
+    assert passes.decode._cache_size() <= 1 + 1 and turns.put_rows._cache_size() <= 1
+
+
+def test_a_text_ends_an_answer():
+    """A stop text that is looked for in another answer, or whose ids are not cut."""
+    params, config = made(vocab_size=257, seq_len=64)
+    prompts = prompts_of(config, 20)
+    few = sample.generate(params, prompts, config, 9, batch=ALL)
+    stop = [Bytes().decode(ids[2:4]) for ids in few[:6]]
+    assert_the_same(params, config, prompts, 4, tokens=9, stop=[*stop, 3], tokenizer=Bytes())
+
+
+@pytest.mark.parametrize("more", [[], ["--json", "--logprobs"]])
+def test_the_command_prints_answers_in_order(capsys, more):
+    """Answers as they end, not as they were asked for; fields of another answer."""
+    params, config = made(vocab_size=257, seq_len=64)
+    texts = [f"{n} is {'more than ' * (n % 3)}" for n in range(11)]
+
+    def printed(batch):
+        flags = Flags(tokens=12, batch=batch, stop=("e",), json=bool(more), logprobs=bool(more))
+        Writer(sample.generate, sample.stream, None, None, sample.engine_of(config), params,
+               Bytes(), Asked(flags, "", True, False)).write(texts)
+        return capsys.readouterr().out.splitlines()
+
+    got, want = printed(4), printed(11)
+    if more:
+        got, want = ([json.loads(line) for line in lines] for lines in (got, want))
+        for a, b in zip(got, want, strict=True):
+            assert a.pop("logprob") == pytest.approx(b.pop("logprob"), abs=1e-3)
+            assert a.pop("logprobs") == pytest.approx(b.pop("logprobs"), abs=1e-4)
+    assert got == want and len(got) >= 11
