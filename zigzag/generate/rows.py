@@ -203,7 +203,8 @@ class Contexts:
         return len(self.rows[n]) > self.context
 
     def keep_last_half(self, *numbers: int) -> None:
-        """Of these rows, drop the first half of each full one, and most of each that has ended."""
+        """Drop the first half of each of these rows that is full, and most of each that has
+        ended."""
         for n in numbers:
             if not self.unfinished[n]:
                 self.rows[n] = self.rows[n][-1:]

@@ -30,10 +30,15 @@ def _traced(fn, *args):
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, and of the jaxprs inside it."""
+    return (eqn for eqn, _ in equations_below(jaxpr))
+
+
+def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]]:
+    """The same, each with the equations that it is inside of."""
     for eqn in jaxpr.eqns:
-        yield eqn
+        yield eqn, above
         for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
+            yield from equations_below(inner, (*above, eqn))
 
 
 def interpret(jaxpr: Any, operands: list[Any], constant: Callable,

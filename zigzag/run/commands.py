@@ -96,11 +96,16 @@ def ready_to_run(config: Any, trainer: Trainer) -> tuple[Program, jax.stages.Com
     config, ready = choose_mesh(config, trainer)
     if ready:
         return ready
+    program = program_of(config, trainer)
+    return program, compiled(program)
+
+
+def program_of(config: Any, trainer: Trainer) -> Program:
+    """The program of a configuration whose mesh is chosen, without its data."""
     mesh = machine(config)
     config = _resolved(config, mesh)
     check_network(config, trainer.network(config), mesh)
-    program = trainer.build(config, mesh, *trainer.language(config))
-    return program, compiled(program)
+    return trainer.build(config, mesh, *trainer.language(config))
 
 
 def _resolved(config, mesh):
