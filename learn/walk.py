@@ -101,8 +101,8 @@ def _text_and_bytes(eqn, sizes):
     size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
     sent = sends(math.prod(sizes[axis] for axis in axes), size)
     shapes = dict.fromkeys((_shape(eqn.invars[0].aval), _shape(eqn.outvars[0].aval)))
-    return (f"{name} over {', '.join(axes)}: {' -> '.join(shapes)}, sends {forecast.human_bytes(sent)}",
-            sent)
+    text = f"{name} over {', '.join(axes)}: {' -> '.join(shapes)}"
+    return f"{text}, sends {forecast.human_bytes(sent)}", sent
 
 
 def _shape(x):
