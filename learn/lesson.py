@@ -1,0 +1,144 @@
+"""What the lessons use: eight devices, pictures of who holds what, what a program sends, quoted
+code, bugs to plant, and answers to check.
+
+    python learn/lesson1_mesh.py            a lesson runs as a script
+    python -m learn.lesson 1 lesson1.ipynb  and becomes a notebook
+
+An editor that knows cells (VS Code, PyCharm, Spyder) runs it cell by cell: each begins with # %%.
+"""
+
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any, Callable
+
+import jax
+import numpy as np
+
+import shard
+
+HERE = Path(__file__).parent
+LESSONS = {path.name[6]: path for path in sorted(HERE.glob("lesson[0-9]_*.py"))}
+# {exercise: (its answer, why)}: each lesson adds its own.
+ANSWERS: dict[str, tuple[Any, str]] = {}
+
+
+def begin(devices: int = 8) -> None:
+    """Simulate so many devices on the CPU. (Call it before anything else asks jax for devices.)"""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def mesh(**sizes: int) -> jax.sharding.Mesh:
+    """A mesh of the first devices with these axes, which is jax's mesh from here on."""
+    count = int(np.prod([*sizes.values()]))
+    made = jax.make_mesh((*sizes.values(),), (*sizes,), devices=jax.devices()[:count],
+                         axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    jax.set_mesh(made)
+    return made
+
+
+def show(x: jax.Array) -> None:
+    """Print which devices hold which part of an array of one or two dimensions."""
+    rows = np.atleast_2d(np.empty(x.shape, object))
+    for piece in x.addressable_shards:
+        part = rows[piece.index if x.ndim == 2 else (slice(None), *piece.index)]
+        for place in np.ndindex(part.shape):
+            part[place] = [*(part[place] or []), piece.device.id]
+    cells = [["".join(map(str, cell)) for cell in row] for row in rows.tolist()]
+    width = max(len(cell) for row in cells for cell in row)
+    print(f"{list(x.shape)}, split as {x.sharding.spec}; each number with the devices that hold it")
+    for row in cells:
+        print("   ", " ".join(cell.ljust(width) for cell in row))
+
+
+def sends(function: Callable, *args: Any) -> dict[str, int]:
+    """The bytes that a device sends in one call of the compiled function, by kind and axis of the
+    collectives, which it also prints."""
+    args = jax.device_put(args, jax.NamedSharding(jax.sharding.get_mesh(), jax.P()))
+    found = shard.collectives(jax.jit(function).lower(*args).compile())
+    for one in found:
+        print(f"    {one.count} {one.kind} over {one.axis}: {one.bytes:,} bytes")
+    if not found:
+        print("    nothing")
+    return {f"{one.kind} over {one.axis}": one.bytes for one in found}
+
+
+def quote(function: Callable) -> None:
+    """Print a function's code, as it is now, without its docstring."""
+    code = inspect.getsource(function)
+    doc = inspect.getdoc(function)
+    if doc:
+        begin, end = code.index('"""'), code.index('"""', code.index('"""') + 3) + 3
+        code = code[:begin].rstrip() + code[end:]
+    print(code.rstrip())
+
+
+def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
+    """A copy of a module in which this text is replaced."""
+    code = Path(module.__file__).read_text()
+    if right not in code:
+        raise ValueError(f"{right!r} is not in {module.__name__}")
+    copy = types.ModuleType(f"{module.__name__} with a bug")
+    copy.__file__ = module.__file__
+    exec(compile(code.replace(right, wrong), module.__file__, "exec"), copy.__dict__)
+    return copy
+
+
+def error_of(function: Callable, *args: Any) -> str:
+    """The first line of what this call raises, or that it raises nothing."""
+    try:
+        function(*args)
+    except Exception as e:
+        return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+    return "no error"
+
+
+def check(exercise: str, answer: Any = ...) -> bool:
+    """Whether the answer is right (numbers: within 2%). If not, it says why."""
+    right, why = ANSWERS[exercise]
+    if answer is ...:
+        print(f"{exercise}: put your answer in place of the dots")
+        return False
+    if isinstance(right, str):
+        good = str(answer).strip().lower() == right.lower()
+    else:
+        good = abs(answer - right) <= 0.02 * abs(right)
+    print(f"{exercise}: {'right' if good else 'not ' + str(answer)}. {why}")
+    return good
+
+
+def cells(path: Path) -> list[tuple[str, str]]:
+    """The cells of a lesson: pairs of markdown or code, and its text."""
+    found: list[tuple[str, list[str]]] = []
+    for line in path.read_text().splitlines():
+        if line.startswith("# %%"):
+            found.append(("markdown" if "[markdown]" in line else "code", []))
+        elif found:
+            found[-1][1].append(line)
+    return [(kind, "\n".join(
+        line[2:] if kind == "markdown" else line
+        for line in lines).strip("\n")) for kind, lines in found]
+
+
+def notebook(path: Path) -> dict[str, Any]:
+    """A lesson as a Jupyter notebook."""
+    made = []
+    for kind, text in cells(path):
+        code = {"outputs": [], "execution_count": None} if kind == "code" else {}
+        made.append({"cell_type": kind, "metadata": {}, **code,
+                     "source": text.splitlines(keepends=True)})
+    return {"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+
+
+def main() -> None:
+    if len(sys.argv) != 3 or sys.argv[1] not in LESSONS:
+        sys.exit(f"expected: python -m learn.lesson NUMBER FILE.ipynb, with one of the lessons "
+                 f"{', '.join(LESSONS)}")
+    Path(sys.argv[2]).write_text(json.dumps(notebook(LESSONS[sys.argv[1]]), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# %% [markdown]
+# # 2. Data parallelism: one sum, at the end
+#
+# One idea: **the gradient of a sum is the sum of gradients.** Devices with other rows of a batch
+# each find the gradient for their rows; one all-reduce adds them up. The rest of this lesson is
+# about sending it once.
+
+# %%
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import shard
+from learn import lesson, tiny
+from learn.lesson import check, quote, sends
+
+lesson.begin(8)
+mesh = lesson.mesh(data=4)
+rng = np.random.default_rng(0)
+w = rng.normal(size=(256, 256)).astype(np.float32)
+x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
+
+# %% [markdown]
+# ## A sum and a count
+#
+# A loss here returns a sum over rows, and what to divide it by. Why not a mean? With 3 rows on one
+# device and 1 on another, the mean of two means is not the mean of four rows. Sums add up; the
+# division comes once, at the end.
+
+
+# %%
+def loss(w, x, y):
+    return jnp.sum((x @ w - y)**2), len(x)
+
+
+def mean_gradient(w, x, y):         # on a device: 8 of 32 rows
+    w = lax.pcast(w, "data", to="varying")      # (what this does is explained below)
+    (value, count), grads = jax.value_and_grad(loss, has_aux=True)(w, x, y)
+    grads, count = lax.psum((grads, count), "data")
+    return grads / count
+
+
+on_mesh = jax.shard_map(mean_gradient, in_specs=(P(), P("data"), P("data")), out_specs=P())
+want = jax.grad(lambda w: loss(w, x, y)[0] / 32)(w)
+print("the largest difference:", abs(on_mesh(w, x, y) - want).max())
+
+# %% [markdown]
+# The bytes: an all-reduce of the gradients, 2 (n-1)/n G with n = 4 devices and G = 256 x 256 x 4
+# bytes.
+
+# %%
+predicted = 2 * 3 / 4 * 256 * 256 * 4
+print(f"predicted {predicted:,.0f}")
+assert abs(sum(sends(on_mesh, w, x, y).values()) / predicted - 1) < 0.02
+
+# %% [markdown]
+# ## Marks
+#
+# `w` is the same on all devices: its type does not vary. `x` varies over data. In `x @ w` jax first
+# makes `w` vary, by an operation that sends nothing. Autodiff transposes each operation; the
+# transpose of "the same value for each device" is a sum over the devices. So without the line with
+# `pcast`, the gradient is already summed:
+
+
+# %%
+def unmarked(w, x, y):
+    grads = jax.grad(lambda w: loss(w, x, y)[0])(w)
+    print("the gradient varies over", sorted(jax.typeof(grads).mat.varying) or "no axis")
+    return grads
+
+
+same = jax.shard_map(unmarked, in_specs=(P(), P("data"), P("data")), out_specs=P())
+print("the largest difference:", abs(same(w, x, y) / 32 - want).max())
+
+# %% [markdown]
+# This is right, and for one batch it costs the same. But a step often computes its batch in parts,
+# to save memory (`--accumulate`). Then the unmarked form sends the gradients in every part:
+
+
+# %%
+def in_parts(mark):
+    def gradient(w, x, y):
+        if mark:
+            w = lax.pcast(w, "data", to="varying")
+
+        def add_part(total, part):
+            return total + jax.grad(lambda w: loss(w, *part)[0])(w), None
+
+        total, _ = lax.scan(add_part, 0 * w, (x.reshape(4, -1, 256), y.reshape(4, -1, 256)))
+        return lax.psum(total, "data") if mark else total
+
+    return jax.shard_map(gradient, in_specs=(P(), P("data"), P("data")), out_specs=P())
+
+
+for mark, times in ((False, 4), (True, 1)):
+    print(f"{'marked before' if mark else 'left to jax'}, predicted {times * predicted:,.0f}")
+    assert abs(sum(sends(in_parts(mark), w, x, y).values()) / (times * predicted) - 1) < 0.02
+
+# %% [markdown]
+# So `train.make_step` marks the weights outside of what it differentiates, and sums at the end. The
+# code, as it is in this repository:
+
+# %%
+quote(shard.sum_gradients)
+
+# %% [markdown]
+# ## When it pays
+#
+# A weight of D x F numbers takes 6 D F operations for each token in a step (2 forward, 4 backward),
+# and its gradient sends about 8 D F bytes in float32, once. With t tokens on a device, 6 t
+# operations stand against 8 bytes. A v5e chip does 2,200 operations in the time of a byte, so
+# sending takes less time than computing from about 2,900 tokens on a device on.
+#
+# ## Bugs
+#
+# Three changes of `tiny.make_step`, the whole trainer in one file. What happens to the losses of
+# ten updates on data=2,fsdp=2,tensor=2, beside those of one device?
+
+# %%
+ids = ((rng.integers(0, 64, (10, 16, 1)) + np.arange(33)) % 64).astype(np.int32)
+batches = [{"tokens": i[:, :-1], "targets": i[:, 1:], "weights": np.ones((16, 32), np.float32)}
+           for i in ids]
+
+
+def losses(module, data, fsdp, tensor, accumulate=2):
+    grid = lesson.mesh(data=data, fsdp=fsdp, tensor=tensor)
+    params = module.make_decoder(np.random.default_rng(1))
+    return np.array(module.train(module.decoder, params, module.DECODER, batches,
+                                 optax.sgd(0.3), grid, accumulate))
+
+
+right = losses(tiny, 1, 1, 1)
+print("no bug:", abs(losses(tiny, 2, 2, 2) / right - 1).max())
+BUGS = {"a missing sum": ('"data" if "fsdp" in spec else ROWS)', '() if "fsdp" in spec else ROWS)'),
+        "one sum too many": ('"data" if "fsdp" in spec else ROWS)',
+                             'ROWS if "fsdp" in spec else ROWS)'),
+        "a mean of means": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
+                            "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
+for name, (good, bad) in BUGS.items():
+    buggy = lesson.with_bug(tiny, good, bad)
+    said = lesson.error_of(lambda buggy=buggy: losses(buggy, 2, 2, 2))
+    if said == "no error":
+        said = f"losses differ by {abs(losses(buggy, 2, 2, 2) / right - 1).max():.1%}"
+    print(f"{name}: {said}")
+
+# %% [markdown]
+# The first is found by the types: a gradient that was not summed still varies over data, and its
+# spec says that it does not. The other two have right types. In the second, devices of fsdp hold
+# different pieces of a weight, and the sum adds up numbers of different weights. In the third, each
+# device counts the same, however many tokens it has. Only a comparison with one device finds these.
+# So `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own.
+#
+# ## Exercises
+#
+# 2.1 A model of 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
+# device send in an update?
+
+# %%
+lesson.ANSWERS["2.1"] = (2 * 7 / 8 * 4 * 10e6, "2 (n-1)/n G with n = 8 and G of 4 bytes a weight; "
+                         "the parts send nothing.")
+check("2.1", ...)
+
+# %% [markdown]
+# 2.2 And if the weights were not marked?
+
+# %%
+lesson.ANSWERS["2.2"] = (4 * 2 * 7 / 8 * 4 * 10e6, "Four times as many: the transpose of jax's own "
+                         "mark is a psum in each of the four parts.")
+check("2.2", ...)
+
+# %% [markdown]
+# 2.3 Two devices have 30 and 10 tokens with the sums of losses 60 and 40. What is the loss?
+
+# %%
+lesson.ANSWERS["2.3"] = (2.5, "(60 + 40) / (30 + 10). The mean of the means, 2 and 4, would be 3.")
+check("2.3", ...)

@@ -1,0 +1,179 @@
+# %% [markdown]
+# # 4. Columns and rows: two products for one reduction
+#
+# One idea: **split the first weight by columns and the second by rows.** Then a device computes its
+# part of the hidden layer from start to finish, and only results have to be added up.
+
+# %%
+import sys
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import shard
+from learn import lesson
+from learn.lesson import check, quote, sends, show
+
+lesson.begin(8)
+mesh = lesson.mesh(tensor=4)
+rng = np.random.default_rng(0)
+B, T, D, F = 2, 64, 128, 512
+up, down = ((rng.normal(size=s) * s[0]**-0.5).astype(np.float32) for s in ((D, F), (F, D)))
+x = rng.normal(size=(B, T, D)).astype(np.float32)
+
+
+def mlp(x, up, down):
+    return jax.nn.relu(x @ up) @ down
+
+
+# %% [markdown]
+# ## Four cases
+#
+# Multiply by `up`, split by columns or by rows, then by `down`, split by columns or by rows. What a
+# device sends for the forward pass:
+
+# %%
+X, H = 4 * B * T * D, 4 * B * T * F         # bytes of the stream, and of the hidden layer
+
+
+def columns(x, w):                          # x whole, w [in, out/4] -> [B, T, out/4]
+    return x @ w
+
+
+def rows(x, w):                             # x [B, T, in/4], w [in/4, out] -> a partial sum
+    return lax.psum(x @ w, "tensor")
+
+
+def all_of(x):
+    return lax.all_gather(x, "tensor", axis=2, tiled=True)
+
+
+def my_part(x):
+    size = x.shape[2] // 4
+    return lax.dynamic_slice_in_dim(x, size * lax.axis_index("tensor"), size, 2)
+
+
+C, R = P(None, "tensor"), P("tensor")
+CASES = {
+    "column, row": (C, R, lambda x, a, b: rows(jax.nn.relu(columns(x, a)), b), 2 * 3 / 4 * X),
+    "column, column": (C, C, lambda x, a, b: columns(all_of(jax.nn.relu(columns(x, a))), b),
+                       3 / 4 * H),
+    "row, row": (R, R, lambda x, a, b: rows(my_part(jax.nn.relu(rows(my_part(x), a))), b),
+                 2 * 3 / 4 * (H + X)),
+    "row, column": (R, C, lambda x, a, b: columns(jax.nn.relu(rows(my_part(x), a)), b),
+                    2 * 3 / 4 * H)}
+want = mlp(x, up, down)
+for name, (a, b, function, predicted) in CASES.items():
+    out = P(None, None, "tensor") if b == C else P()
+    program = jax.shard_map(function, in_specs=(P(), a, b), out_specs=out)
+    error = abs(program(x, up, down) - want).max()
+    print(f"{name}: wrong by {error:.1e}; predicted {predicted:,.0f} bytes, by the program")
+    assert abs(sum(sends(program, x, up, down).values()) / predicted - 1) < 0.02
+
+# %% [markdown]
+# All four are right. With F = 4 D, as in most transformers, column then row sends the least, and
+# leaves the result whole, ready for the next block. (Column, column leaves it split: the next block
+# would have to gather it.)
+#
+# `relu` may stand between the two products because it works number by number. After a row product
+# the partial sums must be added before it: relu(a) + relu(b) is not relu(a + b).
+#
+# ## With sequence parallelism
+#
+# The all-reduce is a reduce-scatter and an all-gather. Between them, in norms and residual
+# additions, every token stands by itself; so leave the stream split by time there, and gather it
+# where the next block begins. The same bytes, and a quarter of the stream on each device:
+
+
+# %%
+def block(x, up, down):                     # x [B, T/4, D] -> [B, T/4, D]
+    x = lax.all_gather(x, "tensor", axis=1, tiled=True)
+    return lax.psum_scatter(mlp(x, up, down), "tensor", scatter_dimension=1, tiled=True)
+
+
+by_time = jax.shard_map(block, in_specs=(P(None, "tensor"), C, R), out_specs=P(None, "tensor"))
+show(jax.device_put(np.zeros((2, 8)), NamedSharding(mesh, P(None, "tensor"))))
+print("wrong by", abs(by_time(x, up, down) - want).max())
+assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.02
+
+# %% [markdown]
+# The backward pass is the transpose: of the all-gather a reduce-scatter, of the reduce-scatter an
+# all-gather. So a block sends 4 (n-1)/n X forward and backward; a layer has two, 8 (n-1)/n X.
+
+# %%
+gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 2))
+assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
+
+# %% [markdown]
+# In this repository these are two functions:
+
+# %%
+quote(shard.columns)
+quote(shard.into_stream)
+
+# %% [markdown]
+# ## When it pays
+#
+# A device multiplies 2 x 2 x B T x D F / n for a block and sends 2 (n-1)/n X: per byte, in bfloat16
+# and forward, about F / (n - 1) operations. A v5e does 2,200 in the time of a byte. So with
+# F = 8,192, tensor=4 sends nearly as long as it computes; tensor=2 is well hidden. It is the axis
+# for models whose weights do not fit, and for batches too small for fsdp.
+#
+# ## Bugs
+
+# %%
+BUGS = {
+    "no reduction": lambda x, a, b: jax.nn.relu(x @ a) @ b,
+    "a mean for a sum": lambda x, a, b: lax.pmean(jax.nn.relu(x @ a) @ b, "tensor"),
+    "the activation after a partial sum": lambda x, a, b: lax.psum(jax.nn.relu(
+        jax.nn.relu(x @ a) @ b), "tensor")}
+for name, function in BUGS.items():
+    program = jax.shard_map(function, in_specs=(P(), C, R), out_specs=P())
+    said = lesson.error_of(program, x, up, down)
+    if said == "no error":
+        said = f"wrong by {abs(program(x, up, down) - want).max():.2f}"
+    print(f"{name}: {said}")
+
+# %% [markdown]
+# The type finds a reduction that is missing. It does not know which reduction was meant.
+#
+# ## The rule finds it
+#
+# `shard.infer_specs` reads a function and finds column and row by itself: it prices every dimension
+# that could be split by the bytes that it makes devices send.
+
+# %%
+print(shard.infer_specs(lambda w, x: mlp(x, w["up"], w["down"]), {"up": up, "down": down}, x,
+                        mesh=mesh))
+
+# %% [markdown]
+# ## Exercises
+#
+# 4.1 A layer (attention and an MLP) has B T = 8,192 tokens on the devices of tensor=8, D = 4,096,
+# bfloat16. How many bytes does a device send for it, forward and backward?
+
+# %%
+lesson.ANSWERS["4.1"] = (8 * 7 / 8 * 2 * 8192 * 4096, "8 (n-1)/n X with X = 2 x 8,192 x 4,096.")
+check("4.1", ...)
+
+# %% [markdown]
+# 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Which of
+# column and row is the output weight?
+
+# %%
+lesson.ANSWERS["4.2"] = ("row", "Heads are the hidden dimension: they leave the first weights as "
+                         "columns, and enter the output weight.")
+check("4.2", ...)
+
+# %% [markdown]
+# 4.3 How many values does each device hold of a norm's scale [D] on tensor=4, if D is 128?
+
+# %%
+lesson.ANSWERS["4.3"] = (128, "All: a norm works along D, which nothing splits here. Its gradients "
+                         "are summed over tensor, since each device has other tokens.")
+check("4.3", ...)
