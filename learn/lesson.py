@@ -87,6 +87,16 @@ def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleTy
     return copy
 
 
+def planted(function: Callable, right: str, wrong: str) -> Callable:
+    """A copy of a lesson's function in which this text is replaced."""
+    code = inspect.getsource(function)
+    if right not in code:
+        raise ValueError(f"{right!r} is not in {function.__name__}")
+    names = dict(function.__globals__)
+    exec(compile(code.replace(right, wrong), "planted", "exec"), names)
+    return names[function.__name__]
+
+
 def error_of(function: Callable, *args: Any) -> str:
     """The first line of what this call raises, or that it raises nothing."""
     try:

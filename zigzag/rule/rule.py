@@ -129,21 +129,11 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     dimension of each leaf that this code accepts split, or -1 for none. `fsdp_dims` is another with
     the dimension that fsdp splits, -1 for none, or BY_RULE."""
     sizes = _axis_sizes(mesh)
-    paths, leaves, tree = flatten(params)
-    places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
+    _, leaves, tree = flatten(params)
+    choice, places = _choice(fn, params, args, sizes["tensor"])
     arrays = list(places.values())
     code_dims = [None] * len(leaves) if tensor_dims is None else tree.flatten_up_to(tensor_dims)
     fsdp_dims = [BY_RULE] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
-
-    def call(values, args):
-        merged = list(leaves)
-        for i, value in zip(arrays, values):
-            merged[i] = value
-        return fn(jax.tree.unflatten(tree, merged), *args)
-
-    with TENSOR_SIZE(sizes["tensor"]):
-        closed = jax.make_jaxpr(call)([leaves[i] for i in arrays], args)
-    choice = _Choice(trace(closed, len(arrays), sizes["tensor"]), sizes["tensor"])
     decisions = [Decision(P(), "not an array")] * len(leaves)
     for leaf, split in enumerate(choice.splits([code_dims[i] for i in arrays])):
         decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min,
@@ -155,6 +145,50 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
         decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
+
+
+def _choice(fn, params, args, shards):
+    """(the _Choice for a function, {path: the number of the leaf} of the leaves that are
+    arrays)."""
+    paths, leaves, tree = flatten(params)
+    places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
+
+    def call(values, args):
+        merged = list(leaves)
+        for i, value in zip(places.values(), values):
+            merged[i] = value
+        return fn(jax.tree.unflatten(tree, merged), *args)
+
+    with TENSOR_SIZE(shards):
+        closed = jax.make_jaxpr(call)([leaves[i] for i in places.values()], args)
+    return _Choice(trace(closed, len(places), shards), shards), places
+
+
+class Group(NamedTuple):
+    """Dimensions that can only be split together, and what the rule makes of them."""
+    members: list[tuple[str, int, str]]     # (path of the weight, its dimension, the roles)
+    elements: int           # of all these weights
+    reductions: int         # collectives in a step, if they are split
+    bytes: float            # in all of them
+    price: float
+    verdict: str            # split, or why not
+
+
+def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
+    """The groups of a function's dimensions, those that are split first, each kind by price (step 3
+    of the rule). For learn/prices.py."""
+    choice, places = _choice(fn, params, args, shards)
+    paths, splits, found = list(places), choice.splits([None] * len(places)), []
+    for group, members in choice.members.items():
+        costs = choice.facts.costs[group]
+        verdict = choice.refuse(group) or "a cheaper group splits a weight of it"
+        if any(splits[leaf].dim == d for leaf, d in members):
+            verdict = "split"
+        named = [(paths[leaf], d, " ".join(sorted(choice.facts.roles[leaf][d])))
+                 for leaf, d in members]
+        found.append(Group(named, choice.size(group), sum(c.count for c in costs),
+                           sum(c.bytes for c in costs), choice.price(group), verdict))
+    return sorted(found, key=lambda g: (g.verdict != "split", g.price, g.members))
 
 
 def _axis_sizes(mesh):

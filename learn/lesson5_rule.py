@@ -1,0 +1,176 @@
+# %% [markdown]
+# # 5. The alternating rule: how to split a function that nobody annotated
+#
+# One idea: **dimensions that meet in a product can only be split together, and a split has a
+# price.** From that follows column, row, column, row, for any function.
+
+# %%
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import shard
+from learn import lesson, prices
+from learn.lesson import check
+
+lesson.begin(8)
+mesh = lesson.mesh(tensor=4)
+
+
+def zeros(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+
+
+# %% [markdown]
+# ## Two matrices
+#
+# In x @ up the dimension D of x meets dimension 0 of `up`: if one is split, the other must be, or
+# the product has nothing to multiply. Dimension 1 of `up` goes on into the hidden layer, through
+# relu, and meets dimension 0 of `down`. So there are two groups: D and F.
+#
+# A group that is split makes devices send: wherever a product sums over it, the partial sums must
+# be added. The price is what is sent for each weight that is split:
+#
+#     (bytes + 256 KiB x reductions) / elements of the weights
+#
+# The 256 KiB stand for the time that one more collective takes to start.
+
+
+# %%
+def two_matrices(w, x):
+    return ((x + jax.nn.relu(x @ w["up"]) @ w["down"])**2).sum()
+
+
+x = jax.ShapeDtypeStruct((64, 64), np.float32)
+print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=4))
+
+# %% [markdown]
+# By hand: F is summed over once forward, in y = h @ down, which is [64, 64] float32, 16,384 bytes.
+# (Backward, the sum for x's gradient is not needed: x is data.) So the price is
+# (16,384 + 262,144) / 32,768 = 8.5.
+#
+# D is refused whatever its price: x comes in whole, and nothing in the function could have split
+# it.
+
+# %%
+assert (16384 + 2**18) / (2 * 64 * 256) == 8.5
+
+# %% [markdown]
+# ## Attention
+#
+# Queries, keys and values [D, H, N] and an output [H, N, D]. Heads H leave the first three as
+# columns and enter the last as a row. N meets N within a head, in the scores; a split there would
+# send the scores.
+
+
+# %%
+def attention(w, x):
+    q, k, v = (jnp.einsum("btd,dhn->bthn", x, w[name]) for name in ("q", "k", "v"))
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return ((x + jnp.einsum("bthn,hnd->btd", y, w["o"]))**2).sum()
+
+
+x = jax.ShapeDtypeStruct((2, 32, 64), np.float32)
+weights = zeros(q=(64, 8, 8), k=(64, 8, 8), v=(64, 8, 8), o=(8, 8, 64))
+print(prices.table(attention, weights, x, shards=4))
+print(shard.infer_specs(attention, weights, x, mesh=mesh))
+
+# %% [markdown]
+# ## What breaks it
+#
+# **Square weights.** Shapes say nothing: in [256, 256] which dimension is hidden? The rule never
+# looks at shapes. It follows the trace, so this is split as the first example was:
+
+# %%
+x = jax.ShapeDtypeStruct((64, 256), np.float32)
+print(shard.infer_specs(two_matrices, zeros(up=(256, 256), down=(256, 256)), x, mesh=mesh))
+
+# %% [markdown]
+# **A residual connection.** x + y puts the result's D into the group of x's D. Without it, three
+# matrices in a row could be split column, row, column; with it, D is one group for the whole stack
+# of blocks, and stays whole.
+#
+# **Tied tables.** A table that is looked up by rows and used again as the head is one weight with
+# two uses: its rows are split for both.
+
+
+# %%
+def tied(w, ids):
+    x = w["table"][ids]
+    x = x + jax.nn.relu(x @ w["up"]) @ w["down"]
+    return jax.nn.logsumexp(x @ w["table"].T, -1).sum()
+
+
+ids = jax.ShapeDtypeStruct((8, 32), np.int32)
+weights = zeros(table=(1024, 64), up=(64, 256), down=(256, 64))
+print(shard.infer_specs(tied, weights, ids, mesh=mesh))
+
+# %% [markdown]
+# **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
+# four equal parts, the first device would have all of q and some of k. The rule sees that the
+# slices go on to heads, and splits the weight by whole heads of each.
+
+
+# %%
+def fused(w, x):
+    B, T, D = x.shape
+    q, k, v = (a.reshape(B, T, 8, 8) for a in jnp.split(x @ w["qkv"], 3, -1))
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, 64)
+    return ((x + y @ w["o"])**2).sum()
+
+
+x = jax.ShapeDtypeStruct((2, 32, 64), np.float32)
+print(prices.table(fused, zeros(qkv=(64, 192), o=(64, 64)), x, shards=4))
+
+# %% [markdown]
+# ## When it pays
+#
+# A group is worth its price if the weights are large beside the activations that are summed: the
+# rule refuses groups that are four times narrower than what they read (the rank of an adapter, a
+# few labels), since a reduction would cost more than the product saves.
+#
+# ## Bugs
+#
+# A split by hand, with overrides. The first and the third are kept as they are given ("u" is a
+# pattern, which matches `up`); what cannot be meant is refused:
+
+# %%
+P = jax.P
+x = jax.ShapeDtypeStruct((64, 64), np.float32)
+weights = zeros(up=(64, 256), down=(256, 64))
+for overrides in ([("up", P(None, "data"))], [("up", P("tensor", "tensor"))], [("u", P("tensor"))],
+                  [("upp", P("tensor"))]):
+    said = lesson.error_of(lambda overrides=overrides: shard.infer_specs(
+        two_matrices, weights, x, mesh=mesh, overrides=overrides))
+    print(f"{overrides[0]}: {said}")
+
+# %% [markdown]
+# ## Exercises
+#
+# 5.1 In `two_matrices` with 128 rows of x instead of 64, what is the price of F?
+
+# %%
+lesson.ANSWERS["5.1"] = ((128 * 64 * 4 + 2**18) / 32768, "y is [128, 64]: 32,768 bytes, and one "
+                         "reduction.")
+check("5.1", ...)
+
+# %% [markdown]
+# 5.2 A stack of two blocks, each with its own up and down, is in one function. How many reductions
+# over tensor does the forward pass have?
+
+# %%
+lesson.ANSWERS["5.2"] = (2, "One for each pair of column and row. D joins both blocks, and is "
+                         "whole.")
+check("5.2", ...)
+
+# %% [markdown]
+# 5.3 With 6 heads and tensor=4, are attention's heads split?
+
+# %%
+lesson.ANSWERS["5.3"] = ("no", "6 does not divide by 4. The rule refuses the group, and attention "
+                         "stays whole; the MLP is still split.")
+check("5.3", ...)

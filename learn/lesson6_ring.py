@@ -1,0 +1,167 @@
+# %% [markdown]
+# # 6. Long rows: keys and values go around a ring
+#
+# One idea: **softmax attention can be computed in parts.** Each device keeps its part of the time.
+# Its queries stay; keys and values go from device to device, and after one round every query has
+# seen every key.
+
+# %%
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import shard
+from learn import lesson
+from learn.lesson import check, quote, sends, show
+
+lesson.begin(8)
+n = 4
+mesh = lesson.mesh(seq=n)
+rng = np.random.default_rng(0)
+B, T, H, N = 2, 64, 4, 16
+q, k, v = (rng.normal(size=(B, T, H, N)).astype(np.float32) for _ in range(3))
+
+# %% [markdown]
+# ## Who holds what
+#
+# All arrays with a time are cut along it. A device has [B, T/4, H, N].
+
+# %%
+show(jax.device_put(np.zeros((2, 8)), NamedSharding(mesh, P(None, "seq"))))
+
+# %% [markdown]
+# ## Attention in parts
+#
+# For one query, with scores s over some of the keys, keep two things: the average of those keys'
+# values, weighted by exp(s), and L = log(sum(exp(s))). Two such pairs join into that of all keys:
+# the weights are exp(L1) and exp(L2). No number grows, since only differences of L are used.
+
+
+# %%
+def part(q, k, v, mask):                        # -> values [B, T, H, N] and L [B, T, H]
+    scores = jnp.einsum("bthn,bshn->bths", q, k) / N**0.5
+    scores = jnp.where(mask[:, None, :], scores, -1e30)
+    return jnp.einsum("bths,bshn->bthn", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, -1)
+
+
+def join(a, b):
+    (va, la), (vb, lb) = a, b
+    both = jnp.logaddexp(la, lb)
+    return va * jnp.exp(la - both)[..., None] + vb * jnp.exp(lb - both)[..., None], both
+
+
+causal = np.tril(np.ones((T, T), bool))
+want, _ = part(q, k, v, causal)
+halves = [part(q, k[:, s], v[:, s], causal[:, s]) for s in (slice(0, 32), slice(32, 64))]
+print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
+
+# %% [markdown]
+# ## The ring
+#
+# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on.
+
+
+# %%
+def ring(q, k, v):                              # [B, T/4, H, N] each
+    me, size = lax.axis_index("seq"), q.shape[1]
+    mine = me * size + jnp.arange(size)         # the places of this device's tokens
+    total = None
+    for turn in range(n):
+        theirs = (me - turn) % n * size + jnp.arange(size)
+        found = part(q, k, v, mine[:, None] >= theirs)
+        total = found if total is None else join(total, found)
+        if turn < n - 1:
+            k, v = lax.ppermute((k, v), "seq", [(d, (d + 1) % n) for d in range(n)])
+    return total[0]
+
+
+TIME = P(None, "seq")
+on_ring = jax.shard_map(ring, in_specs=(TIME, TIME, TIME), out_specs=TIME)
+print("wrong by", abs(on_ring(q, k, v) - want).max())
+
+# %% [markdown]
+# What is sent: keys and values, n-1 times. K is the bytes of one device's keys of a layer.
+
+# %%
+K = 4 * B * T * H * N / n
+predicted = 2 * (n - 1) * K
+print(f"predicted {predicted:,.0f}")
+assert abs(sum(sends(on_ring, q, k, v).values()) / predicted - 1) < 0.02
+
+# %% [markdown]
+# ## The balance of a causal ring
+#
+# The device with the first quarter of the time has few keys to see, the last has all. In the ring
+# above, which waits for the slowest in every turn, that is half of the work for nothing. So this
+# repository cuts the time into 2 n parts, and gives device d the parts d and 2 n - 1 - d: an early
+# and a late one. Pairs (query part, key part) that have work, for each device and turn:
+
+# %%
+for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
+                    ("early and late", [(d, 2 * n - 1 - d) for d in range(n)])):
+    work = [[sum(a >= b for a in parts[d] for b in parts[(d - t) % n]) for t in range(n)]
+            for d in range(n)]
+    print(f"{name}: {work}; the slowest of each turn add up to {sum(map(max, zip(*work)))}")
+
+# %% [markdown]
+# Backward, the transpose of each send is a send the other way: the gradients of keys and values
+# come home, 2 (n-1) K more. So a layer sends 4 (n-1) K.
+
+# %%
+gradient = jax.grad(lambda q, k, v: (on_ring(q, k, v)**2).sum(), (0, 1, 2))
+assert abs(sum(sends(gradient, q, k, v).values()) / (4 * (n - 1) * K) - 1) < 0.02
+quote(shard.attend)
+
+# %% [markdown]
+# ## When it pays
+#
+# For each turn a device multiplies 4 B (T/n)^2 H N and sends 2 B (T/n) K N numbers (K heads of keys
+# and values, often fewer than H). In bfloat16 that is (T/n) H / K operations for each byte: with
+# eight queries to a key head and T/n = 1,024, 8,192 for each byte, against 2,200 of a v5e. Long
+# rows hide their ring.
+#
+# ## Bugs
+
+# %%
+BUGS = {"the mask by local places": ("(me - turn) % n * size + ", ""),
+        "the keys of the device after": ("(me - turn)", "(me + turn)"),
+        "no mask": ("mine[:, None] >= theirs", "mine[:, None] >= 0 * theirs")}
+for name, (right, wrong) in BUGS.items():
+    program = jax.shard_map(lesson.planted(ring, right, wrong), in_specs=(TIME, TIME, TIME),
+                            out_specs=TIME)
+    print(f"{name}: wrong by {abs(program(q, k, v) - want).max():.2f}")
+
+# %% [markdown]
+# No type and no shape finds any of these. That is why inside `shard.attend` masks and scores are
+# functions of a token's slot, not of its place on a device.
+#
+# ## Exercises
+#
+# 6.1 seq=8, rows of 32,768 tokens, one row on the devices of the ring, 8 key heads of width 128,
+# bfloat16. How many bytes of keys and values does a device send forward, in one layer?
+
+# %%
+lesson.ANSWERS["6.1"] = (2 * 7 * 2 * 4096 * 8 * 128, "2 (n-1) K, with K = 2 bytes x 4,096 tokens x "
+                         "8 x 128.")
+check("6.1", ...)
+
+# %% [markdown]
+# 6.2 L of two parts is 1 and 1. By what is each part's average multiplied?
+
+# %%
+lesson.ANSWERS["6.2"] = (0.5, "exp(1) / (exp(1) + exp(1)).")
+check("6.2", ...)
+
+# %% [markdown]
+# 6.3 On seq=4, which parts of eight does device 1 have: 1 and which other?
+
+# %%
+lesson.ANSWERS["6.3"] = (6, "Parts d and 2 n - 1 - d, with d = 1 and n = 4.")
+check("6.3", ...)

@@ -1,0 +1,169 @@
+# %% [markdown]
+# # 8. Experts: tokens travel to the weights that they chose
+#
+# One idea: **instead of gathering weights, send the tokens.** Each device has some of the experts
+# and some of the rows. A router chooses experts for each token; an all-to-all takes the tokens to
+# them, and another one brings the results back.
+
+# %%
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import shard
+from learn import lesson
+from learn.lesson import check, quote, sends
+
+lesson.begin(8)
+n = 4
+mesh = lesson.mesh(expert=n)
+rng = np.random.default_rng(0)
+E, BEST, TOKENS, D, F = 8, 2, 64, 32, 64
+router = rng.normal(size=(D, E)).astype(np.float32)
+up, down = (rng.normal(size=s).astype(np.float32) * s[1]**-0.5 for s in ((E, D, F), (E, F, D)))
+x = rng.normal(size=(TOKENS, D)).astype(np.float32)
+
+# %% [markdown]
+# ## The choice
+#
+# For each token the router gives every expert a probability. The best two are visited; their
+# outputs are added up, weighted by their shares.
+
+
+# %%
+def choose(x):
+    shares, chosen = lax.top_k(jax.nn.softmax(x @ router), BEST)
+    return shares / shares.sum(-1, keepdims=True), chosen
+
+
+def one_device(x):
+    shares, chosen = choose(x)
+    every = jnp.einsum("tef,efd->ted", jax.nn.relu(jnp.einsum("td,edf->tef", x, up)), down)
+    return (jnp.take_along_axis(every, chosen[..., None], 1) * shares[..., None]).sum(1)
+
+
+want = one_device(x)
+print("the first token visits", choose(x)[1][0], "with the shares", choose(x)[0][0])
+
+# %% [markdown]
+# One token's way. Devices have experts 0-1, 2-3, 4-5 and 6-7, and 16 tokens each:
+
+# %%
+for token in (0, 20, 40):
+    chosen = choose(x)[1][token]
+    print(f"    token {token}, of device {token // 16}: experts {chosen}, on devices "
+          f"{sorted({int(e) * n // E for e in chosen})}")
+
+# %% [markdown]
+# ## There and back
+#
+# How many tokens go to which device is known only as the program runs, but its shapes must be known
+# before. Some trainers give each expert room for a number of tokens, and drop those that come too
+# many. Here none is dropped: each device sends every other an array as large as all its tokens,
+# with zeros for those that chose no expert there.
+
+
+# %%
+def experts(x, up, down):                       # x [16, D]; up [2, D, F], down [2, F, D]
+    me, own = lax.axis_index("expert"), E // n
+    shares, chosen = choose(x)
+    goes = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)              # [n, 16]
+    sent = jnp.where(goes[..., None], x, 0)                                     # [n, 16, D]
+    got = lax.all_to_all(sent, "expert", 0, 0).reshape(-1, D)                   # [n 16, D]
+    chosen, shares = (lax.all_gather(a, "expert", tiled=True) for a in (chosen, shares))
+    out = 0
+    for e in range(own):                        # (as sums with zeros; really, tokens are sorted)
+        share = jnp.where(chosen == me * own + e, shares, 0).sum(-1, keepdims=True)
+        out += share * (jax.nn.relu(got @ up[e]) @ down[e])
+    back = lax.all_to_all(out.reshape(n, -1, D), "expert", 0, 0)                # [n, 16, D]
+    return back.sum(0)
+
+
+ROWS = P("expert")
+on_mesh = jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=ROWS)
+print("wrong by", abs(on_mesh(x, up, down) - want).max())
+
+# %% [markdown]
+# X is the bytes of a device's tokens. Each all-to-all keeps one of n arrays and sends n - 1:
+# 2 (n-1) X forward, and as much backward. The choices and shares are small.
+
+# %%
+X = 4 * TOKENS // n * D
+predicted = 2 * (n - 1) * X + (n - 1) * (TOKENS // n) * BEST * 8
+print(f"predicted {predicted:,.0f}")
+assert abs(sum(sends(on_mesh, x, up, down).values()) / predicted - 1) < 0.02
+quote(shard.experts)
+
+# %% [markdown]
+# ## Balance
+#
+# If all tokens choose the same experts, one device works and the others wait. So the router's loss
+# has one more term, E x sum(visits(e) x probability(e)), whose least value is 1, for experts that
+# are equally busy:
+
+
+# %%
+def balance(logits):
+    probabilities = jax.nn.softmax(logits)
+    chosen = lax.top_k(probabilities, BEST)[1]
+    visits = jax.nn.one_hot(chosen, E).sum((0, 1)) / (BEST * len(logits))
+    return E * (visits * probabilities.mean(0)).sum()
+
+
+print("this router:", balance(x @ router), "  one that always chooses the same two:",
+      balance(jnp.tile(jnp.array([9.0, 9, 0, 0, 0, 0, 0, 0]), (TOKENS, 1))))
+
+# %% [markdown]
+# ## When it pays
+#
+# A layer of E experts has E times the weights of one MLP, and multiplies as much as `BEST` of them.
+# fsdp would gather all E: 3 (n-1)/n W with W = E times an MLP's bytes, however few tokens there
+# are. Experts send 4 (n-1) X, however large the weights are. For 64 experts of 4,096 x 1,024 x 3
+# weights in bfloat16, 1.6 GB, fsdp=8 sends 4.2 GB a layer; expert=8 with 4,096 tokens of width
+# 4,096 on a device, X = 33.6 MB, sends 0.94 GB.
+#
+# ## Bugs
+
+# %%
+BUGS = {"an expert's number that counts from 0 on each device": ("me * own + e", "e"),
+        "results that go to the wrong device": ("back.sum(0)", "back[::-1].sum(0)[::-1]"),
+        "shares of this device's tokens alone": (
+            "(lax.all_gather(a, \"expert\", tiled=True) for a in (chosen, shares))",
+            "(jnp.tile(a, (n, 1)) for a in (chosen, shares))")}
+for name, (right, wrong) in BUGS.items():
+    program = jax.shard_map(lesson.planted(experts, right, wrong), in_specs=(ROWS, ROWS, ROWS),
+                            out_specs=ROWS)
+    print(f"{name}: wrong by {abs(program(x, up, down) - want).max():.2f}")
+
+# %% [markdown]
+# All have right shapes and types, and all are found by one comparison with one device.
+#
+# ## Exercises
+#
+# 8.1 expert=8, 2,048 tokens of width 4,096 on a device, bfloat16. How many bytes does a device send
+# in a layer, forward and backward?
+
+# %%
+lesson.ANSWERS["8.1"] = (4 * 7 * 2 * 2048 * 4096, "4 (n-1) X with X = 2 x 2,048 x 4,096.")
+check("8.1", ...)
+
+# %% [markdown]
+# 8.2 With 16 experts and two visited, which share of the experts' weights does a token use?
+
+# %%
+lesson.ANSWERS["8.2"] = (2 / 16, "The others stay idle for it: that is what experts save.")
+check("8.2", ...)
+
+# %% [markdown]
+# 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
+# one half each?
+
+# %%
+lesson.ANSWERS["8.3"] = (4, "8 x (1/2 x 1/2 + 1/2 x 1/2).")
+check("8.3", ...)

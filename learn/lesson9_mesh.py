@@ -1,0 +1,173 @@
+# %% [markdown]
+# # 9. Choosing a mesh: memory first, then bytes against arithmetic
+#
+# One idea: **an axis is chosen by what it divides and what it sends.** Memory says what must be
+# split; the table of bytes says what that costs; the chip's rates say whether it hides behind the
+# arithmetic.
+
+# %%
+import math
+import sys
+
+import jax
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+
+import train
+from learn import lesson
+from learn.lesson import check
+
+lesson.begin(8)
+
+# %% [markdown]
+# ## What each axis divides, and what it sends
+#
+# For one update, n devices on the axis, A parts of a batch, L layers. G: bytes of all gradients in
+# float32; W: bytes of the layers' weights; X: bytes of the stream of one part; K: of one layer's
+# keys of one part. (Lessons 2 to 8 have derived each line.)
+#
+#     axis     divides                                sends
+#     data     rows                                   2 (n-1)/n G
+#     fsdp     rows, weights, gradients, optimizer    3 (n-1)/n W A
+#     tensor   weights ..., activations               8 (n-1)/n X L A
+#     seq      time                                   4 (n-1) K L A
+#     expert   rows, experts                          4 (n-1) X L A
+#     pipe     layers                                 2 X ticks/M A, and idle time
+#
+# ## A model and a machine
+#
+# 8 billion weights on 64 chips of TPU v5e with 16 GB each. First, memory: with Adam in float32, 16
+# bytes for each weight.
+
+# %%
+chips, memory, flops, link = 64, 16e9, 197e12, 90e9
+weights, layers, width, seq = 8e9, 32, 4096, 4096
+print(f"weights, gradients and optimizer: {16 * weights / 1e9:.0f} GB; on each of {chips} chips "
+      f"{16 * weights / chips / 1e9:.1f} GB")
+
+# %% [markdown]
+# So data parallelism alone is out (128 GB), and all 64 must share the state, or at least 16 of
+# them. Try every mesh of data, fsdp and tensor, with a batch of 64 x 4,096 tokens, each chip's rows
+# in one part, activations recomputed (8 operations for each weight and token), bfloat16:
+
+
+# %%
+def seconds(data, fsdp, tensor, rows=64):
+    """(seconds of arithmetic, seconds of sending) of an update, on each chip."""
+    tokens = rows * seq / (data * fsdp)
+    arithmetic = 8 * weights * tokens / tensor / flops
+    G, W, X = 4 * weights / (fsdp * tensor), 2 * weights / tensor, 2 * tokens * width
+    sent = (2 * (data - 1) / data * G + 3 * (fsdp - 1) / fsdp * W
+            + 8 * (tensor - 1) / tensor * X * layers)
+    return arithmetic, sent / link
+
+
+def fits(data, fsdp, tensor, rows=64):
+    """Whether the state and the kept activations (one stream for each layer) fit."""
+    tokens = rows * seq / (data * fsdp)
+    return 16 * weights / (fsdp * tensor) + 2 * tokens * width * layers / tensor < 0.8 * memory
+
+
+found = []
+for data in (1, 2, 4, 8, 16, 32, 64):
+    for tensor in (1, 2, 4, 8):
+        fsdp = chips // data // tensor
+        if fsdp >= 1 and fsdp * data <= 64:
+            arithmetic, sending = seconds(data, fsdp, tensor)
+            if fits(data, fsdp, tensor):
+                found.append((max(arithmetic, sending), sending, data, fsdp, tensor))
+for best, sending, data, fsdp, tensor in sorted(found)[:6]:
+    print(f"    data={data} fsdp={fsdp} tensor={tensor}: {best:.2f} s; sending alone "
+          f"{sending:.2f} s")
+
+# %% [markdown]
+# If all sending hides behind the arithmetic, an update takes the longer of the two, so here many
+# meshes are as fast. With fewer tokens on a chip, fsdp's 3 W no longer hides, and tensor, whose
+# bytes shrink with the tokens, takes over:
+
+# %%
+for rows in (64, 32, 16):
+    best = min((max(seconds(1, chips // t, t, rows)), t) for t in (1, 2, 4, 8)
+               if chips // t <= rows and fits(1, chips // t, t, rows))
+    print(f"    {rows} rows: tensor={best[1]}, {best[0]:.2f} s, "
+          f"{6 * weights * rows * seq / chips / flops / best[0]:.0%} of the chip's rate")
+
+# %% [markdown]
+# ## The same by the program
+#
+# `--mesh auto` does this with all six axes: it prices every mesh that fits by these formulas and
+# compiles the best few. And `--topology v5e:8x8` compiles the step of any of them for 64 absent
+# chips, and prints its memory, arithmetic and bytes: python train.py --topology v5e:4x4 --mesh
+# fsdp=16 --model 1.2b --batch 32 --remat full. (It needs the package libtpu.)
+#
+# Here, on simulated devices, a small model: what the formulas expect and what the program sends.
+
+# %%
+for mesh in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"):
+    flags = ["--mesh", mesh, "--layers", "4", "--batch", "16", "--vocab_size", "257"]
+    program = train.commands.program_of(train.parse(flags), train.TRAINER)
+    compiled = program.step.lower(program.state, program.batch).compile()
+    sent = sum(one.bytes for one in train.shard.collectives(compiled))
+    held = sum(4 * math.prod(a.sharding.shard_shape(a.shape))
+               for a in jax.tree.leaves(program.state["params"]))
+    print(f"    {mesh}: a device holds {held / 1e6:.2f} MB of weights, sends {sent / 1e6:.2f} MB")
+    expected = train.commands.expected_traffic(program.plan)
+    for one in expected:
+        print(f"        {one.kind} over {one.axis}, expected: {one.bytes / 1e6:.3f} MB")
+    assert abs(sent / sum(one.bytes for one in expected) - 1) < 0.02
+
+# %% [markdown]
+# ## Rules of thumb
+#
+# 1. Rows first: data and fsdp, as far as the batch has rows.
+# 2. fsdp where the state does not fit, which is nearly always; data beside it where links are slow
+#    (between slices), since it sends once in an update.
+# 3. tensor within a machine whose links are fast, when tokens on a chip are few or a layer does not
+#    fit; no further than the heads divide.
+# 4. seq for rows so long that one does not fit on a chip.
+# 5. expert for experts, before fsdp gathers them all.
+# 6. pipe last: between machines, with many microbatches.
+#
+# ## When it pays
+#
+# Every figure above is an estimate by two rates. Before a long run, compile for the real machine,
+# and then measure (`--bench`).
+#
+# ## Bugs
+#
+# Meshes that cannot be. What does train.py say?
+
+# %%
+def program_on(mesh):
+    flags = ["--mesh", mesh, "--layers", "6", "--vocab_size", "257"]
+    return train.commands.program_of(train.parse(flags), train.TRAINER)
+
+
+for mesh in ("tensor=3", "pipe=4,data=2", "fsdp=8,tensor=2", "tensr=2"):
+    print(f"{mesh}: {lesson.error_of(program_on, mesh)}")
+
+# %% [markdown]
+# ## Exercises
+#
+# 9.1 How many chips of 16 GB does the state of a 70-billion model need, with Adam in float32 and
+# nothing else in memory?
+
+# %%
+lesson.ANSWERS["9.1"] = (70, "70e9 x 16 bytes / 16e9.")
+check("9.1", ...)
+
+# %% [markdown]
+# 9.2 fsdp=64, layers of 8e9 weights in bfloat16, 90 GB/s. How many seconds of sending has an update
+# with one part?
+
+# %%
+lesson.ANSWERS["9.2"] = (3 * 63 / 64 * 16e9 / 90e9, "3 (n-1)/n W over the rate.")
+check("9.2", ...)
+
+# %% [markdown]
+# 9.3 Which axis sends bytes that do not depend on the number of tokens, in every part of a batch?
+
+# %%
+lesson.ANSWERS["9.3"] = ("fsdp", "It sends weights. data does not depend on tokens either, but "
+                         "sends once in an update.")
+check("9.3", ...)
