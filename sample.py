@@ -21,7 +21,7 @@ the mesh divides B. Over data, fsdp and expert each device has its own rows. The
     ids        [B, room]  the new ids, and `count` [], how many there are so far
     logprobs   [B, room]  their log-probabilities, before temperature and penalty
     ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
-    seeds      [B, 3]     a row's random numbers follow from these and from `count`
+    seeds      [B, 3]     a row's random numbers follow from these and `count` (less `begun` [B])
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 
     python sample.py --run out --prompt "def main("
@@ -140,25 +140,25 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
            batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
     """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
-    prompts that have ended. The first piece has one id for each prompt, others up to `piece`.
+    prompts that have ended. The first ids of a prompt come one by one, others up to `piece`.
 
         sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
         seed        one number, or one for each prompt
         source      ids, a picture or sound for each prompt, if the model reads them; prompts of
                     an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
-        batch       how many prompts (without sources) are answered at once; when one has ended, or
-                    ended(its number), another takes its row. In a piece, None is one that waits
+        ended       ended(a prompt's number) ends its answer; it is asked after each piece
+        batch       the most prompts answered at once; others wait, and have None in a piece
 
-    An answer depends on its prompt and its seed alone, not on the rest of the batch. The context is
-    config.seq_len tokens. A row that fills it goes on from its last half, read at positions from 0;
-    with stop_at_context it ends. If a prompt is longer, its end is read. `say` reports either."""
+    An answer depends on its prompt and its seed alone. The context is config.seq_len tokens. A row
+    that fills it goes on from its last half (it ends, with stop_at_context). If a prompt is longer,
+    its end is read. `say` reports either."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
-    contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say)
+    contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say, ended)
     if len(prompts) > batch and source is None:
         return (yield from turns.in_turn(engine, params, contexts, tokens, sampling, ends, batch,
-                                         seed, ended, logprobs))
+                                         seed, piece, logprobs))
     state, sent, full = None, 0, 0      # new ids yielded so far; how many fit into the context
     while state is None or sent < tokens and contexts.unfinished.any():
         with mesh_of_weights(params):

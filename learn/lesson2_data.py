@@ -141,8 +141,8 @@ print("no bug:", abs(losses(tiny, 2, 2, 2) / right - 1).max())
 BUGS = {"a missing sum": ('"data" if "fsdp" in spec else ROWS)', '() if "fsdp" in spec else ROWS)'),
         "one sum too many": ('"data" if "fsdp" in spec else ROWS)',
                              'ROWS if "fsdp" in spec else ROWS)'),
-        "a mean of means": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
-                            "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
+        "a count that is a mean": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
+                                   "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
 for name, (good, bad) in BUGS.items():
     buggy = lesson.with_bug(tiny, good, bad)
     said = lesson.error_of(lambda buggy=buggy: losses(buggy, 2, 2, 2))
@@ -153,9 +153,10 @@ for name, (good, bad) in BUGS.items():
 # %% [markdown]
 # The first is found by the types: a gradient that was not summed still varies over data, and its
 # spec says that it does not. The other two have right types. In the second, devices of fsdp hold
-# different pieces of a weight, and the sum adds up numbers of different weights. In the third, each
-# device counts the same, however many tokens it has. Only a comparison with one device finds these.
-# So `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own.
+# different pieces of a weight, and the sum adds up numbers of different weights. In the third the
+# first loss is right, since sum and count are both an eighth of what they should be. But gradients
+# are divided by that count, so steps are eight times too long. Only a comparison with one device
+# finds these. So `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own.
 #
 # ## Exercises
 #

@@ -4,8 +4,8 @@
     python -m learn.walk networks/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
 
-prints the lines of model.py's block (or of the functions given), and of the functions that it calls
-if they send anything. Under each line are
+prints the lines of model.py's block (or of the functions given), and of the functions in the same
+file that it calls, if they send anything. Under each line are
 
     the arrays that it makes: their shape on one device, and the mesh axes over which they vary
     what it sends in the forward pass, and what autodiff sends for it in the backward pass
@@ -49,10 +49,11 @@ class Sent(NamedTuple):
     bytes: float            # that a device sends, each time it runs
 
 
-def trace(config: Any, watched: set[str]) -> tuple[list[Sent], dict[tuple[str, int], dict], Any]:
-    """(what the step sends, {(function, line): {name: array made there}} for functions of the files
-    `watched`, the configuration with its sizes)."""
-    made: dict[tuple[str, int], dict] = {}
+def trace(config: Any, watched: set[str]
+          ) -> tuple[list[Sent], dict[tuple[str, str, int], dict], Any]:
+    """(what the step sends, {(file, function, line): {name: array made there}} for functions of the
+    files `watched`, the configuration with its sizes)."""
+    made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
     def enter(frame, event, _):
@@ -66,18 +67,19 @@ def trace(config: Any, watched: set[str]) -> tuple[list[Sent], dict[tuple[str, i
         def line(frame, event, _):
             now = {name: x for name, x in frame.f_locals.items() if _arrays(x)}
             new = {name: x for name, x in now.items() if last[1].get(name) is not x}
-            made.setdefault((code.co_name, last[0]), {}).update(new)
+            made.setdefault((code.co_filename, code.co_name, last[0]), {}).update(new)
             last[:] = frame.f_lineno, now
             return line
 
         return line(frame, event, _)
 
-    program = train.commands.program_of(config, train.TRAINER)
+    config, _ = train.commands.choose_mesh(config, train.TRAINER)
+    program, before = train.commands.program_of(config, train.TRAINER), sys.gettrace()
     sys.settrace(enter)
     try:
         traced = program.step.trace(program.state, program.batch)
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     sizes, sent = program.mesh.shape, []
     for eqn, above in equations_below(traced.jaxpr.jaxpr):
         if eqn.primitive.name in COLLECTIVES and eqn.source_info.traceback:
@@ -112,15 +114,16 @@ def _shape(x):
 # -------------------------------------------------------------------------------------------
 
 def statements(file: str, function: str) -> list[tuple[int, int]]:
-    """The first and last line of each statement of a function, from its `def` on. (Of one with a
-    body, such as an if, the lines before the body.)"""
+    """The first and last line of each statement of a function, from its decorators on. (Of one with
+    a body, such as an if, the lines before the body.)"""
     if not Path(file).is_file():
         raise shard.ConfigError(f"{Path(file).name}: no such file; expected FILE.py:FUNCTION")
     found = [node for node in ast.walk(ast.parse(Path(file).read_text()))
              if isinstance(node, ast.FunctionDef) and node.name == function]
     if not found:
         raise shard.ConfigError(f"{Path(file).name}: no function {function} in it")
-    return [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno)
+    return [(min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]),
+             node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno)
             for node in ast.walk(found[0]) if isinstance(node, ast.stmt)
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
@@ -128,14 +131,14 @@ def statements(file: str, function: str) -> list[tuple[int, int]]:
 def show(file: str, function: str, sent: list[Sent], made: dict) -> None:
     """Print the lines of a function, each with what it makes and sends."""
     lines = Path(file).read_text().splitlines()
-    if not any(name == function for name, _ in made):
+    if not any((where, name) == (file, function) for where, name, _ in made):
         raise shard.ConfigError(f"{Path(file).name}:{function} is not called in this step")
     print(f"\n{Path(file).name}:{function}\n")
     for first, last in sorted(statements(file, function)):
         print(*lines[first - 1:last], sep="\n")
         here = range(first, last + 1)
         for number in here:
-            for name, x in made.get((function, number), {}).items():
+            for name, x in made.get((file, function, number), {}).items():
                 for path, a in jax.tree.leaves_with_path(x):
                     if _arrays(a):
                         over = ", ".join(sorted(shard.varying(a))) or "no axis"

@@ -14,13 +14,17 @@ from tests.generate.test_generation import (
     loaded,
     log_probabilities,
     placed,
+    small_chunks,
 )
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import passes, scores
 from zigzag.generate.choices import Item, logprobs, read_items, split_ids
+
+assert small_chunks     # (a fixture)
 
 
 def read(*records):
@@ -178,7 +182,7 @@ def test_a_beginning_that_rows_share_is_read_once(name, mesh, monkeypatch):
     rng = np.random.default_rng(3)
     rows, given = [], []
     for length, counts in ((17, 5 * (3, 1, 6)), (25, 6 * (7, 2)), (20, (4,)),
-                           (config.seq_len - 4, (4, 2)), (3, (5, 5))):
+                           (min(config.seq_len, 64) - 4, (4, 2)), (3, (5, 5))):
         beginning = rng.integers(3, config.vocab_size, length).tolist()
         rows += [beginning + rng.integers(3, config.vocab_size, n).tolist() for n in counts]
         given += [length] * len(counts)
@@ -196,3 +200,24 @@ def test_a_beginning_that_rows_share_is_read_once(name, mesh, monkeypatch):
     monkeypatch.setattr(scores, "SHARED", 1000)
     sample.score(on, rows, config, batch=3, given=given)
     assert shared < 0.75 * sum(tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", pytest.param("gemma3", marks=pytest.mark.full)])
+def test_shared_beginnings_and_windows_that_roll(small_chunks, name):
+    """A chunk that is written across the end of a window's ring."""
+    params, config, _ = loaded(name)
+    config, rng = change(config, seq_len=64), np.random.default_rng(5)
+    beginning = rng.integers(3, config.vocab_size, 18).tolist()
+    rows = [beginning + rng.integers(3, config.vocab_size, n).tolist() for n in (40, 3, 46)]
+    want = [sample.score(params, [row], config, given=[18])[0] for row in rows]
+    for (total, count), (of_want, n) in zip(sample.score(params, rows, config, given=[18] * 3),
+                                            want, strict=True):
+        assert total == pytest.approx(of_want, abs=2e-4) and count == n
+
+
+def test_wrong_rows_are_refused_though_they_share():
+    config = config_of(layers=1, seq_len=64, vocab_size=64)
+    params = net.init(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="row 1 has the id 64"):
+        sample.score(params, [[1] * 20 + [3], [1] * 20 + [64]], config, given=[20, 20])
+    assert sample.score(params, [[1] * 20] * 2, config, given=[20, 25]) == [(0.0, 0)] * 2

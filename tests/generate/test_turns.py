@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import full, net, slow
-from tests.generate.test_generation import assert_teacher_forced, loaded
+from tests.common import full, net
+from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
 from tests.helpers import make, mesh_of
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import passes, turns
 from zigzag.generate.prompts import Flags
 from zigzag.generate.writer import Asked, Writer
 
+assert small_chunks     # (a fixture)
 ALL = 10**6         # as many rows as there are prompts
 
 
@@ -67,15 +70,54 @@ def test_full_contexts_go_on_from_their_last_half():
     assert {len(p[-24:]) + len(ids) for p, (ids, _) in zip(prompts, found)} == {25}
 
 
-@pytest.mark.parametrize("name", [
-    slow("gemma3"), *(full(n) for n in ("mistral", "deepseek_v3", "gpt2", "bloom", "phi3"))])
-def test_families_write_what_forward_says(name):
-    """Windows, whose caches have fewer slots; latents; positions from a table; ALiBi."""
+@pytest.mark.parametrize("name", ["gemma3", *map(full, (
+    "mistral", "gpt_neo", "deepseek_v3", "gpt2", "bloom", "phi3"))])
+def test_families_write_what_forward_says(small_chunks, monkeypatch, name):
+    """Windows, whose caches have fewer slots than the others; latents; positions from a table;
+    ALiBi."""
+    monkeypatch.setattr(turns, "CHUNK", 8)
     params, config, _ = loaded(name)
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(3, config.vocab_size, n).tolist() for n in rng.integers(1, 18, 11)]
-    found = sample.generate(params, prompts, config, 7, 0.0, logprobs=True, batch=3)
+    config, rng = change(config, seq_len=64), np.random.default_rng(2)
+    prompts = [rng.integers(3, config.vocab_size, n).tolist() for n in rng.integers(1, 40, 11)]
+    found = sample.generate(params, prompts, config, 21, 0.0, logprobs=True, batch=3)
     assert_teacher_forced(params, config, prompts, found)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", full("yarn")])
+def test_scaled_positions_are_those_of_a_prompt_alone(kind):
+    """A long prompt whose length scales the positions of all that are answered beside it."""
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
+    params, config = made(seq_len=96, rope_scaling=json.dumps(scaling), rope_theta=10.0)
+    prompts = prompts_of(config, 12, 60)
+    options = dict(tokens=9, temperature=0.0, logprobs=True)
+    want = [sample.generate(params, [prompt], config, **options)[0] for prompt in prompts]
+    got = sample.generate(params, prompts, config, batch=4, **options)
+    assert [ids for ids, _ in got] == [ids for ids, _ in want]
+    np.testing.assert_allclose([logs for _, logs in got], [logs for _, logs in want], atol=1e-3)
+
+
+def test_what_cannot_be_is_refused():
+    """An endless loop."""
+    params, config = made()
+    for options, says in ((dict(tokens=-1), "tokens -1: must be at least 0"),
+                          (dict(batch=0), "batch 0: must be at least 1"),
+                          (dict(batch=2, seed=[1, 2]), "5 prompts and 2 seeds")):
+        with pytest.raises(ConfigError, match=says):
+            sample.generate(params, [[1]] * 5, config, **{**dict(tokens=3, batch=3), **options})
+    assert sample.generate(params, [[1]] * 5, config, tokens=0, batch=2) == [[]] * 5
+
+
+def test_an_answer_ends_when_it_is_asked_to():
+    """`ended` that only counts in large batches, or for prompts that are in a row."""
+    params, config = made(seq_len=64)
+    for batch in (9, 3):
+        ids = {}
+        for piece in sample.stream(params, [[n] for n in range(6)], config, 30, 1.0, batch=batch,
+                                   piece=4, ended=lambda n: n % 2 and len(ids.get(n, ())) > 5):
+            for n, new in enumerate(piece):
+                ids[n] = ids.get(n, []) + (new or [])
+                assert new is None or len(new) <= 4
+        assert all(len(ids[n]) == 30 if n % 2 == 0 else 5 < len(ids[n]) < 10 for n in ids)
 
 
 @pytest.mark.parametrize("mesh, changes", [

@@ -6,6 +6,7 @@ and their number is padded so that it divides over the mesh.
               ^ all rows choose their first new id at the same slot
 """
 
+import functools
 import sys
 import warnings
 from typing import Any, Callable, Sequence
@@ -33,7 +34,7 @@ def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, t
     """(prompts as [B, P], padded on the left; the slots [B] where they begin). Refused if the
     `tokens` new ids do not all have positions (the last, which is not read, needs none). If ids
     stand for a source, they are put before each prompt."""
-    _check_ids("prompt", prompts, c)
+    check_ids("prompt", prompts, c)
     prompts = [[*network.source_ids(c), *prompt] for prompt in prompts]
     longest, limit = max(map(len, prompts)), network.max_positions(c)
     if tokens < 0:
@@ -49,7 +50,7 @@ def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, t
     return padded, np.array([padded.shape[1] - len(ids) for ids in prompts], np.int32)
 
 
-def _check_ids(what, rows, c):
+def check_ids(what, rows, c):
     """Refuse rows that are empty or have unknown ids. Returns the length of the longest."""
     if isinstance(rows, str) or any(isinstance(row, str) or not np.ndim(row) for row in rows):
         raise ConfigError(f"a {what} is a list of ids: encode a text first, and put a single "
@@ -85,7 +86,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
             raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
                               f"{[rows, *shape]}")
         return {"source": array}
-    longest = _check_ids("source", source, c)
+    longest = check_ids("source", source, c)
     padded = np.zeros((rows, max(longest, min(padded_length(longest), shape[0]))), np.int32)
     mask = np.zeros(padded.shape, np.float32)
     for row, mask_row, ids in zip(padded, mask, source):
@@ -113,9 +114,14 @@ def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, to
 def on_host(x: Any) -> np.ndarray:
     """The array as numpy, with the parts of other processes."""
     if not getattr(x, "is_fully_addressable", True):
-        whole = jax.sharding.NamedSharding(x.sharding.mesh, P())
-        x = jax.jit(lambda x: x, out_shardings=whole)(x)
+        x = _whole(x.sharding.mesh)(x)
     return np.asarray(x)
+
+
+@functools.cache
+def _whole(mesh):
+    """A compiled function that gives every device of the mesh the whole array."""
+    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))
 
 
 # -------------------------------------------------------------------------------------------
@@ -139,9 +145,19 @@ def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, coun
     content, and (unless traced) the number of equal rows before it. So an answer depends neither on
     the other rows nor on their order, and equal prompts get different answers. `seed` is one
     number, or one for each of the `count` rows that are not padding."""
+    return seeds_from(content_of(rows, xp), seed, xp, count)
+
+
+def content_of(rows: dict[str, Any], xp: Any = np) -> Any:
+    """A hash [B] of each row's prompt and source."""
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
         content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
+    return content
+
+
+def seeds_from(content: Any, seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
+    """seeds_of rows with these hashes."""
     if np.ndim(seed):
         if len(seed) != count:
             raise ConfigError(f"{count} prompts and {len(seed)} seeds: expected one for each")
@@ -161,12 +177,15 @@ class Contexts:
     full, its last half is kept. (An encoder-decoder stops at its last position instead.)"""
 
     def __init__(self, network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
-                 stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn):
+                 stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
+                 ended: Callable[[int], Any] = lambda n: False):
         check_writes(network, c, "sample")
-        longest = _check_ids("prompt", prompts, c)
+        if tokens < 0:
+            raise ConfigError(f"tokens {tokens}: must be at least 0")
+        longest = check_ids("prompt", prompts, c)
         self.context = size = context_of(network, c)
         self.rows = [list(prompt[-size:]) for prompt in prompts]
-        self.unfinished = np.ones(len(prompts), bool)
+        self.goes_on, self.ended = np.ones(len(prompts), bool), ended
         # The number of ids that each row may still get.
         self.left = [size - len(row) + 1 if stop_at_context else sys.maxsize for row in self.rows]
         if longest > size:
@@ -176,14 +195,21 @@ class Contexts:
             say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
                 f"its last {self._half():,} (--stop_at_context ends it there)")
 
+    @property
+    def unfinished(self) -> np.ndarray:
+        """Which rows go on. (One that ended(its number) says has ended does not.)"""
+        for n in np.flatnonzero(self.goes_on):
+            self.goes_on[n] = not self.ended(int(n))
+        return self.goes_on
+
     def _half(self):
         return max(1, self.context // 2)
 
     def room(self) -> int:
         """The number of new ids until the context of the longest unfinished row is full. (The last
         one is not read.)"""
-        return self.context + 1 - max(len(row) for row, goes_on in zip(self.rows, self.unfinished)
-                                      if goes_on)
+        return self.context + 1 - max(
+            (len(row) for row, goes_on in zip(self.rows, self.goes_on) if goes_on), default=1)
 
     def add(self, new: Sequence[tuple[list, list]], ends: Sequence[int]
             ) -> list[tuple[list, list]]:
@@ -193,10 +219,10 @@ class Contexts:
 
     def add_to(self, n: int, ids: list, logs: list, ends: Sequence[int]) -> tuple[list, list]:
         """Add the next ids of row n, in the same way."""
-        kept = cut_at_end(ends, ids)[:self.left[n]] if self.unfinished[n] else []
+        kept = cut_at_end(ends, ids)[:self.left[n]] if self.goes_on[n] else []
         self.rows[n].extend(kept)
         self.left[n] -= len(kept)
-        self.unfinished[n] &= len(kept) == len(ids) and self.left[n] > 0
+        self.goes_on[n] &= len(kept) == len(ids) and self.left[n] > 0
         return kept, logs[:len(kept)]
 
     def is_full(self, n: int) -> bool:
@@ -206,7 +232,7 @@ class Contexts:
         """Drop the first half of each of these rows that is full, and most of each that has
         ended."""
         for n in numbers:
-            if not self.unfinished[n]:
+            if not self.goes_on[n]:
                 self.rows[n] = self.rows[n][-1:]
             elif self.is_full(n):
                 self.rows[n] = self.rows[n][-self._half():]

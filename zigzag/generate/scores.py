@@ -24,7 +24,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import mesh_of_weights
 from zigzag.generate.passes import Engine, prefill, read_chunks
-from zigzag.generate.rows import on_host, pad_rows, padded_length
+from zigzag.generate.rows import check_ids, on_host, pad_rows, padded_length
 from zigzag.parallel.products import LOGITS
 
 SHARED = 16     # ids that rows have in common, from which on they are read once
@@ -44,6 +44,7 @@ def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sour
         params = engine.for_decoding(params)
         if given is not None and sources is None:
             shared, windows = _with_a_common_beginning(windows)
+            check_ids("row", rows, engine.config)
             for number, count, sums in _sums_of_shared(engine, params, shared, batch):
                 totals[number] += sums[0], count, sums[1]
         for first in range(0, len(windows), batch):
@@ -101,11 +102,14 @@ def _with_a_common_beginning(windows):
     """(the windows that share their given ids with another: {the ids: [(number, the others)]}; all
     other windows). The last given id is among the others: what follows it is scored."""
     found = collections.defaultdict(list)
-    for window in windows:
-        found[tuple(window[1][:window[2] - 1])].append(window)
-    shared = {ids: [(number, row[len(ids):]) for number, row, _ in some]
-              for ids, some in found.items() if len(some) > 1 and len(ids) >= SHARED}
-    return shared, [w for ids, some in found.items() if ids not in shared for w in some]
+    for number, (_, row, given) in enumerate(windows):
+        if SHARED < given < len(row):
+            found[tuple(row[:given - 1])].append(number)
+    found = {ids: numbers for ids, numbers in found.items() if len(numbers) > 1}
+    shared = {ids: [(windows[n][0], windows[n][1][len(ids):]) for n in numbers]
+              for ids, numbers in found.items()}
+    others = {*range(len(windows))}.difference(*found.values())
+    return shared, [windows[n] for n in sorted(others)]
 
 
 def _sums_of_shared(engine, params, shared, batch):
@@ -116,14 +120,19 @@ def _sums_of_shared(engine, params, shared, batch):
         some = begun[first:first + batch]
         rest = sorted(((number, at, ids) for at, beginning in enumerate(some)
                        for number, ids in shared[beginning]), key=lambda one: len(one[2]))
-        longest = padded_length(len(rest[-1][2]))
+        whole = [[*some[at], *ids] for _, at, ids in rest]
+        engine.arrays(whole, 0, None)       # (refuses what has no positions)
         rows = engine.arrays(_filled(some, min(batch, len(begun))), 0, None)
-        chunk = min(64, rows["tokens"].shape[1])
-        state, length = prefill(engine, params, rows, longest, chunk)
+        P = rows["tokens"].shape[1]
+        slots = P + padded_length(len(rest[-1][2]))
+        length = engine.network.decoding_length(
+            engine.config, padded_length(max(map(len, whole))), slots)
+        state, length = prefill(engine, params, rows, 0, min(64, CHUNK, P), slots, length)
         for few in (rest[at:at + batch] for at in range(0, len(rest), batch)):
             sums = _sums_of_rest(engine, params, state, length, _filled(few, batch))
             yield from ((number, len(ids) - 1, of_row)
                         for (number, _, ids), of_row in zip(few, sums))
+        del state           # (its memory is the next one's)
 
 
 def _filled(items, count):
@@ -140,9 +149,11 @@ def _sums_of_rest(engine, params, state, length, rest):
     at = pad_rows(np.array([at for _, at, _ in rest]))
     rows = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
     rows = {name: pad_rows(x) for name, x in rows.items()} | {"start": state["start"][at]}
-    chunk = min(_chunk(engine, rows), tokens.shape[1])
+    # (No longer than the slots before it: so a chunk does not cross the end of a window's ring.)
+    slot = int(state["slot"])
+    chunk = min(_chunk(engine, rows), tokens.shape[1], slot)
     read = read_chunks(engine, params, take_rows(state["cache"], at), rows, length, chunk,
-                       range(0, tokens.shape[1], chunk), int(state["slot"]))
+                       range(0, tokens.shape[1], chunk), slot)
     return on_host(read["sums"])
 
 

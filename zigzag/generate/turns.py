@@ -9,68 +9,94 @@ is a ring with as many slots as the longest row has tokens. The prompts of new r
 small cache of their own, and rolled so that they end where the others are. Few programs are
 compiled: the passes for all rows, for an eighth of them, and for chunks of a prompt of at most
 three lengths.
+
+If positions scale with a row's length (Network.decoding_length), only prompts of one such length
+are answered together, so that an answer does not depend on the other prompts.
 """
 
 import collections
-from typing import Any, Callable, Iterator, Sequence
+import functools
+from typing import Any, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zigzag.core.mesh import row_groups
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import batch_spec, row_groups
 from zigzag.generate import decoding, passes
 from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.passes import Engine
-from zigzag.generate.rows import Contexts, padded_length, seeds_of
+from zigzag.generate.rows import Contexts, content_of, pad_rows, padded_length, seeds_from
 
 PIECE = 8       # the most ids that are written before new prompts are looked for
 CHUNK = 64      # the most tokens of a prompt that are read at once
-NEAR = 16       # prompts are sorted by length among as many as fill the rows 16 times
+NEAR = 4        # prompts are sorted by length among as many as fill the rows 4 times
+HASHED = 1024   # prompts that are made arrays at once, for their seeds
 
 
 def in_turn(engine: Engine, params: Any, contexts: Contexts, tokens: int, sampling: Sampling,
-            ends: Sequence[int], batch: int, seed: int | Sequence[int],
-            has_ended: Callable[[int], Any], logprobs: bool) -> Iterator[list]:
-    """The pieces of sample.stream for more prompts than `batch`: at most so many (more if the mesh
-    does not divide it) are answered at once. A piece has None for prompts that wait. An answer also
-    ends if has_ended(its number) says so, after a piece."""
+            ends: Sequence[int], batch: int, seed: int | Sequence[int], piece: int,
+            logprobs: bool) -> Iterator[list]:
+    """The pieces of sample.stream for more prompts than `batch`: at most `batch` (more if the mesh
+    does not divide it) are answered at once. A piece has None for prompts without new ids."""
+    if batch < 1:
+        raise ConfigError(f"batch {batch}: must be at least 1")
     rows = Rows(engine, params, contexts, tokens, sampling, ends, seed, batch)
-    waiting = collections.deque(_by_length(contexts.rows, NEAR * rows.count))
+    waiting: dict[int, collections.deque] = {}      # {length for positions: prompts}
+    for number in _by_length(contexts.rows, NEAR * rows.count):
+        waiting.setdefault(rows.length_of(number), collections.deque()).append(number)
     answers: list[list[int]] = [[] for _ in contexts.rows]      # their ids so far
     is_done = [False] * len(answers)
 
     def give(places, pieces):
-        """A piece, from those of these rows. A row whose answer has ended is free then; so is one
-        whose context is full, and its last half is the first of the prompts that wait."""
+        """The piece to yield, from the new ids of the rows at these places. It frees the rows whose
+        answer has ended. A row with a full context is freed too, and its last half goes to the
+        front of the queue."""
         new: list[Any] = [([], []) if done else None for done in is_done]
         for row in places:
             number, (ids, logs) = rows.owners[row], pieces[row]
             left = tokens - len(answers[number])
             new[number] = ids, logs = contexts.add_to(number, ids[:left], logs[:left], ends)
             answers[number] += ids
-            is_done[number] = not contexts.unfinished[number] or len(answers[number]) == tokens
+            is_done[number] = not contexts.goes_on[number] or len(answers[number]) == tokens
             if is_done[number]:
                 rows.owners[row] = None
             elif contexts.is_full(number):
                 rows.owners[row] = None
                 contexts.keep_last_half(number)
-                waiting.appendleft(number)
+                queue = waiting.setdefault(rows.length_of(number), collections.deque())
+                queue.appendleft(number)
         return new if logprobs else [pair and pair[0] for pair in new]
 
-    while waiting or rows.taken():
-        while waiting and (places := rows.next_places()):
-            numbers = [waiting.popleft() for _ in range(min(len(places), len(waiting)))]
-            begun = [answers[number] for number in numbers]
-            yield give(places[:len(numbers)], rows.read(places, numbers, begun))
+    def free_ended():
+        """Free the rows of answers that have all that they need, and forget those that wait."""
+        ended = {n for n in np.flatnonzero(~contexts.unfinished).tolist() if not is_done[n]}
+        if not ended:
+            return
         for row in rows.taken():
-            if has_ended(rows.owners[row]):
-                is_done[rows.owners[row]], rows.owners[row] = True, None
-        if taken := rows.taken():
-            numbers = [rows.owners[row] for row in taken]
-            most = min(max(tokens - len(answers[n]) for n in numbers),
-                       min(contexts.context + 1 - len(contexts.rows[n]) for n in numbers))
-            yield give(taken, rows.write(min(most, PIECE)))
+            rows.owners[row] = None if rows.owners[row] in ended else rows.owners[row]
+        for length, queue in waiting.items():
+            waiting[length] = collections.deque(n for n in queue if n not in ended)
+        for number in ended:
+            is_done[number] = True
+
+    while waiting:
+        rows.length = next(iter(waiting))
+        while waiting[rows.length] or rows.taken():
+            while waiting[rows.length] and (places := rows.next_places()):
+                queue = waiting[rows.length]
+                numbers = [queue.popleft() for _ in range(min(len(places), len(queue)))]
+                begun = [answers[number] for number in numbers]
+                yield give(places[:len(numbers)], rows.read(places, numbers, begun))
+                free_ended()
+            if taken := rows.taken():
+                numbers = [rows.owners[row] for row in taken]
+                most = min(max(tokens - len(answers[n]) for n in numbers),
+                           min(contexts.context + 1 - len(contexts.rows[n]) for n in numbers))
+                yield give(taken, rows.write(min(most, piece, PIECE)))
+                free_ended()
+        del waiting[rows.length]
 
 
 def _by_length(rows, near):
@@ -81,44 +107,56 @@ def _by_length(rows, near):
 
 class Rows:
     """The rows on the devices. `owners` has the number of the prompt that is answered in each, or
-    None."""
+    None. `length` is that of positions, of all prompts that are being answered."""
 
     def __init__(self, engine: Engine, params: Any, contexts: Contexts, tokens: int,
                  sampling: Sampling, ends: Sequence[int], seed: Any, count: int):
-        self.engine, self.sampling, self.ends, self.prompts = (
-            engine, sampling, ends, [list(row) for row in contexts.rows])
-        self.contexts = contexts
+        self.engine, self.sampling, self.ends, self.contexts = engine, sampling, ends, contexts
+        self.prompts = [list(row) for row in contexts.rows]
+        self.tokens, self.length, self.state = tokens, 0, None
         with mesh_of_weights(params):
             self.params = engine.for_decoding(params)
-            padded = engine.arrays(contexts.rows, 0, None)
-            self.seeds = seeds_of(padded, seed, count=len(self.prompts))
+            parts = [self.prompts[at:at + HASHED] for at in range(0, len(self.prompts), HASHED)]
+            content = np.concatenate([content_of(engine.arrays(part, 0, None))[:len(part)]
+                                      for part in parts])
+            self.seeds = seeds_from(pad_rows(content), seed, count=len(self.prompts))
             mesh = jax.sharding.get_abstract_mesh()
             groups = 1 if mesh.empty else row_groups(mesh)
         self.count = -(-count // groups) * groups
         self.some = -(-self.count // (8 * groups)) * groups
-        self.room = min(tokens, contexts.room())
-        self.slots = padded_length(max(map(len, contexts.rows)) + self.room)
-        self.length = engine.network.decoding_length(
-            engine.config, padded["tokens"].shape[1] + self.room, self.slots)
+        self.slots = padded_length(max(len(row) + self._room(row) for row in contexts.rows))
         self.owners: list[int | None] = [None] * self.count
-        self.state: Any = None
+
+    def _room(self, row):
+        return min(self.tokens, self.contexts.context + 1 - len(row))
+
+    def length_of(self, number: int) -> int:
+        """The length on which the scaling of a prompt's positions depends, as if it were alone."""
+        row = self.contexts.rows[number]
+        return self.engine.network.decoding_length(
+            self.engine.config, padded_length(len(row)) + self._room(row), self.slots)
 
     def taken(self) -> list[int]:
         return [row for row, owner in enumerate(self.owners) if owner is not None]
 
     def next_places(self) -> list[int]:
-        """The rows that are read next, if so many are free: all or an eighth."""
+        """The rows that are read next: all if all are free, else some if an eighth is free."""
         free = [row for row, owner in enumerate(self.owners) if owner is None]
-        size = self.count if len(free) == self.count else self.some
-        return free[:size] if len(free) >= size else []
+        if len(free) == self.count:
+            return free
+        return free[:self.some] if len(free) >= max(1, self.count // 8) else []
 
     def read(self, places: Sequence[int], numbers: Sequence[int], begun: Sequence[Sequence[int]]
-             ) -> Any:
+             ) -> list[tuple[list, list]]:
         """Read these prompts into rows `places`, of which some may stay free. The answers have
-        begun with some ids, if a full context is read again. Returns {row: its next id}."""
+        begun with some ids, if a full context is read again. Returns the next id of all rows, with
+        its log-probability."""
+        is_all = not self.taken()
         for row, number in zip(places, numbers):
             self.owners[row] = number
-        more = len(places) - len(numbers)
+        size = self.count if is_all else self.some
+        more = size - len(numbers)
+        at = np.array([*places[:len(numbers)], *[self.count] * more], np.int32)
         numbers, begun = [*numbers, *numbers[-1:] * more], [*begun, *begun[-1:] * more]
         with mesh_of_weights(self.params):
             rows = self.engine.arrays([self.contexts.rows[n] for n in numbers], 0, None)
@@ -129,17 +167,17 @@ class Rows:
                 new["seen"] = np.zeros(new["seen"].shape, bool)
                 for row, number, ids in zip(new["seen"], numbers, begun):
                     row[[*self.prompts[number], *ids]] = True
-            new, _ = passes.begin(self.engine, self.params, new, rows, self.room, self.sampling,
+            if is_all:
+                self.state = None       # (its memory is the new one's)
+            new, _ = passes.begin(self.engine, self.params, new, rows, 0, self.sampling,
                                   min(CHUNK, rows["tokens"].shape[1]), self.slots, self.length)
-            if len(places) == self.count:
-                self.state = new
-            else:
-                at = np.array([*places[:len(places) - more], *[self.count] * more], np.int32)
-                self.state = put_rows(keep_last_ids(self.state, np.array(False)), new, at)
+            self.state = new if is_all else put_rows(
+                self.engine, keep_last_ids(self.state, np.array(False)), new, at)
         return passes.new_ids(self.state, 0, 1)[0]
 
-    def write(self, steps: int) -> Any:
-        """Write this many ids in each row that is taken. Returns {row: its next ids}."""
+    def write(self, steps: int) -> list[tuple[list, list]]:
+        """Write this many ids in each row that is taken. Returns the next ids of all rows, with
+        their log-probabilities."""
         ended, limit = np.array([owner is None for owner in self.owners]), np.int32(1 + steps)
         with mesh_of_weights(self.params):
             self.state = passes.decode(
@@ -158,8 +196,9 @@ def keep_last_ids(state: dict[str, Any], ended: Any) -> dict[str, Any]:
                            "ended": state["ended"] | ended}
 
 
-@jax.jit(donate_argnames="state")
-def put_rows(state: dict[str, Any], new: dict[str, Any], places: Any) -> dict[str, Any]:
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="state")
+def put_rows(engine: Engine, state: dict[str, Any], new: dict[str, Any], places: Any
+             ) -> dict[str, Any]:
     """The state with the rows of another at these places; those beyond its end are dropped. Both
     have one new id in each row."""
     def put(rows, new):
@@ -169,6 +208,13 @@ def put_rows(state: dict[str, Any], new: dict[str, Any], places: Any) -> dict[st
     cache = [{name: put(layer[name], jnp.roll(of_new[name], moved, 2)) for name in layer}
              for layer, of_new in zip(state["cache"], new["cache"], strict=True)]
     new = new | {"start": new["start"] + moved}
-    return state | {"cache": cache} | {
-        name: put(state[name], new[name]) for name in state
-        if name not in decoding.REPLICATED and name != "cache"}
+    others = {name: put(state[name], new[name]) for name in state
+              if name not in decoding.REPLICATED and name != "cache"}
+    if (specs := engine.specs) is not None:     # where the other passes have them
+        layers = engine.network.cache_layers(engine.config)
+        cache = decoding.placed(cache, [
+            {name: split[name] for name in layer} for layer, split in zip(
+                cache, decoding.cache_specs(layers, specs))])
+        rows = batch_spec(jax.sharding.get_abstract_mesh())
+        others = decoding.placed(others, dict.fromkeys(others, rows))
+    return state | {"cache": cache} | others

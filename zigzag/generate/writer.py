@@ -182,9 +182,10 @@ class Writer(NamedTuple):
 
     def _batches(self, prompts):
         """Yield (tokens, prompts that all have room for that many new ids), in order. So the length
-        of an answer does not depend on the other prompts. They are at most --batch, or 16 times as
-        many if they take each other's rows."""
-        size = self.flags.batch * (1 if self.has_source or self.flags.beams else 16)
+        of an answer does not depend on the other prompts. They are at most --batch; more, if they
+        take each other's rows (with --logprobs, few are printed together)."""
+        size = self.flags.batch * (1 if self.has_source or self.flags.beams else
+                                   4 if self.flags.logprobs else 16)
         def tokens_of(prompt):
             if self.has_source or self.flags.beams:
                 return max_new_tokens(self.network, self.c, prompt.ids, self.flags.tokens)
