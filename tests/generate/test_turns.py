@@ -47,7 +47,7 @@ def assert_the_same(params, config, prompts, batch=8, on=None, **options):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), full(dict(temperature=0.0)), full(dict(batch=1)),
+    full(dict()), full(dict(temperature=0.0)), full(dict(batch=1)),
     dict(repetition_penalty=1.3, seed=range(30))])
 def test_ids_are_those_of_one_batch(options):
     """A row that takes another's keys, seeds or number of ids; an answer under another's number."""
@@ -83,7 +83,7 @@ def test_families_write_what_forward_says(small_chunks, monkeypatch, name):
     assert_teacher_forced(params, config, prompts, found)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", full("yarn")])
+@pytest.mark.parametrize("kind", ["dynamic", full("linear")])
 def test_scaled_positions_are_those_of_a_prompt_alone(kind):
     """A long prompt whose length scales the positions of all that are answered beside it."""
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -157,6 +157,7 @@ def test_few_programs_are_compiled(caplog):
     assert passes.decode._cache_size() <= 1 + 1 and turns.put_rows._cache_size() <= 1
 
 
+@pytest.mark.full
 def test_a_text_ends_an_answer():
     """A stop text that is looked for in another answer, or whose ids are not cut."""
     params, config = made(vocab_size=257, seq_len=64)
@@ -166,7 +167,7 @@ def test_a_text_ends_an_answer():
     assert_the_same(params, config, prompts, 4, tokens=9, stop=[*stop, 3], tokenizer=Bytes())
 
 
-@pytest.mark.parametrize("more", [[], ["--json", "--logprobs"]])
+@pytest.mark.parametrize("more", [full([]), ["--json", "--logprobs"]])
 def test_the_command_prints_answers_in_order(capsys, more):
     """Answers as they end, not as they were asked for; fields of another answer."""
     params, config = made(vocab_size=257, seq_len=64)

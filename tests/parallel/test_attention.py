@@ -197,7 +197,7 @@ def give_kernel(monkeypatch, name):
     slow("expert=2,tensor=2", dict(experts=4)), ("data=2,tensor=2", dict(pack="documents")),
     full("", dict(pack="documents", kv_heads=2)), slow("pipe=2,fsdp=2", dict(
         pack="documents", microbatches=2)), full("tensor=2", dict(window=5)),
-    ("tensor=2", dict(window=5, local_layers="lg", layers=4, remat="selective")),
+    full("tensor=2", dict(window=5, local_layers="lg", layers=4, remat="selective")),
     full("fsdp=2,seq=2", dict(window=5, local_layers="lg")), ("seq=2", dict(window=10)),
     slow("pipe=2,tensor=2", dict(window=5, local_layers="lg", schedule="1f1b", microbatches=2)),
     full("fsdp=2,tensor=2", dict(window=5, pack="documents", kv_heads=2))])
@@ -269,7 +269,7 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     slow("fsdp=4,tensor=2", dict(remat="full")),
     slow("pipe=2,tensor=2", dict(kv_heads=2, microbatches=2, remat="selective")),
     slow("pipe=2,fsdp=2", dict(schedule="1f1b", microbatches=2)),
-    ("data=2", dict(pack="documents", layers=1)), full("", dict(window=200)),
+    full("data=2", dict(pack="documents", layers=1)), full("", dict(window=200)),
     slow("fsdp=2,tensor=2", dict(pack="documents", window=100, kv_heads=2, remat="full")),
     slow("tensor=2", dict(attn_softcap=0.5, pack="documents")),
     slow("data=2", dict(window=100, local_layers="lg", pack="documents")),

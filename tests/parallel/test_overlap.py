@@ -88,6 +88,7 @@ def test_a_tpu_multiplies_while_parts_travel():
     assert sum(map(bool, beside.values())) >= 16 and not others
 
 
+@pytest.mark.full
 def test_a_tpu_multiplies_while_gradients_travel():
     """Exchanges of gradients over fsdp for which all products wait, as without the option."""
     beside, others = beside_sends(compiled_for_v5e("--mesh", "fsdp=4", "--batch", "8"),
