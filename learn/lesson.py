@@ -18,11 +18,10 @@ import jax
 import numpy as np
 
 import shard
+from learn.answers import ANSWERS
 
 HERE = Path(__file__).parent
 LESSONS = {path.name[6]: path for path in sorted(HERE.glob("lesson[0-9]_*.py"))}
-# {exercise: (its answer, why)}: each lesson adds its own.
-ANSWERS: dict[str, tuple[Any, str]] = {}
 
 
 def begin(devices: int = 8) -> None:
@@ -107,15 +106,15 @@ def error_of(function: Callable, *args: Any) -> str:
 
 
 def check(exercise: str, answer: Any = ...) -> bool:
-    """Whether the answer is right (numbers: within 2%). If not, it says why."""
+    """Whether the answer is right (whole numbers exactly, others within 2%), and why."""
     right, why = ANSWERS[exercise]
     if answer is ...:
         print(f"{exercise}: put your answer in place of the dots")
         return False
-    if isinstance(right, str):
-        good = str(answer).strip().lower() == right.lower()
-    else:
+    if isinstance(right, float) and isinstance(answer, (int, float)):
         good = abs(answer - right) <= 0.02 * abs(right)
+    else:
+        good = str(answer).strip().lower() == str(right).lower()
     print(f"{exercise}: {'right' if good else 'not ' + str(answer)}. {why}")
     return good
 

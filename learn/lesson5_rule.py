@@ -32,10 +32,11 @@ def zeros(**shapes):
 # the product has nothing to multiply. Dimension 1 of `up` goes on into the hidden layer, through
 # relu, and meets dimension 0 of `down`. So there are two groups: D and F.
 #
-# A group that is split makes devices send: wherever a product sums over it, the partial sums must
-# be added. The price is what is sent for each weight that is split:
+# A group that is split makes devices send: wherever a product sums over it (it is *contracted*
+# there; elsewhere it stays *free*), the partial sums must be added. The price is for each number of
+# the weights that are split, since splitting more of them saves more:
 #
-#     (bytes + 256 KiB x reductions) / elements of the weights
+#     (bytes of the arrays that are summed + 256 KiB x reductions) / elements of the weights
 #
 # The 256 KiB stand for the time that one more collective takes to start.
 
@@ -53,8 +54,11 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 # (Backward, the sum for x's gradient is not needed: x is data.) So the price is
 # (16,384 + 262,144) / 32,768 = 8.5.
 #
-# D is refused whatever its price: x comes in whole, and nothing in the function could have split
-# it.
+# D is refused whatever its price: no weight makes D before one reads it. (A device could slice x,
+# but then the sums would be of h, which is wider.)
+#
+# The cheapest group is taken first, and a weight is split along one dimension only. So `up` becomes
+# a column and `down` a row: that is the alternation.
 
 # %%
 assert (16384 + 2**18) / (2 * 64 * 256) == 8.5
@@ -111,8 +115,9 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 
 # %% [markdown]
 # **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
-# four equal parts, the first device would have all of q and some of k. The rule sees that the
-# slices go on to heads, and splits the weight by whole heads of each.
+# four, the first device has three quarters of q and nothing of k; the second the rest of q and half
+# of k. These are whole heads, but not the same heads of q, k and v. The rule splits the weight, and
+# adds to its price what it costs to send the slices where their heads are.
 
 
 # %%
@@ -154,8 +159,6 @@ for overrides in ([("up", P(None, "data"))], [("up", P("tensor", "tensor"))], [(
 # 5.1 In `two_matrices` with 128 rows of x instead of 64, what is the price of F?
 
 # %%
-lesson.ANSWERS["5.1"] = ((128 * 64 * 4 + 2**18) / 32768, "y is [128, 64]: 32,768 bytes, and one "
-                         "reduction.")
 check("5.1", ...)
 
 # %% [markdown]
@@ -163,14 +166,10 @@ check("5.1", ...)
 # over tensor does the forward pass have?
 
 # %%
-lesson.ANSWERS["5.2"] = (2, "One for each pair of column and row. D joins both blocks, and is "
-                         "whole.")
 check("5.2", ...)
 
 # %% [markdown]
 # 5.3 With 6 heads and tensor=4, are attention's heads split?
 
 # %%
-lesson.ANSWERS["5.3"] = ("no", "6 does not divide by 4. The rule refuses the group, and attention "
-                         "stays whole; the MLP is still split.")
 check("5.3", ...)

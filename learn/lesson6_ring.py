@@ -65,7 +65,9 @@ print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
 # %% [markdown]
 # ## The ring
 #
-# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on.
+# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on. It
+# begins with its own keys: a part that is all masked means nothing until it is joined to one that
+# is not.
 
 
 # %%
@@ -98,10 +100,10 @@ assert abs(sum(sends(on_ring, q, k, v).values()) / predicted - 1) < 0.02
 # %% [markdown]
 # ## The balance of a causal ring
 #
-# The device with the first quarter of the time has few keys to see, the last has all. In the ring
-# above, which waits for the slowest in every turn, that is half of the work for nothing. So this
-# repository cuts the time into 2 n parts, and gives device d the parts d and 2 n - 1 - d: an early
-# and a late one. Pairs (query part, key part) that have work, for each device and turn:
+# The ring above computes all pairs of tokens, and masks nearly half. Skipping these would not help
+# while time is in order: in every turn some device has full work, and the others wait for it. So
+# this repository cuts the time into 2 n parts, and gives device d the parts d and 2 n - 1 - d: an
+# early and a late one. Pairs (query part, key part) that have work, for each device and turn:
 
 # %%
 for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
@@ -112,7 +114,11 @@ for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
 
 # %% [markdown]
 # Backward, the transpose of each send is a send the other way: the gradients of keys and values
-# come home, 2 (n-1) K more. So a layer sends 4 (n-1) K.
+# come home, 2 (n-1) K more. So a layer sends 4 (n-1) K, because the keys of each turn are kept: n K
+# for keys, and as much for values, in each layer whose activations are kept. Sending them around
+# again would be 6 (n-1) K.
+#
+# Each device has all weights, and other tokens, so gradients are summed over seq as in lesson 2.
 
 # %%
 gradient = jax.grad(lambda q, k, v: (on_ring(q, k, v)**2).sum(), (0, 1, 2))
@@ -122,10 +128,10 @@ quote(shard.attend)
 # %% [markdown]
 # ## When it pays
 #
-# For each turn a device multiplies 4 B (T/n)^2 H N and sends 2 B (T/n) K N numbers (K heads of keys
-# and values, often fewer than H). In bfloat16 that is (T/n) H / K operations for each byte: with
-# eight queries to a key head and T/n = 1,024, 8,192 for each byte, against 2,200 of a v5e. Long
-# rows hide their ring.
+# In each turn a device does 2 B (T/n)^2 H N operations (half of the pairs are skipped) and sends
+# 2 B (T/n) N numbers for each head of keys, often fewer than the H heads of queries. In bfloat16,
+# with eight query heads to a key head, that is 4 T/n operations for each byte: with T/n = 1,024,
+# 4,096, against 2,200 of a v5e. Long rows hide their ring.
 #
 # ## Bugs
 
@@ -140,7 +146,7 @@ for name, (right, wrong) in BUGS.items():
 
 # %% [markdown]
 # No type and no shape finds any of these. That is why inside `shard.attend` masks and scores are
-# functions of a token's slot, not of its place on a device.
+# functions of a token's slot (its place in the whole row), not of its place on a device.
 #
 # ## Exercises
 #
@@ -148,20 +154,16 @@ for name, (right, wrong) in BUGS.items():
 # bfloat16. How many bytes of keys and values does a device send forward, in one layer?
 
 # %%
-lesson.ANSWERS["6.1"] = (2 * 7 * 2 * 4096 * 8 * 128, "2 (n-1) K, with K = 2 bytes x 4,096 tokens x "
-                         "8 x 128.")
 check("6.1", ...)
 
 # %% [markdown]
 # 6.2 L of two parts is 1 and 1. By what is each part's average multiplied?
 
 # %%
-lesson.ANSWERS["6.2"] = (0.5, "exp(1) / (exp(1) + exp(1)).")
 check("6.2", ...)
 
 # %% [markdown]
 # 6.3 On seq=4, which parts of eight does device 1 have: 1 and which other?
 
 # %%
-lesson.ANSWERS["6.3"] = (6, "Parts d and 2 n - 1 - d, with d = 1 and n = 4.")
 check("6.3", ...)

@@ -1,4 +1,4 @@
-"""A whole trainer on a mesh of data, fsdp and tensor, in one file. Read it before all others.
+"""A whole trainer on a mesh of data, fsdp and tensor, in one file.
 
     python learn/tiny.py            two matrices, then a decoder, on eight simulated devices
 
