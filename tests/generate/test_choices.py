@@ -17,7 +17,7 @@ from tests.generate.test_generation import (
     small_chunks,
 )
 from tests.generate.test_sample_command import FakeModel, sampled
-from tests.helpers import config_of
+from tests.helpers import config_of, make
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
@@ -213,6 +213,19 @@ def test_shared_beginnings_and_windows_that_roll(small_chunks, name):
     for (total, count), (of_want, n) in zip(sample.score(params, rows, config, given=[18] * 3),
                                             want, strict=True):
         assert total == pytest.approx(of_want, abs=2e-4) and count == n
+
+
+def test_a_shared_beginning_is_shorter_than_a_chunk():
+    """The same fault at the real size: 32 slots of the beginning, chunks of 256, a ring of 512."""
+    config = make(layers=2, seq_len=640, window=100, local_layers="lg", heads=4, kv_heads=2)
+    params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
+    rng = np.random.default_rng(5)
+    beginning = rng.integers(0, 61, 20).tolist()
+    rows = [beginning + rng.integers(0, 61, n).tolist() for n in (500, 3)]
+    want = [sample.score(params, [row], config, given=[20])[0] for row in rows]
+    for (total, count), (of_want, n) in zip(sample.score(params, rows, config, given=[20, 20]),
+                                            want, strict=True):
+        assert total == pytest.approx(of_want, rel=1e-5) and count == n
 
 
 def test_wrong_rows_are_refused_though_they_share():
