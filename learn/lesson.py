@@ -105,6 +105,12 @@ def error_of(function: Callable, *args: Any) -> str:
     return "no error"
 
 
+def fault(function: Callable, want: Any, *args: Any) -> str:
+    """What is wrong with a program: what it raises, or how far its result is from `want`."""
+    said = error_of(function, *args)
+    return f"wrong by {abs(function(*args) - want).max():.2f}" if said == "no error" else said
+
+
 def check(exercise: str, answer: Any = ...) -> bool:
     """Whether the answer is right (whole numbers exactly, others within 2%), and why."""
     right, why = ANSWERS[exercise]

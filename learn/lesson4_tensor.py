@@ -138,10 +138,7 @@ BUGS = {
         jax.nn.relu(x @ a) @ b), "tensor")}
 for name, function in BUGS.items():
     program = jax.shard_map(function, in_specs=(P(), C, R), out_specs=P())
-    said = lesson.error_of(program, x, up, down)
-    if said == "no error":
-        said = f"wrong by {abs(program(x, up, down) - want).max():.2f}"
-    print(f"{name}: {said}")
+    print(f"{name}: {lesson.fault(program, want, x, up, down)}")
 
 # %% [markdown]
 # The type finds a reduction that is missing. It does not know which reduction was meant.

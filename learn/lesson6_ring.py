@@ -142,7 +142,7 @@ BUGS = {"the mask by local places": ("(me - turn) % n * size + ", ""),
 for name, (right, wrong) in BUGS.items():
     program = jax.shard_map(lesson.planted(ring, right, wrong), in_specs=(TIME, TIME, TIME),
                             out_specs=TIME)
-    print(f"{name}: wrong by {abs(program(q, k, v) - want).max():.2f}")
+    print(f"{name}: {lesson.fault(program, want, q, k, v)}")
 
 # %% [markdown]
 # No type and no shape finds any of these. That is why inside `shard.attend` masks and scores are

@@ -147,10 +147,7 @@ for name, (right, wrong) in BUGS.items():
     buggy = lesson.planted(pipeline, right, wrong)
     program = jax.shard_map(lambda w, x, buggy=buggy: buggy(w, x, 4), in_specs=(P("pipe"), P()),
                             out_specs=P())
-    said = lesson.error_of(program, w, x)
-    if said == "no error":
-        said = f"wrong by {abs(program(w, x) - want).max():.2f}"
-    print(f"{name}: {said}")
+    print(f"{name}: {lesson.fault(program, want, w, x)}")
 
 # %% [markdown]
 # The type finds the last: stages have different values. On one stage the first changes nothing,

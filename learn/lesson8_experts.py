@@ -142,7 +142,7 @@ BUGS = {"an expert's number that counts from 0 on each device": ("me * own + e",
 for name, (right, wrong) in BUGS.items():
     program = jax.shard_map(lesson.planted(experts, right, wrong), in_specs=(ROWS, ROWS, ROWS),
                             out_specs=ROWS)
-    print(f"{name}: wrong by {abs(program(x, up, down) - want).max():.2f}")
+    print(f"{name}: {lesson.fault(program, want, x, up, down)}")
 
 # %% [markdown]
 # All have right shapes and types, and all are found by one comparison with one device.

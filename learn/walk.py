@@ -26,19 +26,14 @@ import jax
 import networks
 import shard
 import train
-from zigzag.measure import forecast
+from zigzag.measure import forecast, hlo
 from zigzag.rule.jaxprs import equations_below
 
-# {the name that jax gives a collective: (ours, the bytes that a device sends, by the number n of
-# devices and the bytes of what goes in)}
+# {the name that jax gives a collective: ours}
 COLLECTIVES = {
-    "all_gather": ("all-gather", lambda n, size: (n - 1) * size),
-    "reduce_scatter": ("reduce-scatter", lambda n, size: (n - 1) / n * size),
-    "psum_invariant": ("all-reduce", lambda n, size: 2 * (n - 1) / n * size),
-    "pmax": ("all-reduce (max)", lambda n, size: 2 * (n - 1) / n * size),
-    "all_to_all": ("all-to-all", lambda n, size: (n - 1) / n * size),
-    "ppermute": ("collective-permute", lambda n, size: size)}
-COLLECTIVES["all_gather_invariant"] = COLLECTIVES["all_gather"]
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter", "psum_invariant": "all-reduce", "pmax": "all-reduce",
+    "all_to_all": "all-to-all", "ppermute": "collective-permute"}
 
 
 class Sent(NamedTuple):
@@ -46,7 +41,7 @@ class Sent(NamedTuple):
     places: list[tuple[str, str, int]]
     is_backward: bool
     text: str
-    bytes: float            # that a device sends, each time it runs
+    bytes: int              # that a device sends, each time it runs
 
 
 def trace(config: Any, watched: set[str]
@@ -97,14 +92,16 @@ def _arrays(x):
 
 def _text_and_bytes(eqn, sizes):
     """A collective in words (its name, axes and shapes), and the bytes that a device sends."""
-    name, sends = COLLECTIVES[eqn.primitive.name]
+    kind = COLLECTIVES[eqn.primitive.name]
     axes = eqn.params.get("axes") or eqn.params["axis_name"]
     axes = (axes,) if isinstance(axes, str) else axes
-    size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
-    sent = sends(math.prod(sizes[axis] for axis in axes), size)
+    counted = eqn.invars if kind == "reduce-scatter" else eqn.outvars
+    size = sum(v.aval.size * v.aval.dtype.itemsize for v in counted)
+    found, = hlo.add_up([(kind, "+".join(axes), math.prod(sizes[axis] for axis in axes), 1, size)])
     shapes = dict.fromkeys((_shape(eqn.invars[0].aval), _shape(eqn.outvars[0].aval)))
+    name = f"{kind} (max)" if eqn.primitive.name == "pmax" else kind
     text = f"{name} over {', '.join(axes)}: {' -> '.join(shapes)}"
-    return f"{text}, sends {forecast.human_bytes(sent)}", sent
+    return f"{text}, sends {forecast.human_bytes(found.bytes)}", found.bytes
 
 
 def _shape(x):

@@ -208,9 +208,13 @@ def empty_cache(layers: Sequence[Layer], rows: int, slots: int, dtype: Any, spec
     tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
     cache = [new_layer(layer, rows, slots, dtype, specs and specs["layers"][i], tensor)
              for i, layer in enumerate(layers)]
-    specs = specs and [{name: split[name] for name in layer}
-                       for layer, split in zip(cache, cache_specs(layers, specs))]
-    return placed(cache, specs)
+    return placed_cache(cache, layers, specs)
+
+
+def placed_cache(cache: Any, layers: Sequence[Layer], specs: Any) -> Any:
+    """The cache, split as the passes take it, by the specs of the weights."""
+    return placed(cache, specs and [{name: split[name] for name in layer} for layer, split in zip(
+        cache, cache_specs(layers, specs))])
 
 
 def gather_all_but_layers(params: Any, specs: Any, gather: Callable) -> Any:

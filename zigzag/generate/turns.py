@@ -47,20 +47,19 @@ def in_turn(engine: Engine, params: Any, contexts: Contexts, tokens: int, sampli
     for number in _by_length(contexts.rows, NEAR * rows.count):
         waiting.setdefault(rows.length_of(number), collections.deque()).append(number)
     answers: list[list[int]] = [[] for _ in contexts.rows]      # their ids so far
-    is_done = [False] * len(answers)
 
     def give(places, pieces):
         """The piece to yield, from the new ids of the rows at these places. It frees the rows whose
         answer has ended. A row with a full context is freed too, and its last half goes to the
         front of the queue."""
-        new: list[Any] = [([], []) if done else None for done in is_done]
+        new: list[Any] = [None if goes_on else ([], []) for goes_on in contexts.goes_on]
         for row in places:
             number, (ids, logs) = rows.owners[row], pieces[row]
             left = tokens - len(answers[number])
             new[number] = ids, logs = contexts.add_to(number, ids[:left], logs[:left], ends)
             answers[number] += ids
-            is_done[number] = not contexts.goes_on[number] or len(answers[number]) == tokens
-            if is_done[number]:
+            contexts.goes_on[number] &= len(answers[number]) < tokens
+            if not contexts.goes_on[number]:
                 rows.owners[row] = None
             elif contexts.is_full(number):
                 rows.owners[row] = None
@@ -69,27 +68,29 @@ def in_turn(engine: Engine, params: Any, contexts: Contexts, tokens: int, sampli
                 queue.appendleft(number)
         return new if logprobs else [pair and pair[0] for pair in new]
 
+    def next_numbers(count):
+        """The next prompts that wait, at most `count`. (One may have ended meanwhile.)"""
+        found, queue = [], waiting[rows.length]
+        while queue and len(found) < count:
+            number = queue.popleft()
+            found += [number] if contexts.goes_on[number] else []
+        return found
+
     def free_ended():
-        """Free the rows of answers that have all that they need, and forget those that wait."""
-        ended = {n for n in np.flatnonzero(~contexts.unfinished).tolist() if not is_done[n]}
-        if not ended:
-            return
+        """Free the rows of answers that have all that they need."""
+        goes_on = contexts.unfinished
         for row in rows.taken():
-            rows.owners[row] = None if rows.owners[row] in ended else rows.owners[row]
-        for length, queue in waiting.items():
-            waiting[length] = collections.deque(n for n in queue if n not in ended)
-        for number in ended:
-            is_done[number] = True
+            if not goes_on[rows.owners[row]]:
+                rows.owners[row] = None
 
     while waiting:
         rows.length = next(iter(waiting))
         while waiting[rows.length] or rows.taken():
             while waiting[rows.length] and (places := rows.next_places()):
-                queue = waiting[rows.length]
-                numbers = [queue.popleft() for _ in range(min(len(places), len(queue)))]
-                begun = [answers[number] for number in numbers]
-                yield give(places[:len(numbers)], rows.read(places, numbers, begun))
-                free_ended()
+                if numbers := next_numbers(len(places)):
+                    begun = [answers[number] for number in numbers]
+                    yield give(places[:len(numbers)], rows.read(places, numbers, begun))
+                    free_ended()
             if taken := rows.taken():
                 numbers = [rows.owners[row] for row in taken]
                 most = min(max(tokens - len(answers[n]) for n in numbers),
@@ -211,10 +212,7 @@ def put_rows(engine: Engine, state: dict[str, Any], new: dict[str, Any], places:
     others = {name: put(state[name], new[name]) for name in state
               if name not in decoding.REPLICATED and name != "cache"}
     if (specs := engine.specs) is not None:     # where the other passes have them
-        layers = engine.network.cache_layers(engine.config)
-        cache = decoding.placed(cache, [
-            {name: split[name] for name in layer} for layer, split in zip(
-                cache, decoding.cache_specs(layers, specs))])
+        cache = decoding.placed_cache(cache, engine.network.cache_layers(engine.config), specs)
         rows = batch_spec(jax.sharding.get_abstract_mesh())
         others = decoding.placed(others, dict.fromkeys(others, rows))
     return state | {"cache": cache} | others
