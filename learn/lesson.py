@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import shard
+from learn import draw
 from learn.answers import ANSWERS
 
 HERE = Path(__file__).parent
@@ -41,16 +42,19 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 def show(x: jax.Array) -> None:
     """Print which devices hold which part of an array of one or two dimensions."""
-    rows = np.atleast_2d(np.empty(x.shape, object))
-    for piece in x.addressable_shards:
-        part = rows[piece.index if x.ndim == 2 else (slice(None), *piece.index)]
-        for place in np.ndindex(part.shape):
-            part[place] = [*(part[place] or []), piece.device.id]
-    cells = [["".join(map(str, cell)) for cell in row] for row in rows.tolist()]
+    cells = [["".join(map(str, cell)) for cell in row] for row in draw.holders_of(x).tolist()]
     width = max(len(cell) for row in cells for cell in row)
     print(f"{list(x.shape)}, split as {x.sharding.spec}; each number with the devices that hold it")
     for row in cells:
         print("   ", " ".join(cell.ljust(width) for cell in row))
+
+
+def picture(name: str, drawn: draw.Picture) -> draw.Picture:
+    """Write a picture into learn/pictures. (A notebook also shows it, if the cell ends here.)"""
+    (HERE / "pictures").mkdir(exist_ok=True)
+    drawn.save(HERE / "pictures" / f"{name}.svg")
+    print(f"picture: learn/pictures/{name}.svg")
+    return drawn
 
 
 def sends(function: Callable, *args: Any) -> dict[str, int]:
@@ -96,19 +100,23 @@ def planted(function: Callable, right: str, wrong: str) -> Callable:
     return names[function.__name__]
 
 
+def attempt(function: Callable, *args: Any) -> tuple[Any, str]:
+    """(the result of a call, ""), or (None, the first line of what it raises)."""
+    try:
+        return function(*args), ""
+    except Exception as e:
+        return None, f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+
+
 def error_of(function: Callable, *args: Any) -> str:
     """The first line of what this call raises, or that it raises nothing."""
-    try:
-        function(*args)
-    except Exception as e:
-        return f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
-    return "no error"
+    return attempt(function, *args)[1] or "no error"
 
 
 def fault(function: Callable, want: Any, *args: Any) -> str:
     """What is wrong with a program: what it raises, or how far its result is from `want`."""
-    said = error_of(function, *args)
-    return f"wrong by {abs(function(*args) - want).max():.2f}" if said == "no error" else said
+    found, error = attempt(jax.jit(function), *args)
+    return error or f"wrong by {abs(found - want).max():.2f}"
 
 
 def check(exercise: str, answer: Any = ...) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson, tiny
+from learn import draw, lesson, tiny
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -32,7 +32,19 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 #
 # A loss here returns a sum over rows, and what to divide it by. Why not a mean? With 3 rows on one
 # device and 1 on another, the mean of two means is not the mean of four rows. Sums add up; the
-# division comes once, at the end.
+# division comes once, at the end. What each device has, as a picture: a colour for each part of the
+# rows, grey for what is the same on all devices.
+
+# %%
+SAME, DEVICES = 7, [f"device {d}" for d in range(4)]
+lesson.picture("data", draw.steps("Data parallelism on four devices, from step to step", DEVICES, {
+    "weights": [[(SAME, "w")]] * 4,
+    "rows": [[(d, f"rows {8 * d} to {8 * d + 7}")] for d in range(4)],
+    "gradient of its rows": [[(d, f"gradient {d}")] for d in range(4)],
+    "after the all-reduce": [[(SAME, "sum of all")]] * 4}))
+
+# %% [markdown]
+# As code:
 
 
 # %%
@@ -147,11 +159,8 @@ BUGS = {"a missing sum": ('"data" if "fsdp" in spec else ROWS)', '() if "fsdp" i
         "a count that is a mean": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
                                    "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
 for name, (good, bad) in BUGS.items():
-    buggy = lesson.with_bug(tiny, good, bad)
-    said = lesson.error_of(lambda buggy=buggy: losses(buggy, 2, 2, 2))
-    if said == "no error":
-        said = f"losses differ by {abs(losses(buggy, 2, 2, 2) / right - 1).max():.1%}"
-    print(f"{name}: {said}")
+    got, error = lesson.attempt(losses, lesson.with_bug(tiny, good, bad), 2, 2, 2)
+    print(f"{name}:", error or f"losses differ by {abs(got / right - 1).max():.1%}")
 
 # %% [markdown]
 # The first is found by the types: a gradient that was not summed still varies over data, and its

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -35,10 +35,24 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 #
 # Data parallelism keeps everything on every device: a weight, its gradient, and two numbers of
 # Adam, 16 bytes for each weight in float32. Here a device has a part. Dimension 0 is the layers, so
-# specs begin with None. A small array, as a picture:
+# specs begin with None. A small array:
 
 # %%
 show(jax.device_put(np.zeros((4, 8)), NamedSharding(mesh, P("fsdp"))))
+
+# %% [markdown]
+# And one layer's weight on its way through a step, a colour for each part. A gradient with a number
+# is for that device's rows.
+
+# %%
+OWN = [[(d, "") if part == d else None for part in range(4)] for d in range(4)]
+lesson.picture("fsdp", draw.steps("One weight over fsdp=4, from step to step", [
+    f"device {d}" for d in range(4)], {
+        "kept": OWN, "all-gather, forward": [[(part, "") for part in range(4)]] * 4, "dropped": OWN,
+        "all-gather, backward": [[(part, "") for part in range(4)]] * 4,
+        "its rows' gradient": [[(part, d) for part in range(4)] for d in range(4)],
+        "reduce-scatter": [[(d, "sum") if part == d else None for part in range(4)]
+                           for d in range(4)]}))
 
 # %% [markdown]
 # ## A step
@@ -152,8 +166,7 @@ def not_gathered(w, x):             # w [D/4, D] of a square weight, used as if 
 
 program = jax.shard_map(lambda w, x: lax.psum(not_gathered(w, x), "fsdp"),
                         in_specs=(P("fsdp"), P("fsdp")), out_specs=P())
-print(f"a part that fits by chance: {program(square, x):.0f} where one device has "
-      f"{jnp.sum((x @ square)**2):.0f}")
+print("a part that fits by chance:", lesson.fault(program, jnp.sum((x @ square)**2), square, x))
 
 # %% [markdown]
 # Shapes find the first two. The third has right shapes and right types, and is wrong.

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -30,6 +30,16 @@ x = rng.normal(size=(B, T, D)).astype(np.float32)
 def mlp(x, up, down):
     return jax.nn.relu(x @ up) @ down
 
+
+# %% [markdown]
+# ## Columns, rows
+#
+# Cut by columns, a weight gives each device some of the results. Cut by rows, it needs only some of
+# the inputs, and gives each device a part of every sum. (w' is w with its dimensions exchanged, as
+# the backward pass uses it; dy is the gradient for y.)
+
+# %%
+lesson.picture("products", draw.products(4))
 
 # %% [markdown]
 # ## Four cases

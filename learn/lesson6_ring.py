@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -85,7 +85,7 @@ def ring(q, k, v):                              # [B, T/4, H, N] each
 
 
 TIME = P(None, "seq")
-on_ring = jax.shard_map(ring, in_specs=(TIME, TIME, TIME), out_specs=TIME)
+on_ring = jax.jit(jax.shard_map(ring, in_specs=(TIME, TIME, TIME), out_specs=TIME))
 print("wrong by", abs(on_ring(q, k, v) - want).max())
 
 # %% [markdown]
@@ -111,6 +111,7 @@ for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
     work = [[sum(a >= b for a in parts[d] for b in parts[(d - t) % n]) for t in range(n)]
             for d in range(n)]
     print(f"{name}: {work}; the slowest of each turn add up to {sum(map(max, zip(*work)))}")
+lesson.picture("ring", draw.ring(n))
 
 # %% [markdown]
 # Backward, the transpose of each send is a send the other way: the gradients of keys and values

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -127,8 +127,14 @@ for M in (4, 8, 32):
 # Give each stage two chunks of layers that are not neighbours: with 8 layers A to H on 4 stages,
 # stage 0 has A and E, stage 1 has B and F. A microbatch goes around twice, in ticks half as long,
 # so the idle time is half: (S - 1) / (2 M + S - 1) of the time, if S divides M. It sends twice as
-# often.
-#
+# often. The three, as this repository's loops run them, with a backward pass that takes twice as
+# long as a forward pass:
+
+# %%
+lesson.picture("timetables", draw.timetables(4, 12, {
+    "GPipe": ("gpipe", 1), "interleaved, two chunks": ("interleaved", 2), "1F1B": ("1f1b", 1)}))
+
+# %% [markdown]
 # ## When it pays
 #
 # In a tick, t tokens of a microbatch meet the stage's P / S weights: 2 t P / S operations for 2 t D

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -55,10 +55,11 @@ print("the first token visits", choose(x)[1][0], "with the shares", choose(x)[0]
 # One token's way. Devices have experts 0-1, 2-3, 4-5 and 6-7, and 16 tokens each:
 
 # %%
-for token in (0, 20, 40):
+for token in (8, 24, 40):
     chosen = choose(x)[1][token]
     print(f"    token {token}, of device {token // 16}: experts {chosen}, on devices "
           f"{sorted({int(e) * n // E for e in chosen})}")
+lesson.picture("visits", draw.visits(np.asarray(choose(x)[1]), n, E, (8, 24, 40)))
 
 # %% [markdown]
 # ## There and back
@@ -86,7 +87,7 @@ def experts(x, up, down):                       # x [16, D]; up [2, D, F], down 
 
 
 ROWS = P("expert")
-on_mesh = jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=ROWS)
+on_mesh = jax.jit(jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=ROWS))
 print("wrong by", abs(on_mesh(x, up, down) - want).max())
 
 # %% [markdown]

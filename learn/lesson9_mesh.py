@@ -14,7 +14,7 @@ import jax
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import train
-from learn import lesson
+from learn import draw, lesson
 from learn.lesson import check
 
 lesson.begin(8)
@@ -83,6 +83,19 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
     arithmetic, added = seconds(*mesh)
     print("    data={} fsdp={} tensor={}:".format(*mesh),
           f"{arithmetic:.2f} s, and {added:.2f} s of sending")
+
+# %% [markdown]
+# How far is each axis from its roof? The operations that a chip does in the whole update for each
+# byte that this axis, on 64 chips or on four, makes it send; with rows of 4,096 tokens and of 256:
+
+# %%
+points = {}
+for time in (4096, 256):
+    work = 8 * weights * rows * time / chips
+    points[f"data=64, rows of {time}"] = "links", work / (2 * 63 / 64 * 4 * weights)
+    points[f"fsdp=64, rows of {time}"] = "links", work / (3 * 63 / 64 * 2 * weights)
+points["tensor=4, any rows"] = "links", 8 * weights / (10 * 3 / 4 * 2 * 4 * width * layers)
+lesson.picture("roofline", draw.roofline("A chip of TPU v5e", flops, {"links": link}, points))
 
 # %% [markdown]
 # fsdp alone hides its sending here. Its 3 W do not depend on the tokens: with shorter rows they no

@@ -19,7 +19,7 @@ import inspect
 import math
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import jax
 
@@ -125,14 +125,14 @@ def statements(file: str, function: str) -> list[tuple[int, int]]:
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
 
-def show(file: str, function: str, sent: list[Sent], made: dict) -> None:
-    """Print the lines of a function, each with what it makes and sends."""
+def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
+    """The lines of a function, each with what it makes and sends."""
     lines = Path(file).read_text().splitlines()
     if not any((where, name) == (file, function) for where, name, _ in made):
         raise shard.ConfigError(f"{Path(file).name}:{function} is not called in this step")
-    print(f"\n{Path(file).name}:{function}\n")
+    out = [f"\n{Path(file).name}:{function}\n"]
     for first, last in sorted(statements(file, function)):
-        print(*lines[first - 1:last], sep="\n")
+        out += lines[first - 1:last]
         here = range(first, last + 1)
         for number in here:
             for name, x in made.get((file, function, number), {}).items():
@@ -140,12 +140,13 @@ def show(file: str, function: str, sent: list[Sent], made: dict) -> None:
                     if _arrays(a):
                         over = ", ".join(sorted(shard.varying(a))) or "no axis"
                         what = name + jax.tree_util.keystr(path)
-                        print(f"        {what:24} {_shape(a):20} varies over {over}")
+                        out.append(f"        {what:24} {_shape(a):20} varies over {over}")
         here = [(one.is_backward, one.text) for one in sent if any(
             place[:2] == (file, function) and place[2] in here for place in one.places)]
         for (is_backward, text), count in collections.Counter(here).items():
-            print(f"        {'backward' if is_backward else 'forward'}: {text}"
-                  f"{f', {count} times' if count > 1 else ''}")
+            out.append(f"        {'backward' if is_backward else 'forward'}: {text}"
+                       f"{f', {count} times' if count > 1 else ''}")
+    return "\n".join(out)
 
 
 def callees(file: str, function: str, sent: list[Sent]) -> list[str]:
@@ -167,15 +168,21 @@ def main(argv: list[str] | None = None) -> None:
         file, _, function = argv.pop(0).partition(":")
         chosen.append((str(Path(file).resolve()), function))
     config = train.parse(argv)
+    print(text(config, chosen))
+
+
+def text(config: Any, chosen: Sequence[tuple[str, str]] = ()) -> str:
+    """What `main` prints for the functions `chosen`, each (file, function); () for the block of
+    the configuration's network."""
     if not chosen:
         chosen = [(inspect.getsourcefile(networks.network_of(config.network).loss), "block")]
     for where in chosen:
         statements(*where)      # (refuses what is not there)
     sent, made, c = trace(config, {file for file, _ in chosen})
-    print(f"{c.batch} rows of {c.seq_len} tokens, {c.accumulate} parts; {c.dtype}; --mesh {c.mesh}")
-    for file, function in chosen:
-        for name in (function, *callees(file, function, sent)):
-            show(file, name, sent, made)
+    heading = (f"{c.batch} rows of {c.seq_len} tokens, {c.accumulate} parts; {c.dtype}; "
+               f"--mesh {c.mesh}")
+    return "\n".join([heading, *(annotated(file, name, sent, made) for file, function in chosen
+                                 for name in (function, *callees(file, function, sent)))])
 
 
 if __name__ == "__main__":

@@ -48,9 +48,11 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     m = compiled.memory_analysis()
     at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
                - m.alias_size_in_bytes)
-    if m.host_temp_size_in_bytes:       # (--remat offload: the peak includes the host's memory)
+    # (With --remat offload the peak includes the host's memory; a CPU's does not count what is
+    # computed.)
+    if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
         return at_most
-    return m.peak_memory_in_bytes or at_most
+    return m.peak_memory_in_bytes
 
 
 def memory_in_use(what: str = "bytes_in_use") -> int:

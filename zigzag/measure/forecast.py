@@ -49,9 +49,13 @@ SHOWN, COMPILED = 5, 3
 
 class Cost(NamedTuple):
     """The cost of an update on one device."""
-    arithmetic: float       # seconds
-    links: float            # seconds of sending
-    memory: float           # bytes
+    arithmetic: float           # seconds
+    links: float                # seconds of sending
+    parts: dict[str, float]     # bytes of memory, by what they hold
+
+    @property
+    def memory(self) -> float:
+        return sum(self.parts.values())
 
 
 def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, flops: float
@@ -83,11 +87,13 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))
     kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
-    memory = ((STATE_BYTES * trained + itemsize * (own - trained)) / f + kept * itemsize
-              + 3 * 4 * min(LOGITS, tokens * c.vocab_size)  # logits, softmax, gradients
-              + 4 * own * itemsize / layers     # two layers' gathered weights and gradients
-              + 6 * 4 * SCORES / 4)                     # attention's scores, in blocks
-    return Cost(work / chip.flops, sent / chip.links, memory)
+    return Cost(work / chip.flops, sent / chip.links, {
+        "weights, gradients, optimizer": (STATE_BYTES * trained + itemsize * (own - trained)) / f,
+        "activations kept for the backward pass": kept * itemsize,
+        "logits, softmax, their gradients": 3 * 4 * min(LOGITS, tokens * c.vocab_size),
+        "two layers' gathered weights and gradients": 4 * own * itemsize / layers,
+        "attention's scores, in blocks": 6 * 4 * min(
+            SCORES / 4, tokens / c.accumulate * c.seq_len * c.heads / t)})
 
 
 def _of_remat(text):
@@ -154,15 +160,11 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     """Report the memory, the arithmetic and the collectives of a compiled program, and the time
     that these take at the chip's published rates. `flops` are an update's, by the usual count."""
     chip, memory, flops = chip_of(mesh.devices.flat[0]), step.memory_analysis(), flops / mesh.size
-    try:
-        with _without_stderr():
-            sends = collectives(step)
+    sends, done, error = work_of(config, mesh, step, flops=flops, expected=expected)
+    if error:
+        reporter.line(f"         {error}")
+    else:
         reporter.collectives(sends, expected, complete)
-        done = arithmetic(step, _share_in_groups(config, mesh))
-    except jax.errors.JaxRuntimeError as e:
-        sends, done = expected, flops
-        reporter.line(f"         the compiler cannot print this program ({one_line(e)}): its "
-                      f"arithmetic and what it sends are the expected ones")
     peak, sent = peak_memory(step), sum(c.bytes for c in sends)
     fits = "" if not chip else f", which has {_gib(chip.memory)}: " + (
         "it fits" if peak < chip.memory else "IT DOES NOT FIT")
@@ -188,6 +190,18 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
         f"{flops / chip.flops / least:.1%}, if each runs at its published rate "
         f"({chip.flops / 1e12:.0f} Tflop/s, {chip.bandwidth / 1e9:.0f} GB/s, "
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
+
+
+def work_of(config: Any, mesh: Any, step: jax.stages.Compiled, *, flops: float,
+            expected: Sequence[Collective]) -> tuple[Sequence[Collective], float, str]:
+    """(what a device sends in a compiled step, the operations that it does, ""). Where the compiler
+    cannot print the program, they are `expected` and `flops`, and the text says so."""
+    try:
+        with _without_stderr():
+            return collectives(step), arithmetic(step, _share_in_groups(config, mesh)), ""
+    except jax.errors.JaxRuntimeError as e:
+        return expected, flops, (f"the compiler cannot print this program ({one_line(e)}): its "
+                                 f"arithmetic and what it sends are the expected ones")
 
 
 def _gib(size):

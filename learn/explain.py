@@ -1,0 +1,308 @@
+"""One page about a run: who holds what, what fills the memory, what is sent, how long it takes.
+
+    python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
+    python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32
+    python -m learn.explain out.html --run out/one --run out/two --shards 2
+
+The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
+of --topology, and does not run. With --run, the page has the curves of these runs. All other flags
+are train.py's. The page needs no network, and has no scripts.
+"""
+
+import html
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Iterable, NamedTuple, Sequence
+
+import jax
+
+import networks
+import shard
+import train
+from learn import draw, walk
+from zigzag.measure import chips, forecast, hlo
+
+STYLE = draw.STYLE + """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff }
+a { color: #0645ad } a:focus, summary:focus, .wide:focus { outline: 3px solid #ee8866 }
+table { border-collapse: collapse } caption { text-align: left; font-weight: bold }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884;
+         vertical-align: top }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+.wide { overflow-x: auto } pre { font-size: 13px; line-height: 1.35 } svg { max-width: none }
+@media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
+                                      a { color: #8ab4f8 } }
+"""
+# A device whose numbers are not known is taken to be a chip of this name.
+USUAL_CHIP = "TPU v5 lite"
+
+
+class Run(NamedTuple):
+    """What the page is about."""
+    program: Any
+    compiled: jax.stages.Compiled
+    chip: chips.Chip
+    about_chip: str
+    sent: Sequence[hlo.Collective]          # by the compiled program
+    expected: Sequence[hlo.Collective]      # by formulas
+    flops: float                            # of a device, in one update
+    note: str                               # where `sent` and `flops` are expected ones, that
+
+    @property
+    def config(self) -> Any:
+        return self.program.config
+
+
+def compiled(config: Any) -> Run:
+    """The configuration's step, compiled, and what can be read off it."""
+    program, step = train.commands.ready_to_run(config, train.TRAINER)
+    device = program.mesh.devices.flat[0]
+    chip = chips.chip_of(device)
+    about = (f"{device.device_kind}, as published" if chip else
+             f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
+    c, mesh = program.config, program.mesh
+    expected = train.commands.expected_traffic(program.plan)
+    sent, flops, note = forecast.work_of(
+        c, mesh, step, expected=expected,
+        flops=train.TRAINER.networks.flops_of_update(c) / mesh.size)
+    return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
+
+
+# -------------------------------------------------------------------------------------------
+# The sections: each returns HTML
+
+def who_holds_what(run: Run) -> str:
+    """A row for each weight, with a picture of the part of one device."""
+    rows, total = [], 0
+    decisions = jax.tree.leaves(run.program.plan.decisions)
+    shapes = jax.tree.leaves_with_path(run.program.plan.params)
+    for (path, x), decision in zip(shapes, decisions):
+        place = jax.NamedSharding(run.program.mesh, decision.spec)
+        part = place.shard_shape(x.shape)
+        size = math.prod(part) * x.dtype.itemsize
+        total += size
+        rows.append([jax.tree_util.keystr(path, simple=True, separator="."), _shape(x.shape),
+                     _of_spec(decision.spec), _piece(x.shape, part), _shape(part), _bytes(size),
+                     decision.reason])
+    return (f"<p>Each device stores {_bytes(total)} of weights. The blue part of a picture is one "
+            f"device's part, along the two dimensions that are split most. (In "
+            f"<code>layers</code>, dimension 0 counts the layers.)</p>" + _table(
+                "The weights, and the part of one device",
+                ["weight", "shape", "split over", "picture", "a device's part", "bytes", "why"],
+                rows))
+
+
+def _of_spec(spec):
+    over = [f"dimension {d} over {entry if isinstance(entry, str) else ', '.join(entry)}"
+            for d, entry in enumerate(spec) if entry]
+    return "; ".join(over) or "whole on each device"
+
+
+def _piece(shape, part):
+    """A picture: a box for a weight, and within it a device's part, along two dimensions."""
+    shape, part = ((1, *s) for s in (shape, part))
+    split = sorted(range(len(shape)), key=lambda d: (shape[d] / part[d], d))[-2:]
+    down, across = sorted(split)
+    picture = draw.Picture(f"a device has {part[down]} of {shape[down]} by {part[across]} of "
+                           f"{shape[across]}")
+    height, width = (60 if shape[d] > 1 else 8 for d in (down, across))
+    picture.box(0, 0, width, height, "none")
+    picture.box(0, 0, max(2, width * part[across] / shape[across]),
+                max(2, height * part[down] / shape[down]), draw.color(0))
+    return picture
+
+
+def memory(run: Run) -> str:
+    """What a device's memory holds: exactly, by formulas, and by the compiled program."""
+    program, c = run.program, run.config
+
+    def held(tree):
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                   for x in jax.tree.leaves(tree))
+
+    network = networks.network_of(c.network)
+    cost = forecast.cost_model(c, network.weight_shapes(c.network), dict(program.mesh.shape),
+                               run.chip, flops=0)
+    stats, limit = run.compiled.memory_analysis(), ("the chip's memory", run.chip.memory)
+    names = {"params": "trained weights", "frozen": "frozen weights", "opt": "optimizer"}
+    exact = [(names.get(name, name), held(x))
+             for name, x in {**program.state, "batch": program.batch}.items()]
+    peak = chips.peak_memory(run.compiled)
+    found = [("state and batch", stats.argument_size_in_bytes),
+             ("temporary arrays", stats.temp_size_in_bytes), ("peak", peak)]
+    fits = "it fits" if peak < run.chip.memory else "it does not fit"
+    return (f"<p>At its peak the compiled step uses {_bytes(peak)} of a device's memory, and the "
+            f"chip has {_bytes(run.chip.memory)}: {fits}.</p>"
+            + _bars("What a device stores from step to step", exact, 0)
+            + _bars("By formulas, while it computes", cost.parts.items(), 2)
+            + _bars("By the compiled program", found, 1, limit))
+
+
+def timeline(run: Run) -> str:
+    """How long a device computes and sends, and the pipeline's timetable if there is one."""
+    c = run.config
+    arithmetic = run.flops / run.chip.flops
+    rows = [("computing", arithmetic, 0), *(
+        (f"{one.kind} over {one.axis}", one.bytes / run.chip.links, 1) for one in run.sent)]
+    text = draw.bars("The time of an update in which a device computes, and sends, at the rates of "
+                     "the chip", [(name, x, _seconds(x), color)
+                                  for name, x, color in rows]).svg("")
+    sending = sum(x for _, x, _ in rows[1:])
+    text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending {_seconds(sending)}, by "
+            f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
+            f"the two, if all that is sent travels while something is computed, and at most their "
+            f"sum, if nothing does. What feeds the very next product (tensor) waits; what is "
+            f"needed a layer later (fsdp) need not.</p>" + _figure(text))
+    stages = run.program.mesh.shape["pipe"]
+    if stages > 1:
+        text += _figure(draw.timetables(stages, c.microbatches, {
+            c.schedule: (c.schedule, c.chunks)}).svg(""))
+    return text
+
+
+def traffic(run: Run) -> str:
+    """What is sent, expected and found."""
+    wanted = {(one.kind, one.axis): one for one in run.expected}
+    rows = []
+    for one in () if run.note else run.sent:
+        match = wanted.pop((one.kind, one.axis), None)
+        rows.append([one.axis, one.kind, f"{one.count:,}", f"{one.bytes:,}",
+                     f"{match.bytes:,}" if match else "no formula",
+                     f"{one.bytes / match.bytes:.3f}" if match and match.bytes else ""])
+    found = ["not known"] * 2 if run.note else ["0"] * 2
+    rows += [[axis, kind, *found, f"{one.bytes:,}", ""] for (kind, axis), one in wanted.items()]
+    note = f"<p>Not read off the program: {html.escape(run.note)}.</p>" if run.note else ""
+    return note + _table("What a device sends in one update", ["over", "collective", "times",
+                  "bytes, compiled", "bytes, by formulas", "ratio"], rows)
+
+
+def roofline(run: Run) -> str:
+    """Operations for each byte, from memory and over each axis."""
+    stats = run.compiled.memory_analysis()
+    moved = (stats.argument_size_in_bytes + stats.output_size_in_bytes
+             + 2 * stats.temp_size_in_bytes)
+    by_axis: dict[str, int] = {}
+    for one in run.sent:
+        by_axis[one.axis] = by_axis.get(one.axis, 0) + one.bytes
+    points = {"memory, if each array is read and written once": ("memory", run.flops / moved)}
+    points |= {f"what is sent over {axis}": ("links", run.flops / size)
+               for axis, size in by_axis.items() if size}
+    rates = {"memory": run.chip.bandwidth, "links": run.chip.links}
+    return _figure(draw.roofline(f"One update on one device; rates: {run.about_chip}",
+                                 run.chip.flops, rates, points).svg("")) + (
+        "<p>A point under the flat part of its line waits for arithmetic; one under the slope, for "
+        "bytes.</p>")
+
+
+def block(run: Run) -> str:
+    """The network's block, line by line."""
+    return (f'<details><summary>Show the lines</summary><div class="wide" tabindex="0"><pre>'
+            f"{html.escape(walk.text(run.config))}</pre></div></details>")
+
+
+def curves(folders: Iterable[str]) -> str:
+    """The loss of each run."""
+    runs = {}
+    for folder in folders:
+        path = Path(folder) / "metrics.jsonl"
+        try:
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+        except (OSError, ValueError) as e:
+            raise shard.ConfigError(f"--run {folder}: cannot read metrics.jsonl ({e})") from None
+        points = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+        if not points:
+            raise shard.ConfigError(f"--run {folder}: no step in its metrics.jsonl")
+        runs[folder] = points[::max(1, len(points) // 500)]
+    return _figure(draw.curves(f"The loss of {', '.join(runs)}", runs).svg(""))
+
+
+# -------------------------------------------------------------------------------------------
+# The page
+
+SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline,
+            "What is sent": traffic, "Operations for each byte": roofline,
+            "A block, line by line": block}
+
+
+def page(run: Run, runs: Sequence[str] = ()) -> str:
+    """The whole page."""
+    c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
+    if runs:
+        parts["Curves"] = curves(runs)
+    mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
+    count, _ = run.program.plan.counts
+    title = f"{count:,} parameters on {mesh or 'one device'}"
+    links = "".join(f'<li><a href="#part{i}">{name}</a></li>' for i, name in enumerate(parts))
+    body = "".join(f'<section aria-labelledby="part{i}"><h2 id="part{i}">{name}</h2>{text}'
+                   f"</section>" for i, (name, text) in enumerate(parts.items()))
+    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width, initial-scale=1"><title>{title}</title>'
+            f"<style>{STYLE}</style></head><body><header><h1>{title}</h1><p>An update has "
+            f"{c.batch:,} rows of {c.seq_len:,} tokens, in {c.accumulate} part"
+            f"{'s' * (c.accumulate > 1)}; {c.dtype}; --remat "
+            f"{html.escape(c.remat)}; {run.program.mesh.size:,} devices.</p></header>"
+            f'<nav aria-label="sections"><ul>{links}</ul></nav><main>{body}</main></body></html>\n')
+
+
+def _table(caption, names, rows):
+    def cell(x):
+        if isinstance(x, draw.Picture):
+            return f"<td>{x.svg('')}</td>"
+        is_number = x.replace(",", "").replace(".", "").isdigit()
+        return f"<td{' class=number' if is_number else ''}>{html.escape(x)}</td>"
+
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "".join(f'<tr><th scope="row">{html.escape(first)}</th>{"".join(map(cell, rest))}</tr>'
+                   for first, *rest in rows)
+    return (f'<div class="wide" tabindex="0" role="region" aria-label="{caption}"><table><caption>'
+            f"{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")
+
+
+def _figure(svg):
+    return f'<figure class="wide" tabindex="0">{svg}</figure>'
+
+
+def _bars(title, rows, color, limit=("", 0)):
+    return f"<h3>{title}</h3>" + _figure(draw.bars(title, [
+        (name, size, _bytes(size), color) for name, size in rows if size], limit).svg(""))
+
+
+def _shape(shape):
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _seconds(x):
+    return f"{x:,.3g} s" if x >= 1 else f"{1e3 * x:,.3g} ms"
+
+
+def _bytes(size):
+    return forecast.human_bytes(size)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "-h" in argv or "--help" in argv:
+        return print(__doc__)
+    if not argv or argv[0].startswith("-"):
+        raise shard.ConfigError("expected the file to write first: "
+                                "python -m learn.explain out.html --mesh ...")
+    out, runs = Path(argv.pop(0)), []
+    while "--run" in argv:
+        at = argv.index("--run")
+        runs += argv[at + 1:at + 2]
+        del argv[at:at + 2]
+    run = compiled(train.parse(argv))
+    text = page(run, runs)
+    try:
+        out.write_text(text)
+    except OSError as e:
+        raise shard.ConfigError(f"{out}: {e.strerror}") from None
+    print(f"{out}: {forecast.human_bytes(len(text))}")
+
+
+if __name__ == "__main__":
+    train.run_main(main)

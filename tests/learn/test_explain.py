@@ -1,0 +1,113 @@
+"""learn/explain.py: a page that needs nothing else, whose figures are the program's."""
+
+import json
+import math
+from html.parser import HTMLParser
+
+import jax
+import pytest
+
+import train
+from learn import explain
+from tests.common import full, refused
+
+FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
+
+
+class Page(HTMLParser):
+    """What a reader, a keyboard and a screen reader meet on a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.rows, self.text = [], [], [], [], [], ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if "href" in attrs else []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if {"td", "th"} & {*self.open} and "svg" not in self.open:
+            self.rows[-1][-1] += data
+
+
+def written(tmp_path, *flags):
+    explain.main([str(tmp_path / "page.html"), *FLAGS.split(), *flags])
+    text = (tmp_path / "page.html").read_text()
+    return text, Page(text)
+
+
+def test_a_page(tmp_path):
+    """A weight's part or a collective's bytes that are not the program's; something that is loaded;
+    a picture without words, a table without headings, a place that no key reaches."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for number, folder in enumerate(runs):
+        folder.mkdir()
+        rows = [{"step": i, "loss": 5 / (i + number)} for i in (1, 2)] + [{"eval_loss": 1.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, page = written(tmp_path, "--mesh", "data=2,fsdp=2,tensor=2",
+                         *(word for folder in runs for word in ("--run", str(folder))))
+    program = train.commands.program_of(train.parse(
+        ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]), train.TRAINER)
+    for path, x in jax.tree.leaves_with_path(program.state["params"]):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        row, = (row for row in page.rows if row[0] == name)
+        part = x.sharding.shard_shape(x.shape)
+        assert row[1] == str(list(x.shape)) and row[4] == str(list(part))
+        split = {a for entry in x.sharding.spec for a in
+                 ((entry,) if isinstance(entry, str) else entry or ())}
+        assert split == {axis for axis in program.mesh.shape if axis in row[2]}
+    sent = explain.compiled(program.config).sent
+    rows = page.rows[-len(sent):]
+    assert [row[:4] for row in rows] == [
+        [one.axis, one.kind, f"{one.count:,}", f"{one.bytes:,}"] for one in sent]
+    assert all(0.98 < float(row[5]) < 1.02 for row in rows if row[5])
+    total = sum(4 * math.prod(x.sharding.shard_shape(x.shape))
+                for x in jax.tree.leaves(program.state["params"]))
+    assert f"Each device stores {explain._bytes(total)} of weights" in page.text
+
+    assert len(text) < 2e6 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert all(link[1:] in page.ids for link in page.links) and len(page.links) == 7
+    assert len({*page.ids}) == len(page.ids)
+    for tag, attrs in page.tags:
+        assert tag != "svg" or attrs["role"] == "img" and attrs["aria-label"]
+        assert tag != "th" or attrs["scope"] in ("col", "row")
+        assert "wide" not in attrs.get("class", "") or attrs["tabindex"] == "0"
+    assert "prefers-color-scheme: dark" in text and 'lang="en"' in text
+    assert "model.py:block" in page.text and "q, k, v = shard.columns" in page.text
+
+
+@full
+def test_a_page_with_a_pipeline(tmp_path):
+    """No timetable, or another schedule's."""
+    text, _ = written(tmp_path, "--mesh", "pipe=4,tensor=2", "--schedule", "1f1b",
+                      "--microbatches", "4")
+    assert "1f1b: idle 43%" in text and "waiting at most, by stage: 4, 4, 4, 2" in text
+
+
+def test_what_is_refused(tmp_path, capsys):
+    says = refused(capsys, "--mesh", "data=8", main=explain.main)
+    assert "expected the file to write first" in says
+    explain.main(["--help"])
+    assert "python -m learn.explain out.html" in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n')
+    for folder, said in (("no", "cannot read metrics.jsonl"), (".", "no step in its")):
+        with pytest.raises(explain.shard.ConfigError, match=said):
+            explain.curves([str(tmp_path / folder)])
