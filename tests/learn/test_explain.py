@@ -9,7 +9,7 @@ import pytest
 
 import train
 from learn import explain
-from tests.common import full, refused
+from tests.common import refused
 
 FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
 
@@ -94,7 +94,7 @@ def test_a_page(tmp_path):
     assert "model.py:block" in page.text and "q, k, v = shard.columns" in page.text
 
 
-@full
+@pytest.mark.full
 def test_a_page_with_a_pipeline(tmp_path):
     """No timetable, or another schedule's."""
     text, _ = written(tmp_path, "--mesh", "pipe=4,tensor=2", "--schedule", "1f1b",
