@@ -120,14 +120,15 @@ class net:
     plan_weights, tensor_dims = _named("plan_weights"), _named("tensor_dims")
 
 
-def gradients_of(config, mesh, batch):
-    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way."""
+def gradients_of(config, mesh, batch, weights=None):
+    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way. weights:
+    where; None: at init's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
         program = program_of(config, mesh)
         with jax.set_mesh(program.mesh):
-            state = program.start(jax.random.key(0))
+            state = program.start(jax.random.key(0), weights)
             before = jax.device_get(state["params"])
             placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
                                  config.batch)

@@ -777,3 +777,20 @@ def test_a_comparison_of_nothing_does_not_pass(monkeypatch):
     learn(make(steps=1, check=True), "data=2", lines)
     assert any("is not checked on this mesh" in line for line in lines)
     assert not any("those of one device" in line for line in lines)
+
+
+def test_many_rows_of_three_numbers():
+    """Wrong sums by jaxlib 0.10.2's kernels for a CPU (see core/mesh.py)."""
+    x, w = (np.random.default_rng(s).normal(size=(s, 3)).astype(np.float32) for s in (40001, 3))
+
+    def squares(p, b):
+        each = jax.vmap(lambda row: jnp.sum((p["w"] @ row)**2))(b["x"])
+        return jnp.sum(each), jnp.float32(len(each))
+
+    program = train.build(
+        dataclasses.replace(OWN, batch=len(x)), mesh_of(""), lambda key: {"w": jnp.asarray(w)},
+        squares, {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)})
+    with jax.set_mesh(program.mesh):
+        found, *_ = program.evaluate({"w": w}, {"x": x}, {})
+    want = ((x.astype(np.float64) @ w.T)**2).sum()
+    assert float(found) == pytest.approx(want, rel=1e-5)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import train
-from tests.common import gradients_of, in_float64, net, slow
+from tests.common import full, gradients_of, in_float64, net, slow
 from tests.helpers import ROOT, batch_of, learn, make, program_of
 from zigzag.core.mesh import by_path, cast
 from zigzag.disk.batches import place_batch
@@ -54,6 +54,27 @@ def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
                 assert leaf.dtype == np.float64
                 found = np.vdot(leaf - moved[i], direction)
                 assert found == pytest.approx((there - back) / 2e-5, rel=1e-4, abs=1e-9), path
+
+
+@pytest.mark.parametrize("changes", [
+    dict(d_model=12, positions="learned", d_ff=3),
+    full(dict(d_model=12, positions="learned", d_ff=3, experts=3)), full({})])
+def test_gradients_of_many_tokens(changes):
+    """A product or a sum that a CPU's compiler gets wrong where an array has many rows and another
+    dimension is odd and small. (With jaxlib 0.10.2 the sum of the squares of `x @ w` is wrong for
+    more than 32,768 rows of three numbers; in float64 for more than 16,384.)"""
+    config = make(batch=1001, seq_len=37, **changes)
+    batch = batch_of(config)
+    weights = jax.device_get(net.init(config, jax.random.key(0)))
+    found, _ = gradients_of(config, "", batch, weights)
+    with in_float64():
+        exact = jax.tree.map(np.float64, weights)
+        wanted, _ = gradients_of(config, "", batch, exact)
+    for (path, want), got in zip(by_path(wanted).items(), by_path(found).values()):
+        assert want.dtype == np.float64 and got.dtype == np.float32
+        # (Gradients are read off rounded weights.)
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert error < 2e-3, (path, error)
 
 
 @pytest.mark.full

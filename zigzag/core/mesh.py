@@ -187,13 +187,19 @@ OPTIONS = {
     "tpu": {"xla_tpu_enable_async_all_to_all": True}}
 
 
-def compiler_options(mesh: Mesh, auto_tensor: bool = False) -> dict[str, Any]:
+def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
+                     ) -> dict[str, Any]:
     """The XLA options of a program: OPTIONS, apart from those that the user's XLA_FLAGS or
     LIBTPU_INIT_ARGS name. `auto_tensor` says that tensor is left to the compiler inside a
-    shard_map."""
+    shard_map; `any_loss` that the program has a loss which is not one of our networks'."""
     given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    options = {name: value for name, value in OPTIONS.get(platform(mesh), {}).items()
-               if name not in given}
+    wanted = dict(OPTIONS.get(platform(mesh), {}))
+    if platform(mesh) == "cpu" and any_loss and jax.lib.__version__ == "0.10.2":
+        # This version adds up wrong numbers in sum((x @ w)**2, -1) if x has three columns and more
+        # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
+        # products only. (0.10.1 and from 0.11.0 on it is right.)
+        wanted["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    options = {name: value for name, value in wanted.items() if name not in given}
     if jax.config.read("jax_disable_most_optimizations"):
         options.pop("xla_backend_optimization_level", None)
     if platform(mesh) == "cpu" and auto_tensor and mesh.shape["tensor"] > 1:

@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED))
+        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED), not self.trusted)
 
     @property
     def untimed(self) -> tuple[str, ...]:
