@@ -26,7 +26,8 @@ lesson.begin(8)
 # ## A mesh
 #
 # Eight devices in a grid of two by four. Its dimensions have names, the axes. A device's place is
-# its index along each axis.
+# its index along each axis. (`lesson.mesh` also makes it the mesh of every `shard_map` that
+# follows.)
 
 # %%
 mesh = lesson.mesh(data=2, tensor=4)
@@ -111,8 +112,11 @@ _ = jax.shard_map(types, in_specs=P("data", "tensor"), out_specs=P("data"))(x)
 #
 # On the shortest ring of n devices, each sends its piece, of S bytes, to the next. In an
 # **all-gather** it then passes on what it got, n-1 times in all: (n-1) S. A **reduce-scatter** of
-# arrays of S bytes moves S/n in each of n-1 turns: (n-1)/n S. An **all-reduce** is both, one after
-# the other: 2 (n-1)/n S. First the formula, then the compiled program:
+# arrays of S bytes moves S/n in each of n-1 turns: (n-1)/n S. An **all-reduce** of arrays of S
+# bytes is a reduce-scatter, and then an all-gather of its results, of S/n bytes each: 2 (n-1)/n S.
+#
+# First the formula, then the compiled program. (The copies that an all-gather makes are equal, but
+# in their type they still vary over tensor. So the spec of the result names tensor.)
 
 # %%
 big = jnp.zeros((256, 1024))                    # a piece is [128, 256] float32: 131,072 bytes

@@ -117,8 +117,8 @@ for mark, times in ((False, 4), (True, 1)):
 
 # %% [markdown]
 # So `train.make_step` marks the weights outside of what it differentiates, and sums at the end. It
-# does not mark them over tensor: there the psum that jax makes is needed in every part (lesson 4,
-# norms). The code, as it is in this repository:
+# does not mark them over tensor: only norms and other small weights are whole there, and what jax
+# sums for them in every part is little. The code, as it is in this repository:
 
 # %%
 quote(shard.sum_gradients)
@@ -165,10 +165,18 @@ for name, (good, bad) in BUGS.items():
 # %% [markdown]
 # The first is found by the types: a gradient that was not summed still varies over data, and its
 # spec says that it does not. The other two have right types. In the second, devices of fsdp hold
-# different pieces of a weight, and the sum adds up numbers of different weights. In the third the
+# different pieces of a weight, and the sum adds up these pieces. In the third the
 # first loss is right, since sum and count are both an eighth of what they should be. But gradients
 # are divided by that count, so steps are eight times too long. Only a comparison with one device
 # finds these. So `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own.
+#
+# How can `train.fit` tell a bug from rounding? Before a run it computes the sums and the gradient
+# of three batches, at weights that are moved at random (with a head of zeros nothing would show):
+# on the mesh, on one device, and on one device with weights moved by rounding errors. The last two
+# show how far rounding alone can go. The loss is refused if a batch is off by more than three times
+# that, or two batches by more than once. Then the rows in parts, in another order, or exchanged
+# with other rows tell why: the loss is not a sum over rows, or it uses a row's index, or it
+# compares rows.
 #
 # ## Exercises
 #

@@ -120,6 +120,12 @@ weights = zeros(table=(1024, 64), up=(64, 256), down=(256, 64))
 print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 
 # %% [markdown]
+# So a dimension has other roles than *free* and *contracted*. In a lookup, the table's rows are
+# *indexed*: each device looks up the ids whose rows it has, puts zeros for the others, and one
+# reduction adds these up; the table's other dimension is free. A reshape of [D, H N] to [D, H, N]
+# hands the split to the first of the new dimensions, H, if the axis divides it: a device then has
+# whole heads. A split inside the heads is refused, or costs what must then be sent.
+#
 # **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
 # four, the first device has three quarters of q and nothing of k; the second the rest of q and half
 # of k. These are whole heads, but not the same heads of q, k and v. The rule splits the weight, and
@@ -140,14 +146,15 @@ print(prices.table(fused, zeros(qkv=(64, 192), o=(64, 64)), x, shards=4))
 # %% [markdown]
 # ## When it pays
 #
-# A group is worth its price if the weights are large beside the activations that are summed: the
-# rule refuses groups that are four times narrower than what they read (the rank of an adapter, a
-# few labels), since a reduction would cost more than the product saves.
+# A group is worth its price if its weights are large beside the activations that are summed. Some
+# are not worth any price: groups that are four times narrower than what they read (the rank of an
+# adapter, a few labels) are refused before prices are compared.
 #
 # ## Bugs
 #
-# A split by hand, with overrides. The first and the third are kept as they are given ("u" is a
-# pattern, which matches `up`); what cannot be meant is refused:
+# A split by hand, with overrides. The first names an axis that this mesh does not have, so it cuts
+# nothing; the third is kept ("u" is a pattern, which matches `up`). What cannot be meant is
+# refused:
 
 # %%
 P = jax.P

@@ -65,9 +65,9 @@ print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
 # %% [markdown]
 # ## The ring
 #
-# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on. It
-# begins with its own keys: a part that is all masked means nothing until it is joined to one that
-# is not.
+# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on. In
+# some turns all keys are masked. Their scores are -1e30, not -infinity, so L is near -1e30 too, and
+# the part gets a weight of zero when it is joined to another. (-infinity would make it NaN.)
 
 
 # %%
@@ -100,8 +100,9 @@ assert abs(sum(sends(on_ring, q, k, v).values()) / predicted - 1) < 0.02
 # %% [markdown]
 # ## The balance of a causal ring
 #
-# The ring above computes all pairs of tokens, and masks nearly half. Skipping these would not help
-# while time is in order: in every turn some device has full work, and the others wait for it. So
+# The ring above computes all pairs of tokens, and masks nearly half. Skipping these would help
+# little while time is in order: in every turn but the first some device has full work, and the
+# others wait for it. So
 # this repository cuts the time into 2 n parts, and gives device d the parts d and 2 n - 1 - d: an
 # early and a late one. Pairs (query part, key part) that have work, for each device and turn:
 

@@ -113,9 +113,10 @@ quote(shard.gpipe)
 # returns, S - s microbatches wait, however many there are. That saves memory, not time: the idle
 # share is GPipe's. Autodiff cannot do this, since the backward pass of the first microbatch begins
 # before the forward pass of the last one has ended: the loss must be computed inside the loop, and
-# the backward pass written out (zigzag/parallel/pipeline.py. There a tick has room for a forward
-# and a backward pass, so the way back takes whole ticks: stage s keeps 2 (S - s) inputs, and
-# recomputes the rest.) The largest number of microbatches that wait for their backward pass:
+# the backward pass written out. (In zigzag/parallel/pipeline.py a tick has a forward and a backward
+# pass. Stage s takes microbatch m forward in tick m + s, and backward in tick m + 2 S - 1 - s. So
+# up to 2 (S - s) inputs wait there; the rest is recomputed.) The largest number of microbatches
+# that wait for their backward pass, as in the first sentence:
 
 # %%
 for M in (4, 8, 32):
@@ -137,10 +138,10 @@ lesson.picture("timetables", draw.timetables(4, 12, {
 # %% [markdown]
 # ## When it pays
 #
-# In a tick, t tokens of a microbatch meet the stage's P / S weights: 2 t P / S operations for 2 t D
-# bytes in bfloat16, P / (S D) for each byte. For P = 8e9, S = 4 and D = 4,096 that is 490,000, two
-# hundred times what a v5e needs. So a pipeline is for models that do not fit otherwise, and for
-# slow connections. Its price is the idle time, so it needs many microbatches.
+# In a tick, t tokens of a microbatch meet a stage's part of all N weights: 2 t N / S operations for
+# 2 t D bytes in bfloat16, N / (S D) for each byte. For N = 8e9, S = 4 and D = 4,096 that is
+# 490,000, two hundred times what a v5e needs. So a pipeline is for models that do not fit
+# otherwise, and for slow connections. Its price is the idle time, so it needs many microbatches.
 #
 # ## Bugs
 

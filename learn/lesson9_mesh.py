@@ -22,9 +22,10 @@ lesson.begin(8)
 # %% [markdown]
 # ## What each axis divides, and what it sends
 #
-# For one update, n devices on the axis, A parts of a batch, L layers. All letters are bytes on one
-# device: G of its gradients in float32, W of the layers' weights that it gathers, X of the stream
-# of one part, K of one layer's keys of one part. (Lessons 2 to 8 have derived each line.)
+# For one update, n devices on the axis, A parts of a batch, L layers, M microbatches that take
+# `ticks` ticks. The other letters are bytes: G of a device's gradients in float32, W of the layers'
+# weights after it has gathered them, X of the stream of one part before tensor cuts its time, K of
+# one layer's keys of one part. Lessons 2 to 8 have derived these lines.
 #
 #     axis     divides                                sends
 #     data     rows                                   2 (n-1)/n G
@@ -34,12 +35,14 @@ lesson.begin(8)
 #     expert   rows, experts                          4 (n-1) X L A
 #     pipe     layers                                 2 X (ticks/M + (n-1)/n) A, and idle time
 #
-# (At the end of a pipeline each stage gets its part of the last stage's X, for the loss, and sends
-# its gradient back: the (n-1)/n.)
+# One thing is new: at the end of a pipeline each stage gets its part of the last stage's X, for the
+# loss (lesson 7 gave all of it to all stages), and sends its gradient back: the (n-1)/n.
 #
 # The first line holds for every axis but tensor along which a weight is whole: seq sums all
 # gradients, expert those outside the experts, pipe those of the embedding and the head. With
-# activations recomputed (`--remat full`) tensor sends 10 in place of 8, and expert 5 in place of 4.
+# activations recomputed (`--remat full`), a layer's two gathers run once more, but not its
+# reductions, since what attention added is kept: tensor sends 10 in place of 8. Tokens go to their
+# experts once more, but not back: 5 in place of 4.
 #
 # What is sent costs time only if nothing is computed meanwhile. fsdp's gather of the next layer can
 # travel while this layer multiplies. tensor's gather feeds the very next product, and data's sum
@@ -57,10 +60,10 @@ print(f"weights, gradients and optimizer: {16 * weights / 1e9:.0f} GB; on each o
       f"{16 * weights / chips / 1e9:.1f} GB")
 
 # %% [markdown]
-# So data parallelism alone is out (128 GB), and at least 16 chips must share the state: on 8 it
-# would be 16 GB each. Try every mesh of data, fsdp and tensor, with 64 rows of 4,096 tokens, each
-# chip's rows in one part, activations recomputed (8 operations for each weight and token),
-# bfloat16:
+# So data parallelism alone is out (128 GB), and at least 16 chips (of powers of two) must share the
+# state: on 8 it would be 16 GB each. Try every mesh of data, fsdp and tensor, with 64 rows of 4,096
+# tokens, each chip's rows in one part, activations recomputed (8 operations for each weight and
+# token), bfloat16:
 
 
 # %%
@@ -75,9 +78,9 @@ def seconds(data, fsdp, tensor, time=4096):
 
 
 def fits(data, fsdp, tensor, time=4096):
-    """Whether the state and the kept activations (one stream for each layer) fit."""
-    tokens = rows * time / (data * fsdp)
-    return 16 * weights / (fsdp * tensor) + 2 * tokens * width * layers / tensor < 0.8 * memory
+    """Whether the state and the kept activations fit: a stream for each layer, two with tensor."""
+    kept = (1 + (tensor > 1)) * 2 * rows * time / (data * fsdp) * width * layers / tensor
+    return 16 * weights / (fsdp * tensor) + kept < 0.8 * memory
 
 
 meshes = [(data, chips // data // tensor, tensor) for data in (1, 2, 4, 8, 16, 32, 64)
@@ -125,7 +128,8 @@ for time in (4096, 1024, 256):
 # --remat full. (It needs the package libtpu.)
 #
 # Here, on simulated devices, a deep and narrow model in float32: the table as a function, and what
-# the program sends.
+# the program sends. (All axes together: L is of a stage, whose idle ticks send, too. The embedding
+# and the head are gathered once in an update.)
 
 
 # %%
@@ -195,6 +199,10 @@ def program_on(mesh):
 
 for mesh in ("tensor=3", "pipe=4,data=2", "fsdp=8,tensor=2", "tensr=2"):
     print(f"{mesh}: {lesson.error_of(program_on, mesh)}")
+
+# %% [markdown]
+# Eight devices do not divide by three; six layers do not divide over four stages; sixteen devices
+# are more than eight; and a name is misspelt. All are said before anything is compiled.
 
 # %% [markdown]
 # ## Exercises
