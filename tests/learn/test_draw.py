@@ -2,12 +2,12 @@
 
 import xml.etree.ElementTree as ElementTree
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax
 from learn import draw
 from tests.helpers import mesh_of
 from zigzag.parallel.pipeline import passes
