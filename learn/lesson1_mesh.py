@@ -69,8 +69,8 @@ print(y - x)
 # ## A collective
 #
 # Devices exchange numbers by collectives, along axes that are named. `lax.psum` adds up what the
-# devices of an axis have; each of them gets the sum. Here each device has a part of a row, and the
-# sum of a row needs all parts.
+# devices of an axis (or of several) have; each of them gets the sum. Here each device has a part of
+# a row, and the sum of a row needs all parts.
 
 
 # %%

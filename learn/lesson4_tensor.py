@@ -115,7 +115,8 @@ assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.
 
 # %% [markdown]
 # The backward pass is the transpose: of the all-gather a reduce-scatter, of the reduce-scatter an
-# all-gather. So a block sends 4 (n-1)/n X forward and backward; a layer has two, 8 (n-1)/n X.
+# all-gather. So a block sends 4 (n-1)/n X forward and backward; a layer has two, attention and an
+# MLP: 8 (n-1)/n X.
 
 # %%
 gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 2))

@@ -57,8 +57,9 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 # D is refused whatever its price: no weight makes D before one reads it. (A device could slice x,
 # but then the sums would be of h, which is wider.)
 #
-# The cheapest group is taken first, and a weight is split along one dimension only. So `up` becomes
-# a column and `down` a row: that is the alternation.
+# The cheapest group is taken first, and a weight is split along one dimension only: a group that
+# shares a weight with one already taken stays whole, and so does one whose length the axis does not
+# divide. So `up` becomes a column and `down` a row: that is the alternation.
 
 # %%
 assert (16384 + 2**18) / (2 * 64 * 256) == 8.5

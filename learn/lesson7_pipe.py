@@ -116,7 +116,7 @@ quote(shard.gpipe)
 # the backward pass written out. (In zigzag/parallel/pipeline.py a tick has a forward and a backward
 # pass. Stage s takes microbatch m forward in tick m + s, and backward in tick m + 2 S - 1 - s. So
 # up to 2 (S - s) inputs wait there; the rest is recomputed.) The largest number of microbatches
-# that wait for their backward pass, as in the first sentence:
+# that wait for their backward pass, if a stage alternates without waiting for a tick:
 
 # %%
 for M in (4, 8, 32):

@@ -131,7 +131,7 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 # weights in bfloat16, 1.6 GB, fsdp=8 sends 4.2 GB a layer; expert=8 with 4,096 tokens of width
 # 4,096 on a device, X = 33.6 MB, sends 0.94 GB: 10 ms on a v5e beside 3 ms of arithmetic (forward
 # and backward, two visited), where fsdp takes 47 ms. If tokens were sent only where they are
-# needed, the 0.94 GB would be about a quarter.
+# needed (two of eight devices), the 0.94 GB would be about a quarter.
 #
 # ## Bugs
 

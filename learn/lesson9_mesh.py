@@ -41,8 +41,9 @@ lesson.begin(8)
 # The first line holds for every axis but tensor along which a weight is whole: seq sums all
 # gradients, expert those outside the experts, pipe those of the embedding and the head. With
 # activations recomputed (`--remat full`), a layer's two gathers run once more, but not its
-# reductions, since what attention added is kept: tensor sends 10 in place of 8. Tokens go to their
-# experts once more, but not back: 5 in place of 4.
+# reductions: what attention added is kept, and after the MLP's the next layer's input is, which is
+# kept anyway. So tensor sends 10 in place of 8. Tokens go to their experts once more, but not back:
+# 5 in place of 4.
 #
 # What is sent costs time only if nothing is computed meanwhile. fsdp's gather of the next layer can
 # travel while this layer multiplies. tensor's gather feeds the very next product, and data's sum
