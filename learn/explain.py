@@ -293,7 +293,9 @@ def main(argv: list[str] | None = None) -> None:
     out, runs = Path(argv.pop(0)), []
     while "--run" in argv:
         at = argv.index("--run")
-        runs += argv[at + 1:at + 2]
+        if at + 1 == len(argv):
+            raise shard.ConfigError("--run: expected the folder of a run after it")
+        runs.append(argv[at + 1])
         del argv[at:at + 2]
     run = compiled(train.parse(argv))
     text = page(run, runs)

@@ -105,6 +105,7 @@ def test_a_page_with_a_pipeline(tmp_path):
 def test_what_is_refused(tmp_path, capsys):
     says = refused(capsys, "--mesh", "data=8", main=explain.main)
     assert "expected the file to write first" in says
+    assert "expected the folder of a run" in refused(capsys, "out.html", "--run", main=explain.main)
     explain.main(["--help"])
     assert "python -m learn.explain out.html" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n')
