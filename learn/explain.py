@@ -104,7 +104,7 @@ def _of_spec(spec):
 
 def _piece(shape, part):
     """A picture: a box for a weight, and within it a device's part, along two dimensions."""
-    shape, part = ((1, *s) for s in (shape, part))
+    shape, part = ((1, 1, *s) for s in (shape, part))
     split = sorted(range(len(shape)), key=lambda d: (shape[d] / part[d], d))[-2:]
     down, across = sorted(split)
     picture = draw.Picture(f"a device has {part[down]} of {shape[down]} by {part[across]} of "
@@ -154,8 +154,8 @@ def timeline(run: Run) -> str:
     sending = sum(x for _, x, _ in rows[1:])
     text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending {_seconds(sending)}, by "
             f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
-            f"the two, if all that is sent travels while something is computed, and at most their "
-            f"sum, if nothing does. What feeds the very next product (tensor) waits; what is "
+            f"the two, if all that is sent travels over all links while something is computed; about "
+            f"their sum, if nothing does; more where stages or memory are waited for. What feeds the very next product (tensor) waits; what is "
             f"needed a layer later (fsdp) need not.</p>" + _figure(text))
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
@@ -199,9 +199,13 @@ def roofline(run: Run) -> str:
 
 
 def block(run: Run) -> str:
-    """The network's block, line by line."""
+    """The network's block, line by line, if it has one."""
+    try:
+        lines = walk.text(run.config)
+    except shard.ConfigError as e:
+        return f"<p>{html.escape(str(e))}</p>"
     return (f'<details><summary>Show the lines</summary><div class="wide" tabindex="0"><pre>'
-            f"{html.escape(walk.text(run.config))}</pre></div></details>")
+            f"{html.escape(lines)}</pre></div></details>")
 
 
 def curves(folders: Iterable[str]) -> str:

@@ -52,7 +52,7 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     # computed.)
     if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
         return at_most
-    return m.peak_memory_in_bytes
+    return m.peak_memory_in_bytes or at_most
 
 
 def memory_in_use(what: str = "bytes_in_use") -> int:
