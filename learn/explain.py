@@ -154,9 +154,10 @@ def timeline(run: Run) -> str:
     sending = sum(x for _, x, _ in rows[1:])
     text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending {_seconds(sending)}, by "
             f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
-            f"the two, if all that is sent travels over all links while something is computed; about "
-            f"their sum, if nothing does; more where stages or memory are waited for. What feeds the very next product (tensor) waits; what is "
-            f"needed a layer later (fsdp) need not.</p>" + _figure(text))
+            f"the two, if all that is sent travels over all links while something is computed; "
+            f"about their sum, if nothing does; more where stages or memory are waited for. What "
+            f"feeds the very next product (tensor) waits; what is needed "
+            f"a layer later (fsdp) need not.</p>" + _figure(text))
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
         text += _figure(draw.timetables(stages, c.microbatches, {
