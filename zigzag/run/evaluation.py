@@ -225,7 +225,8 @@ def predict_all(program: Program, predict: Callable, collate: Callable, examples
     program is compiled; the padding of the last batch is dropped."""
     config, groups = program.config, row_groups(program.mesh)
     rows = min(max(rows_at_once(config) // groups, 1), -(-count // groups)) * groups
-    compiled = jax.jit(predict, out_shardings=NamedSharding(program.mesh, P()))
+    compiled = jax.jit(predict, compiler_options=program.plan.compiler_options,
+                       out_shardings=NamedSharding(program.mesh, P()))
     parts = []
     for first in range(0, count, rows):
         outputs = jax.device_get(compiled(params, _batch(program, collate, examples, first, rows)))
