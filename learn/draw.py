@@ -22,7 +22,7 @@ from typing import Any, Sequence
 import jax
 import numpy as np
 
-from zigzag.parallel.pipeline import ticks, work_1f1b, work_at
+from zigzag.parallel.pipeline import letters, ticks, work_1f1b, work_at
 
 # Light enough for black text, and told apart by those who see few colours, too.
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#dddddd")
@@ -256,9 +256,9 @@ def timetables(stages: int, microbatches: int, schedules: dict[str, tuple[str, i
         for stage, row in enumerate(rows):
             picture.text(10, y + 16, f"stage {stage}")
             picture.box(70, y, 800, 22, "none", "", True)
-            for at, width, microbatch, letter, is_back in row:
-                text = f"{microbatch}{letter}" + "'" * is_back
-                number = 4 if is_back else 2 + 4 * (ord(letter or "a") - 97)
+            for at, width, microbatch, chunk, is_back in row:
+                text = f"{microbatch}{letters(chunk) if chunks > 1 else ''}" + "'" * is_back
+                number = 4 if is_back else 2 + 4 * chunk
                 picture.box(70 + at * unit, y, width * unit, 22, color(number),
                             text if 7 * len(text) < unit * width else "")
             y += 24
@@ -270,7 +270,7 @@ def timetables(stages: int, microbatches: int, schedules: dict[str, tuple[str, i
 
 
 def _work(stage, S, M, schedule, chunks):
-    """[(begin, width, microbatch, letter of the chunk, is backward)] of a stage; a forward pass of
+    """[(begin, width, microbatch, chunk, is backward)] of a stage; a forward pass of
     all its layers over a microbatch has width 1."""
     count, V = ticks(S, M, schedule, chunks)
     if schedule != "1f1b":
@@ -278,9 +278,8 @@ def _work(stage, S, M, schedule, chunks):
         for t in range(count):
             m, chunk = work_at(t, stage, S, V)
             if 0 <= m < M:
-                letter = chr(97 + chunk) if V > 1 else ""
-                found += [(t / V, 1 / V, m, letter, False),
-                          (total - 2 * (t + 1) / V, 2 / V, m, letter, True)]
+                found += [(t / V, 1 / V, m, chunk, False),
+                          (total - 2 * (t + 1) / V, 2 / V, m, chunk, True)]
         return sorted(found)
     found = []
     begin = 0
@@ -288,9 +287,9 @@ def _work(stage, S, M, schedule, chunks):
         forward, back = work_1f1b(t, stage, S)
         goes_forward, goes_back = t < count - S, t >= S     # (some stage does, in this tick)
         if 0 <= forward < M:
-            found.append((begin, 1, forward, "", False))
+            found.append((begin, 1, forward, 0, False))
         if 0 <= back < M:
-            found.append((begin + goes_forward, 2, back, "", True))
+            found.append((begin + goes_forward, 2, back, 0, True))
         begin += goes_forward + 2 * goes_back
     return sorted(found)
 

@@ -32,7 +32,7 @@ a { color: #0645ad } a:focus, summary:focus, .wide:focus { outline: 3px solid #e
 table { border-collapse: collapse } caption { text-align: left; font-weight: bold }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884;
          vertical-align: top }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
 .wide { overflow-x: auto } pre { font-size: 13px; line-height: 1.35 } svg { max-width: none }
 @media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
                                       a { color: #8ab4f8 } }
@@ -82,11 +82,11 @@ def who_holds_what(run: Run) -> str:
     shapes = jax.tree.leaves_with_path(run.program.plan.params)
     for (path, x), decision in zip(shapes, decisions):
         place = jax.NamedSharding(run.program.mesh, decision.spec)
-        part = place.shard_shape(x.shape)
+        part = place.shardstr([*x.shape])
         size = math.prod(part) * x.dtype.itemsize
         total += size
-        rows.append([jax.tree_util.keystr(path, simple=True, separator="."), _shape(x.shape),
-                     _of_spec(decision.spec), _piece(x.shape, part), _shape(part), _bytes(size),
+        rows.append([jax.tree_util.keystr(path, simple=True, separator="."), str([*x.shape]),
+                     _of_spec(decision.spec), _piece(x.shape, part), str([*part]), _bytes(size),
                      decision.reason])
     return (f"<p>Each device stores {_bytes(total)} of weights. The blue part of a picture is one "
             f"device's part, along the two dimensions that are split most. (In "
@@ -121,7 +121,7 @@ def memory(run: Run) -> str:
     program, c = run.program, run.config
 
     def held(tree):
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return sum(math.prod(x.sharding.shardstr([*x.shape])) * x.dtype.itemsize
                    for x in jax.tree.leaves(tree))
 
     network = networks.network_of(c.network)
@@ -148,20 +148,20 @@ def timeline(run: Run) -> str:
     arithmetic = run.flops / run.chip.flops
     rows = [("computing", arithmetic, 0), *(
         (f"{one.kind} over {one.axis}", one.bytes / run.chip.links, 1) for one in run.sent)]
-    text = draw.bars("The time of an update in which a device computes, and sends, at the rates of "
+    bars = draw.bars("The time of an update in which a device computes, and sends, at the rates of "
                      "the chip", [(name, x, _seconds(x), color)
-                                  for name, x, color in rows]).svg("")
+                                  for name, x, color in rows])
     sending = sum(x for _, x, _ in rows[1:])
     text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending {_seconds(sending)}, by "
             f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
             f"the two, if all that is sent travels over all links while something is computed; "
             f"about their sum, if nothing does; more where stages or memory are waited for. What "
             f"feeds the very next product (tensor) waits; what is needed "
-            f"a layer later (fsdp) need not.</p>" + _figure(text))
+            f"a layer later (fsdp) need not.</p>" + _figure(bars))
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
         text += _figure(draw.timetables(stages, c.microbatches, {
-            c.schedule: (c.schedule, c.chunks)}).svg(""))
+            c.schedule: (c.schedule, c.chunks)}))
     return text
 
 
@@ -183,18 +183,16 @@ def traffic(run: Run) -> str:
 
 def roofline(run: Run) -> str:
     """Operations for each byte, from memory and over each axis."""
-    stats = run.compiled.memory_analysis()
-    moved = (stats.argument_size_in_bytes + stats.output_size_in_bytes
-             + 2 * stats.temp_size_in_bytes)
     by_axis: dict[str, int] = {}
     for one in run.sent:
         by_axis[one.axis] = by_axis.get(one.axis, 0) + one.bytes
-    points = {"memory, if each array is read and written once": ("memory", run.flops / moved)}
+    points = {"memory, if temporary memory is used once": (
+        "memory", run.flops / forecast.bytes_moved(run.compiled))}
     points |= {f"what is sent over {axis}": ("links", run.flops / size)
                for axis, size in by_axis.items() if size}
     rates = {"memory": run.chip.bandwidth, "links": run.chip.links}
     return _figure(draw.roofline(f"One update on one device; rates: {run.about_chip}",
-                                 run.chip.flops, rates, points).svg("")) + (
+                                 run.chip.flops, rates, points)) + (
         "<p>A point under the flat part of its line waits for arithmetic; one under the slope, for "
         "bytes.</p>")
 
@@ -222,7 +220,7 @@ def curves(folders: Iterable[str]) -> str:
         if not points:
             raise shard.ConfigError(f"--run {folder}: no step in its metrics.jsonl")
         runs[folder] = points[::max(1, len(points) // 500)]
-    return _figure(draw.curves(f"The loss of {', '.join(runs)}", runs).svg(""))
+    return _figure(draw.curves(f"The loss of {', '.join(runs)}", runs))
 
 
 # -------------------------------------------------------------------------------------------
@@ -233,11 +231,11 @@ SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline
             "A block, line by line": block}
 
 
-def page(run: Run, runs: Sequence[str] = ()) -> str:
-    """The whole page."""
+def page(run: Run, of_runs: str = "") -> str:
+    """The whole page; of_runs: its section about runs that were made."""
     c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
-    if runs:
-        parts["Curves"] = curves(runs)
+    if of_runs:
+        parts["Curves"] = of_runs
     mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
     count, _ = run.program.plan.counts
     title = f"{count:,} parameters on {mesh or 'one device'}"
@@ -267,17 +265,13 @@ def _table(caption, names, rows):
             f"{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")
 
 
-def _figure(svg):
-    return f'<figure class="wide" tabindex="0">{svg}</figure>'
+def _figure(picture):
+    return f'<figure class="wide" tabindex="0">{picture.svg("")}</figure>'
 
 
 def _bars(title, rows, color, limit=("", 0)):
     return f"<h3>{title}</h3>" + _figure(draw.bars(title, [
-        (name, size, _bytes(size), color) for name, size in rows if size], limit).svg(""))
-
-
-def _shape(shape):
-    return f"[{', '.join(map(str, shape))}]"
+        (name, size, _bytes(size), color) for name, size in rows if size], limit))
 
 
 def _seconds(x):
@@ -302,8 +296,8 @@ def main(argv: list[str] | None = None) -> None:
             raise shard.ConfigError("--run: expected the folder of a run after it")
         runs.append(argv[at + 1])
         del argv[at:at + 2]
-    run = compiled(train.parse(argv))
-    text = page(run, runs)
+    of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
+    text = page(compiled(train.parse(argv)), of_runs)
     try:
         out.write_text(text)
     except OSError as e:

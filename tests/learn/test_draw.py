@@ -55,8 +55,7 @@ def test_a_timetable_can_be_run(S, M, schedule, V):
     ends = {}
     for stage, row in enumerate(rows):
         assert all(a[0] + a[1] <= b[0] + 1e-9 for a, b in zip(row, row[1:]))
-        for at, width, m, letter, is_back in row:
-            chunk = ord(letter or "a") - 97
+        for at, width, m, chunk, is_back in row:
             ends[m, chunk * S + stage, is_back] = at, at + width
     assert len(ends) == 2 * M * S * V == sum(map(len, rows))
     last = S * V - 1

@@ -177,9 +177,7 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     reporter.line(f"links    {_gib(sent)} sent by a device")
     if not chip:
         return
-    moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes
-             + 2 * memory.temp_size_in_bytes)
-    takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth,
+    takes = {"arithmetic": done / chip.flops, "memory": bytes_moved(step) / chip.bandwidth,
              "links": sent / chip.links}
     worst = max(takes, key=takes.get)
     least = takes[worst]
@@ -202,6 +200,13 @@ def work_of(config: Any, mesh: Any, step: jax.stages.Compiled, *, flops: float,
     except jax.errors.JaxRuntimeError as e:
         return expected, flops, (f"the compiler cannot print this program ({one_line(e)}): its "
                                  f"arithmetic and what it sends are the expected ones")
+
+
+def bytes_moved(step: jax.stages.Compiled) -> int:
+    """The bytes that a compiled step moves from and to memory, if it reads what it is given once,
+    and writes and reads its temporary memory once: the fewest."""
+    m = step.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
 
 
 def _gib(size):

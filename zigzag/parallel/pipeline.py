@@ -129,7 +129,7 @@ def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: in
             forward, back = work_1f1b(t, stage, S)
             return " ".join([_cell(forward, M), _cell(back, M, "'")])
         microbatch, chunk = work_at(t, stage, S, V)
-        return _cell(microbatch, M, _letters(chunk) if V > 1 else "")
+        return _cell(microbatch, M, letters(chunk) if V > 1 else "")
 
     rows = [[cell(s, t) for t in range(count)] for s in range(S)]
     width = max(len(c) for row in rows for c in row)
@@ -144,8 +144,8 @@ def _cell(microbatch, M, mark=""):
     return f"{microbatch}{mark}" if 0 <= microbatch < M else "."
 
 
-def _letters(chunk):
-    """a to z, then aa, bb and so on."""
+def letters(chunk: int) -> str:
+    """The name of a stage's chunk: a to z, then aa, bb and so on."""
     return chr(ord("a") + chunk % 26) * (chunk // 26 + 1)
 
 
@@ -157,7 +157,7 @@ def _summary(S, M, V, schedule, skips_idle):
         return (f"1f1b: {batches} take the time of {count} forward and {count} backward passes, "
                 f"{idle} of it idle; 0' is the backward pass of 0")
     to = " and " if V == 2 else " to "
-    of_chunks = f" of {V} chunks a stage (a{to}{_letters(V - 1)})" if V > 1 else ""
+    of_chunks = f" of {V} chunks a stage (a{to}{letters(V - 1)})" if V > 1 else ""
     return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {idle} of them idle; the same "
             f"backward")
 
