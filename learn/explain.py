@@ -82,7 +82,7 @@ def who_holds_what(run: Run) -> str:
     shapes = jax.tree.leaves_with_path(run.program.plan.params)
     for (path, x), decision in zip(shapes, decisions):
         place = jax.NamedSharding(run.program.mesh, decision.spec)
-        part = place.shardstr([*x.shape])
+        part = place.shard_shape(x.shape)
         size = math.prod(part) * x.dtype.itemsize
         total += size
         rows.append([jax.tree_util.keystr(path, simple=True, separator="."), str([*x.shape]),
@@ -121,7 +121,7 @@ def memory(run: Run) -> str:
     program, c = run.program, run.config
 
     def held(tree):
-        return sum(math.prod(x.sharding.shardstr([*x.shape])) * x.dtype.itemsize
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                    for x in jax.tree.leaves(tree))
 
     network = networks.network_of(c.network)
