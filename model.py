@@ -67,12 +67,12 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight on a line: its dimensions, each with the mesh axis that splits it, and its
-    initial standard deviation (None: all ones, 0.0: all zeros).
+    """Every weight on a line: its dimensions, each with the mesh axis that may split it, and
+    its initial standard deviation (None: all ones, 0.0: all zeros).
 
-    These lines decide: with D/fsdp the axis fsdp splits D, if its size divides D, and no other
-    dimension. A weight that names no axis, such as a norm's, is left to zigzag/rule. python
-    shard.py prints the result for any mesh."""
+    With D/fsdp, the axis fsdp splits D or nothing of this weight: nothing if its size does not
+    divide D, or if the weight is small (--fsdp_min). A weight that names no axis, such as a norm's,
+    is left to zigzag/rule. python shard.py prints the result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
@@ -269,7 +269,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            ) -> tuple[Array, list[Params]]:
     """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
     with their keys and values, from `slot` on. Slots before start[b] are padding in row b. Here the
-    layers of params and cache are lists. (`length` is for positions that scale with the text's.)"""
+    layers of params and cache are lists. (`length`, the whole text's, may scale positions.)"""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers
@@ -280,8 +280,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
 
     x, new = embed(params, tokens, config), []
     for i, (w, cached) in enumerate(zip(params["layers"], cache, strict=True)):
-        x, cached = one(shard.gather(w, specs and specs["layers"][i]), x, i, cached)
-        new.append(cached)
+        x, extended = one(shard.gather(w, specs and specs["layers"][i]), x, i, cached)
+        new.append(extended)
     return shard.whole_time(x), new
 
 

@@ -21,7 +21,7 @@ the mesh divides B. Over data, fsdp and expert each device has its own rows. The
     ids        [B, room]  the new ids, and `count` [], how many there are so far
     logprobs   [B, room]  their log-probabilities, before temperature and penalty
     ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
-    seeds      [B, 3]     a row's random numbers follow from these and `count` (less `begun` [B])
+    seeds      [B, 3]     a row's random numbers follow from these and from how many ids it has
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 
     python sample.py --run out --prompt "def main("
@@ -59,7 +59,7 @@ from zigzag.generate.writer import Writer, parse
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, found without a cache, as long as they fit."""
+    """The ids that `generate` adds to this prompt, found without a cache, if they all fit."""
     forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -126,10 +126,10 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
     options are those of `stream`, except piece and ended."""
-    stop, answers = stops_of(stop, tokenizer, prompts, tokens)
+    stop_ids, answers = stops_of(stop, tokenizer, prompts, tokens)
     piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
     results = collected(answers, stream(
-        params, prompts, config, tokens, sampling, stop=stop, piece=piece, logprobs=True,
+        params, prompts, config, tokens, sampling, stop=stop_ids, piece=piece, logprobs=True,
         ended=lambda n: answers and answers[n].reason, **options))
     return results if logprobs else [ids for ids, _ in results]
 
@@ -151,8 +151,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         batch       the most prompts answered at once; others wait, and have None in a piece
 
     An answer depends on its prompt and its seed alone. The context is config.seq_len tokens. A row
-    that fills it goes on from its last half (it ends, with stop_at_context). If a prompt is longer,
-    its end is read. `say` reports either."""
+    that has filled it continues from the row's last half (with stop_at_context it ends). If
+    a prompt is longer, only its last tokens are read. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say, ended)
@@ -210,8 +210,8 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
-    """For each row, the log-probability of its ids after the first (or after the first given[row])
-    and their number; with likeliest, also how many were the model's first choice (scores.py)."""
+    """For each row, the sum of its ids' log-probabilities and the number of these ids: all but the
+    first, or the first given[row]. With likeliest, also how many were the model's first choice."""
     found = scores.logprobs_of(engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
 
@@ -222,8 +222,8 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
     """(weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or the
-    newest, or of a published model (`edited`: even if the network's code computes another model).
-    The weights are float32, split over the mesh if one is given."""
+    newest, or of a published model (`edited`: also where the network's code was edited and may
+    compute another). The weights are float32, split over the mesh if one is given."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = networks.load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)

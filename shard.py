@@ -70,12 +70,12 @@ before `jax.value_and_grad`. No mark is inside the function that is differentiat
 transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
-marks over tensor to jax. A mark over tensor would hide two facts: from `columns` and `row`, whether
-a weight is split; and from jax, which whole weights need their gradients summed: a norm's scale
-beside a stream whose time is split, for example. Where the scale meets the stream, jax marks it,
-and the mark's transpose sums its gradient. If tensor does not divide the time, the stream is whole:
-all devices find the same gradient, jax marks nothing, and nothing is summed. Most such weights are
-small, so a psum in each part costs little.
+marks over tensor to jax. A mark over tensor would hide two facts. `columns` and `row` would not
+see whether a weight is split. And jax would not see which whole weights need their gradients
+summed, such as a norm's scale beside a stream whose time is split: where the scale meets the
+stream, jax marks it, and the mark's transpose sums its gradient. If tensor does not divide the
+time, the stream is whole: all devices find the same gradient, jax marks nothing, and nothing is
+summed. Most such weights are small, so a psum in each part costs little.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
 - All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
@@ -90,8 +90,8 @@ small, so a psum in each part costs little.
 (unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
 step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12 they
 need two more casts, and fail in three places: a loop over layers, a stream that tensor splits, and
-a mesh with an axis left to the compiler. With explicit sharding, models must say how products are
-sharded.
+a mesh with an axis left to the compiler. Nor is JAX's explicit sharding used: there, models must
+say how products are sharded.
 """
 
 import functools
@@ -197,10 +197,11 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """For a loss that compares rows: x [n B, ...] of the rows of all devices, in order, from this
-    device's x [B, ...]; and the index there of its first row. `rows` is any array of the batch:
-    its type says which axes split the rows. (The transpose of the all-gather is a reduce-scatter:
-    a row's gradient is summed over all devices that compared it.)
+    """For a loss that compares rows. From x [B, ...] of this device's rows it makes an array
+    [n B, ...] of the rows of all devices, in order; also returned is the index in that array of
+    this device's first row. `rows` is any array of the batch: its type says which axes split it.
+    (The transpose of the all-gather is a reduce-scatter: a row's gradient is summed over all
+    devices that compared it.)
 
         every, first = shard.all_rows(texts, batch["text"])     # [n B, D]
         logits = jax.nn.log_softmax(pictures @ every.T)         # of own pictures with all texts
@@ -477,7 +478,7 @@ def residual_stream(x: Array) -> Array:
     n = axis_size("tensor")
     if n == 1:
         return x
-    # (An array may be equal everywhere and yet vary: pmean says that it does not.)
+    # (The type of x may vary although all devices have the same numbers: pmean mends the type.)
     x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
     return checkpoint_name(x, "stream")
 
@@ -485,13 +486,13 @@ def residual_stream(x: Array) -> Array:
 def my_time_slice(tree: Any, x: Array) -> Any:
     """Arrays [B, T, ...] that are whole over tensor, cut to the time that this device has of the
     stream x."""
-    def part(a):
+    def own_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
             raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
                              f"{x.shape[1]} on each of {axis_size('tensor')} devices of tensor")
         return own_part(a, 1)
 
-    return jax.tree.map(part, tree) if is_split(x) else tree
+    return jax.tree.map(own_slice, tree) if is_split(x) else tree
 
 
 def time_of_block(x: Array) -> Array:
@@ -577,25 +578,25 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     def select(condition, a, b):
         return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
-    @recomputed             # saves the keys of each turn, and the results before it
-    def look_at(keys, before, first, second):
+    @recomputed             # saves the keys of each turn, and the results so far
+    def look_twice(keys, are_before, of_early, of_late):
         early_keys, late_keys = halves(keys)
-        second = join(second, look(attend_to, late, early_keys))
-        seen = look(attend_to, select(before, early, late),
-                    select(before, early_keys, late_keys))
-        return (join(first, seen._replace(logsum=jnp.where(before, seen.logsum, -jnp.inf))),
-                join(second, seen._replace(logsum=jnp.where(before, -jnp.inf, seen.logsum))))
+        of_late = join(of_late, look(attend_to, late, early_keys))
+        seen = look(attend_to, select(are_before, early, late),
+                    select(are_before, early_keys, late_keys))
+        return (join(of_early, seen._replace(logsum=jnp.where(are_before, seen.logsum, -jnp.inf))),
+                join(of_late, seen._replace(logsum=jnp.where(are_before, -jnp.inf, seen.logsum))))
 
     def turn(state, _):
         keys, whose, *results = state
         keys, whose = _pass_on(keys), (whose - 1) % n
-        return (keys, whose, *look_at(keys, whose < me, *results)), None
+        return (keys, whose, *look_twice(keys, whose < me, *results)), None
 
     early, late = halves(queries)
     meet = part("attention")(functools.partial(look, attend_to))
     state = keys, me, meet(early, halves(keys)[0]), meet(late, keys)
-    (_, _, first, second), _ = lax.scan(turn, state, None, length=n - 1)
-    return jnp.concatenate([first.values, second.values], 1).astype(queries[0].dtype)
+    (_, _, of_early, of_late), _ = lax.scan(turn, state, None, length=n - 1)
+    return jnp.concatenate([of_early.values, of_late.values], 1).astype(queries[0].dtype)
 
 
 # -------------------------------------------------------------------------------------------
@@ -663,9 +664,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     GPU's knows no softcap). With these, attention is computed from its formula instead."""
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
-    given = {"a mask": mask, "other scores": scores, "documents": documents,
+    asked = {"a mask": mask, "other scores": scores, "documents": documents,
              "a window": window or None, "a softcap": softcap or None}
-    beyond = [what for what, x in given.items() if x is not None]
+    beyond = [what for what, x in asked.items() if x is not None]
     slots = slots_of(q) if slots is None else slots
     info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2]) for a in (
         slots, slots if positions is None else positions,
@@ -765,9 +766,9 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # Marks and cast are outside the ticks. The marks' transpose sums the gradient of an encoder's
-    # output over stages, which an idle tick would skip. And autodiff adds up the ticks' gradients
-    # in the dtype that they read: float32.
+    # Marks and cast are outside the ticks. A mark's transpose is a sum over stages (of the gradient
+    # of an encoder's output in the batch), and a stage would skip this sum in an idle tick. And
+    # autodiff adds up the ticks' gradients in the dtype that the ticks read: float32.
     xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
     wide = cast(weights, "float32")
 

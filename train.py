@@ -95,8 +95,8 @@ class Config(MoreOptions):
     # saving
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with
                                     # its own values for flags you leave out
-    save_every: int | None = None   # updates between checkpoints; 0: only at the end (and where
-                                    # --best is best); not given: a fifth of steps
+    save_every: int | None = None   # updates between checkpoints; 0: only at the end (and, with
+                                    # --best, at each new best); not given: a fifth of steps
 
     # evaluation
     eval_every: int | None = None   # updates between evaluations; 0: never; not given: a fifth of
@@ -124,7 +124,7 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """The weights as the loss takes them, gathered over fsdp: all but those of layers, if each
+    """The weights as the loss takes them: gathered over fsdp, except those of layers where each
     layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (A
     weight that --override stores in another place is first moved to where the loss expects it.)"""
     chunks, sum_dtype = plan.config.chunks, plan.config.sum_dtype
@@ -190,8 +190,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
-        grads, (loss, count, others) = gradients(params, batch, state["frozen"])
-        # (Divided by each device's own count, tokens of devices with fewer would weigh more.)
+        grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
+        # (If each device divided by its own count, tokens of devices with fewer would weigh more.)
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
@@ -202,12 +202,12 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         rate, grad_norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
         new_params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss / divisor)
+        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss_sum / divisor)
         learns = is_finite & (count != 0)
         params, opt = jax.tree.map(lambda new, old: jnp.where(learns, new.astype(old.dtype), old),
                                    (new_params, new_opt), (params, opt))
 
-        metrics = {"loss": loss / divisor, "lr": rate, "grad_norm": grad_norm, "tokens": count,
+        metrics = {"loss": loss_sum / divisor, "lr": rate, "grad_norm": grad_norm, "tokens": count,
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
         return {**state, "params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
