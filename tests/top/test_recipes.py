@@ -17,7 +17,7 @@ import networks
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import command, ends, hosts, net, peer, published_files
+from tests.common import command, ends, full, hosts, net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
 from zigzag.run import begin
@@ -201,7 +201,9 @@ def recipe(monkeypatch, tmp_path, text):
     return run
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# (Four take 70 s together, and what they stand on has tests of its own.)
+@pytest.mark.parametrize("name", [
+    full(name) if name in ("distill", "lora", "seq2seq", "uva3d") else name for name in RECIPES])
 def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
     """A recipe that no longer runs (the next test compares its numbers); answers drawn from other
     weights, or at another temperature, than are trained."""
