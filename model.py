@@ -70,9 +70,9 @@ def weights(c: Config) -> Params:
     """Every weight on a line: its dimensions, each with the mesh axis that may split it, and
     its initial standard deviation (None: all ones, 0.0: all zeros).
 
-    With D/fsdp, the axis fsdp splits D or nothing of this weight: nothing if its size does not
-    divide D, or if the weight is small (--fsdp_min). A weight that names no axis, such as a norm's,
-    is left to zigzag/rule. python shard.py prints the result for any mesh."""
+    zigzag/rule chooses among these dimensions, and among all where a line names none. With D/fsdp,
+    fsdp splits D or nothing: nothing if the size of the axis does not divide D, or if the weight is
+    small (--fsdp_min). python shard.py prints the result for any mesh."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
@@ -160,9 +160,9 @@ def router_loss(logits, chosen, i, batch, c):
         balance = E * sum over experts of  visits(e) * probability(e)
         z = sum over tokens of  logsumexp(logits) ** 2
 
-    visits(e) is the number of the row's tokens that chose expert e, divided by experts_per_token;
-    probability(e) is the router's mean probability for e. If all experts are equally busy, balance
-    is the number of tokens. balance and z are divided by the loss's count."""
+    visits(e) is the number of the row's tokens that chose e, divided by experts_per_token, and
+    probability(e) the router's mean probability for e: if all experts are equally busy, balance is
+    the number of tokens. (Tokens are counted by their weights.) Both are divided by the count."""
     counted = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), counted)
     busy = busy / c.experts_per_token
@@ -214,15 +214,15 @@ def head_logits(params: Params, x: Array, config: Config) -> Array:
 
 def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
             segments: Array | None = None, mask: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T]; or [T, vocab_size] for
-    one row [T]. segments [B, T] number the documents packed into a row, and mask [B, T] is 0 where
-    there is no token."""
-    if (tokens := jnp.asarray(tokens)).ndim == 1:
-        return forward(params, tokens[None], config)[0]
+    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T]; for a row, all without
+    B. segments number the documents packed into a row; mask is 0 where there is no token."""
     given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
-    params, batch = cast(params, config.dtype), {k: a for k, a in given.items() if a is not None}
+    batch = {name: jnp.asarray(a) for name, a in given.items() if a is not None}
+    if batch["tokens"].ndim == 1:
+        return forward(params, config=config, **{k: a[None] for k, a in batch.items()})[0]
+    params = cast(params, config.dtype)
     x, _ = shard.layers(lambda w, x, i: layer(w, x, i, batch, config), params["layers"],
-                        embed(params, tokens, config), jnp.arange(config.layers))
+                        embed(params, batch["tokens"], config), jnp.arange(config.layers))
     return head_logits(params, x, config)
 
 

@@ -12,7 +12,7 @@ The network is the one that was trained; its pass with a cache is called `extend
 pass (zigzag/generate/passes.py) is one shard_map, as a step's gradient is. A single token has no
 time to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
 arrays with B rows. A row is a prompt, padded on the left to a common length; rows are added until
-the mesh divides B. Over data, fsdp and expert each device has its own rows. The rest is whole.
+the mesh divides B. Over data, fsdp and expert each device has its own rows.
 
     cache      keys and values of each layer, most often k, v [B, K, S, N]: tensor splits the heads
                K or, if it does not split their weights, the slots S (zigzag/generate/cache.py)
@@ -140,7 +140,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
            batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
     """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
-    prompts that have ended. The first ids of a prompt come one by one, others up to `piece`.
+    prompts that have ended. The first id of a prompt comes alone, others up to `piece` at once.
 
         sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
                     temperature, top_k, top_p, min_p, repetition_penalty

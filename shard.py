@@ -8,13 +8,14 @@
                    |
        w_down [F | F | F | F, D]      row: each device has a partial sum of the whole y
                    |
-                 y [B, T, D]          whole again, after one all-reduce
+                 y [B, T, D]          whole again, after one all-reduce (or x and y are split
+                                      along T: the section `tensor`)
 
 Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
 alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py) and so decides what is
 split. The functions below are the collectives for weights that are split so. Each parallelism is
 one section, which can be read alone: data, fsdp, tensor (and the vocabulary), seq, expert, pipe.
-Outside a mesh every function here is the plain computation.
+Without a mesh, each function that a model calls is the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -66,8 +67,8 @@ autodiff applies to gradients:
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
 right, but it would happen in every part of a batch. So train.make_step marks the weights itself,
-before `jax.value_and_grad`. No mark is inside the function that is differentiated, so none is
-transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
+before `jax.value_and_grad`. These marks are outside the function that is differentiated, so they
+are not transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
 *Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
 marks over tensor to jax. A mark over tensor would hide two facts. `columns` and `row` would not
@@ -533,8 +534,9 @@ def slots_of(tokens: Array) -> Array:
 #   split       the time of everything, in zigzag order: of 2 n parts, device i has the i-th and the
 #               i-th from the end, so that under a causal mask all have the same number of keys to
 #               see
-#   collective  keys and values go around a ring: n - 1 collective-permutes to the next device. The
-#               transpose of a step forward is a step back, which returns their gradients
+#   collective  keys and values (and each token's slot, position and document) go around a ring:
+#               n - 1 collective-permutes to the next device. The transpose of a step forward is a
+#               step back, which returns their gradients
 #   bytes       in each layer 4 (n-1) times those of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
 #               of exponentials; with both, `join` combines the parts into exact attention over all
@@ -698,7 +700,8 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. Each device sends every other
+#               back; the transpose of an all-to-all is an all-to-all. (Small all-gathers tell which
+#               experts each token chose, and their shares.) Each device sends every other
 #               an array as large as all its tokens, with zeros for tokens that chose no expert of
 #               that device. (An all-gather and a reduce-scatter send as much, but sum results in
 #               the compute dtype, and some compilers make that an all-reduce, of twice the bytes)

@@ -4,7 +4,7 @@
 
     step -> gradients -> shard_map: on_device -> gather_weights     once, over fsdp
                                               -> add_part: loss, its gradient, scatter  (each part)
-                                              -> sum_gradients      once, over all devices
+                                              -> sum_gradients      once, over all but tensor
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains anything. A task is three functions; tasks/ has those of the command line:
@@ -178,7 +178,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # Sum once over all devices. (`scatter` has summed what fsdp splits.)
+        # Sum once. (`scatter` has summed what fsdp splits, and jax, in each part, over tensor.)
         grads, sums = total
         return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, plan.sum_axes))
@@ -360,11 +360,12 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
     """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
     `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given.
 
-    Each array is cut over data, fsdp and expert along B. A language model's batch has
+    Each array is cut over data, fsdp and expert along B; the step cuts T over seq. A language
+    model's batch has
 
-        tokens, targets, weights    [B, T]      T is cut over seq; no target where a weight is 0
-        segments, positions         [B, T]      with rows of documents; T is cut over seq
-        source, source_mask         [B, S]      with pairs; S is whole
+        tokens, targets, weights    [B, T]      no target where a weight is 0
+        segments, positions         [B, T]      with rows of documents
+        source, source_mask         [B, S]      with pairs; S is not cut
         seeds                       [B]         for dropout
         others of your own          [B, ...]    cut over seq only as [B, T, ...]"""
     def make(first, last):

@@ -239,15 +239,18 @@ def ring(n: int = 4) -> Picture:
 # -------------------------------------------------------------------------------------------
 # The pipeline
 
-def timetables(stages: int, microbatches: int, schedules: dict[str, tuple[str, int]]) -> Picture:
+def timetables(stages: int, microbatches: int, schedules: dict[str, tuple[str, int]],
+               skips_idle: bool = True) -> Picture:
     """For each name of (schedule, chunks): a row of boxes for each stage, with the microbatch that
     it works on (' backward), and below them how many wait there for their backward pass. A box is
-    as wide as it takes long: backward twice as long as forward."""
+    as wide as it takes long: backward twice as long as forward. `skips_idle` is pipeline.can_skip:
+    without it, every tick of 1F1B takes the time of a pass forward and one backward."""
     picture = Picture(f"Timetables of {stages} stages and {microbatches} microbatches: "
                       f"{', '.join(schedules)}; and the microbatches that wait on each stage")
     y = 10
     for name, (schedule, chunks) in schedules.items():
-        rows = [_work(s, stages, microbatches, schedule, chunks) for s in range(stages)]
+        rows = [_work(s, stages, microbatches, schedule, chunks, skips_idle)
+                for s in range(stages)]
         end = max(at + width for row in rows for at, width, *_ in row)
         busy = sum(width for row in rows for _, width, *_ in row)
         picture.text(10, y + 12, f"{name}: idle {1 - busy / (stages * end):.0%}")
@@ -269,7 +272,7 @@ def timetables(stages: int, microbatches: int, schedules: dict[str, tuple[str, i
     return picture
 
 
-def _work(stage, S, M, schedule, chunks):
+def _work(stage, S, M, schedule, chunks, skips_idle):
     """[(begin, width, microbatch, chunk, is backward)] of a stage; a forward pass of
     all its layers over a microbatch has width 1."""
     count, V = ticks(S, M, schedule, chunks)
@@ -285,7 +288,8 @@ def _work(stage, S, M, schedule, chunks):
     begin = 0
     for t in range(count):
         forward, back = work_1f1b(t, stage, S)
-        goes_forward, goes_back = t < count - S, t >= S     # (some stage does, in this tick)
+        # (Whether some stage does, in this tick.)
+        goes_forward, goes_back = t < count - S or not skips_idle, t >= S or not skips_idle
         if 0 <= forward < M:
             found.append((begin, 1, forward, 0, False))
         if 0 <= back < M:

@@ -23,6 +23,7 @@ import shard
 import train
 from learn import draw, walk
 from zigzag.measure import chips, forecast, hlo
+from zigzag.parallel import pipeline
 
 STYLE = draw.STYLE + """
 :root { color-scheme: light dark }
@@ -161,7 +162,8 @@ def timeline(run: Run) -> str:
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
         text += _figure(draw.timetables(stages, c.microbatches, {
-            c.schedule: (c.schedule, c.chunks)}))
+            c.schedule: (c.schedule, c.chunks)}, pipeline.can_skip(
+                run.program.plan.sizes, c.overlap and "tensor" in run.program.plan.manual)))
     return text
 
 
@@ -290,6 +292,10 @@ def main(argv: list[str] | None = None) -> None:
         raise shard.ConfigError("expected the file to write first: "
                                 "python -m learn.explain out.html --mesh ...")
     out, runs = Path(argv.pop(0)), []
+    if out.is_dir() or not out.parent.is_dir():
+        raise shard.ConfigError(f"{out}: expected the name of a file, in a folder that exists")
+    argv = [part for word in argv
+            for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
     while "--run" in argv:
         at = argv.index("--run")
         if at + 1 == len(argv):
@@ -297,7 +303,11 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(argv[at + 1])
         del argv[at:at + 2]
     of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
-    text = page(compiled(train.parse(argv)), of_runs)
+    config = train.parse(argv)
+    if config.data:
+        raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
+                                "vocabulary can be given by --vocab_size")
+    text = page(compiled(config), of_runs)
     try:
         out.write_text(text)
     except OSError as e:

@@ -45,13 +45,14 @@ def test_who_holds_what():
     assert colors == [f"fill:{draw.color(n)}" for n in (*where.flat, 0, 0, 0)]
 
 
+@pytest.mark.parametrize("skips_idle", [True, False])
 @pytest.mark.parametrize("S, M, schedule, V", [
     (4, 12, "gpipe", 1), (4, 8, "interleaved", 2), (2, 6, "interleaved", 3), (4, 12, "1f1b", 1),
     (3, 2, "1f1b", 1), (2, 1, "1f1b", 1), (3, 5, "gpipe", 1)])
-def test_a_timetable_can_be_run(S, M, schedule, V):
+def test_a_timetable_can_be_run(S, M, schedule, V, skips_idle):
     """A pass that is missing, that overlaps with another on its stage, or that begins before what
     it needs has ended; a total time that is not the schedule's."""
-    rows = [draw._work(stage, S, M, schedule, V) for stage in range(S)]
+    rows = [draw._work(stage, S, M, schedule, V, skips_idle) for stage in range(S)]
     ends = {}
     for stage, row in enumerate(rows):
         assert all(a[0] + a[1] <= b[0] + 1e-9 for a, b in zip(row, row[1:]))
@@ -64,7 +65,7 @@ def test_a_timetable_can_be_run(S, M, schedule, V):
             (m, place + 1, True) if place < last else (m, last, False))
         assert needed not in ends or ends[needed][1] <= begin + 1e-9
     end = max(end for _, end in ends.values())
-    assert end == pytest.approx(3 * passes(S, M, schedule, V) / V)
+    assert end == pytest.approx(3 * passes(S, M, schedule, V, skips_idle) / V)
     most = [max(draw._waiting(row)) for row in rows]
     assert most == ([M * V] * S if schedule != "1f1b" else [min(M, 2 * (S - s)) for s in range(S)])
 

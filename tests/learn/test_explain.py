@@ -95,17 +95,22 @@ def test_a_page(tmp_path):
 
 
 @pytest.mark.full
-def test_a_page_with_a_pipeline(tmp_path):
-    """No timetable, or another schedule's."""
-    text, _ = written(tmp_path, "--mesh", "pipe=4,tensor=2", "--schedule", "1f1b",
-                      "--microbatches", "4")
-    assert "1f1b: idle 43%" in text and "waiting at most, by stage: 4, 4, 4, 2" in text
+@pytest.mark.parametrize("mesh, idle", [("pipe=4,tensor=2", "43%"), ("pipe=4,seq=2", "64%")])
+def test_a_page_with_a_pipeline(tmp_path, mesh, idle):
+    """No timetable, or another schedule's; idle passes that a ring does not let a stage skip, and
+    that the page leaves out."""
+    text, _ = written(tmp_path, "--mesh", mesh, "--schedule", "1f1b", "--microbatches", "4")
+    assert f"1f1b: idle {idle}" in text and "waiting at most, by stage: 4, 4, 4, 2" in text
 
 
 def test_what_is_refused(tmp_path, capsys):
     says = refused(capsys, "--mesh", "data=8", main=explain.main)
     assert "expected the file to write first" in says
     assert "expected the folder of a run" in refused(capsys, "out.html", "--run", main=explain.main)
+    assert "run no: cannot read" in refused(capsys, "out.html", "--run=no", main=explain.main)
+    assert "reads no data" in refused(capsys, "out.html", "--data", "a.txt", main=explain.main)
+    for out in (tmp_path, tmp_path / "no" / "out.html"):    # (before minutes of compiling)
+        assert "a folder that exists" in refused(capsys, out, main=explain.main)
     explain.main(["--help"])
     assert "python -m learn.explain out.html" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n')

@@ -100,6 +100,8 @@ def test_both_networks_obey_what_is_known_of_tokens(name):
     np.testing.assert_allclose(a[:, 5:], b[:, 5:], rtol=1e-5, atol=1e-6)
     usual = np.asarray(model.forward(params, tokens, config.network))
     assert np.abs(a - usual)[:, 5:].max() > 1e-3
+    row = model.forward(params, tokens[0], config.network, **{name: known[name]})
+    np.testing.assert_allclose(row, a[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match="no encoder"):
         model.NETWORK.forward(params, tokens, config.network, source=tokens)
 

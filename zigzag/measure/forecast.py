@@ -24,7 +24,7 @@ from zigzag.core.report import BenchReporter, Reporter
 from zigzag.measure.chips import CHIPS, Chip, chip_of, memory_in_use, mfu, peak_memory
 from zigzag.measure.hlo import Collective, arithmetic, collectives
 from zigzag.parallel.attention import SCORES
-from zigzag.parallel.pipeline import passes
+from zigzag.parallel.pipeline import can_skip, passes
 from zigzag.parallel.products import LOGITS
 from zigzag.parallel.remat import remat_of
 from zigzag.weights import lora
@@ -76,8 +76,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
     turns = 1       # passes of a stage for each microbatch, idle passes included
     if p > 1:
-        skips_idle = s == 1 and not (c.overlap and t > 1)
-        count = passes(p, c.microbatches, c.schedule, c.chunks, skips_idle)
+        count = passes(p, c.microbatches, c.schedule, c.chunks, can_skip(sizes, c.overlap))
         turns = count / c.chunks / c.microbatches
     cost, of_model, of_ff = _of_remat(c.remat)
     work = flops / (d * f * p * s * e * t) * cost * turns

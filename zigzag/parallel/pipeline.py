@@ -192,6 +192,12 @@ def send(tree: Any, step: int) -> Any:
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
+def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
+    """Whether a stage computes nothing in a tick without work: it does if there is a ring, over seq
+    or (with --overlap) over tensor."""
+    return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
+
+
 def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
     """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
 
@@ -212,7 +218,8 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     def typed(fn):
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
-    if ambient()[0]["seq"] > 1 or OVERLAP.value and axis_size("tensor") > 1:
+    sizes = {"seq": ambient()[0]["seq"], "tensor": axis_size("tensor")}
+    if not can_skip(sizes, OVERLAP.value):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 
