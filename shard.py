@@ -8,8 +8,7 @@
                    |
        w_down [F | F | F | F, D]      row: each device has a partial sum of the whole y
                    |
-                 y [B, T, D]          whole again, after one all-reduce (or x and y are split
-                                      along T: the section `tensor`)
+                 y [B, T, D]          whole again, after one all-reduce (or split along T: below)
 
 Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
 alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py) and so decides what is
@@ -198,11 +197,10 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """For a loss that compares rows. From x [B, ...] of this device's rows it makes an array
-    [n B, ...] of the rows of all devices, in order; also returned is the index in that array of
-    this device's first row. `rows` is any array of the batch: its type says which axes split it.
-    (The transpose of the all-gather is a reduce-scatter: a row's gradient is summed over all
-    devices that compared it.)
+    """For a loss that compares rows: from this device's x [B, ...], an array [n B, ...] of the rows
+    of all devices, in order, and the index in it of this device's first row. `rows` is any array of
+    the batch: its type says which axes split the rows. (The transpose of the all-gather is a
+    reduce-scatter: a row's gradient is summed over all devices that compared it.)
 
         every, first = shard.all_rows(texts, batch["text"])     # [n B, D]
         logits = jax.nn.log_softmax(pictures @ every.T)         # of own pictures with all texts

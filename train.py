@@ -360,8 +360,7 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
     """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
     `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given.
 
-    Each array is cut over data, fsdp and expert along B; the step cuts T over seq. A language
-    model's batch has
+    Each array is cut along B, over data, fsdp and expert. (The step cuts T over seq.) For text:
 
         tokens, targets, weights    [B, T]      no target where a weight is 0
         segments, positions         [B, T]      with rows of documents

@@ -193,8 +193,8 @@ def send(tree: Any, step: int) -> Any:
 
 
 def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
-    """Whether a stage computes nothing in a tick without work: it does if there is a ring, over seq
-    or (with --overlap) over tensor."""
+    """Whether a stage may skip a tick in which it has no work. It may not where a ring goes around,
+    over seq or (with --overlap) over tensor: see `skip_idle`."""
     return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
 
 
