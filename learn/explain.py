@@ -23,7 +23,6 @@ import shard
 import train
 from learn import draw, walk
 from zigzag.measure import chips, forecast, hlo
-from zigzag.parallel import pipeline
 
 STYLE = draw.STYLE + """
 :root { color-scheme: light dark }
@@ -162,8 +161,7 @@ def timeline(run: Run) -> str:
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
         text += _figure(draw.timetables(stages, c.microbatches, {
-            c.schedule: (c.schedule, c.chunks)}, pipeline.can_skip(
-                run.program.plan.sizes, c.overlap and "tensor" in run.program.plan.manual)))
+            c.schedule: (c.schedule, c.chunks)}, run.program.plan.skips_idle))
     return text
 
 

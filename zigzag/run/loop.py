@@ -29,7 +29,7 @@ from zigzag.disk.batches import batch_arrays
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
 from zigzag.parallel.attention import asked_in, describe
-from zigzag.parallel.pipeline import can_skip, timeline
+from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
 from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
@@ -341,7 +341,7 @@ def report_header(program: Program, say: Reporter, hidden: set[str], network: st
     schedule = ""
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
-                            can_skip(plan.sizes, config.overlap and "tensor" in plan.manual))
+                            plan.skips_idle)
     # (Other lines say these.)
     hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr",
               "warmup", "optimizer", "eval_tokens"}

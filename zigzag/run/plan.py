@@ -37,6 +37,7 @@ from zigzag.core.mesh import (
     spec_axes,
     without_axis,
 )
+from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
@@ -133,6 +134,11 @@ class Plan:
     def axes(self, *names: str) -> set[str]:
         """The axes among `names` that are manual and have more than one device."""
         return {a for a in names if a in self.manual and self.sizes[a] > 1}
+
+    @property
+    def skips_idle(self) -> bool:
+        """Whether a stage of the pipeline may skip a tick in which it has no work."""
+        return can_skip(self.sizes, self.config.overlap and "tensor" in self.manual)
 
     @property
     def shared_row_axes(self) -> set[str]:
