@@ -29,6 +29,7 @@ def begin(devices: int = 8) -> None:
     """Simulate so many devices on the CPU. (Call it before anything else asks jax for devices.)"""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.devices()       # from here on they are fixed: a mesh of three devices is then refused
 
 
 def mesh(**sizes: int) -> jax.sharding.Mesh:
@@ -116,7 +117,18 @@ def error_of(function: Callable, *args: Any) -> str:
 def fault(function: Callable, want: Any, *args: Any) -> str:
     """What is wrong with a program: what it raises, or how far its result is from `want`."""
     found, error = attempt(jax.jit(function), *args)
-    return error or f"wrong by {abs(found - want).max():.2f}"
+    return error or f"wrong by {abs(np.asarray(found) - np.asarray(want)).max():.2f}"
+
+
+def report(bug: str, function: Callable, in_specs: Any, out_specs: Any, want: Any, *args: Any
+           ) -> None:
+    """Print what is wrong with a function that has this bug: on jax's mesh, and on one device."""
+    whole = jax.sharding.get_mesh()
+    for place, size in ((bug, whole.size), ("    on one device", 1)):
+        mesh(**dict.fromkeys(whole.axis_names, size))
+        program = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
+        print(f"{place}: {fault(program, want, *args)}")
+    jax.set_mesh(whole)
 
 
 def check(exercise: str, answer: Any = ...) -> bool:

@@ -159,16 +159,19 @@ BUGS = {"a missing sum": ('"data" if "fsdp" in spec else ROWS)', '() if "fsdp" i
         "a count that is a mean": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
                                    "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
 for name, (good, bad) in BUGS.items():
-    got, error = lesson.attempt(losses, lesson.with_bug(tiny, good, bad), 2, 2, 2)
-    print(f"{name}:", error or f"losses differ by {abs(got / right - 1).max():.1%}")
+    for place, sizes in ((name, (2, 2, 2)), ("    on one device", (1, 1, 1))):
+        got, error = lesson.attempt(losses, lesson.with_bug(tiny, good, bad), *sizes)
+        print(f"{place}:", error or f"losses differ by {abs(got / right - 1).max():.1%}")
 
 # %% [markdown]
 # The first is found by the types: a gradient that was not summed still varies over data, and its
 # spec says that it does not. The other two have right types. In the second, devices of fsdp hold
 # different pieces of a weight, and the sum adds up these pieces. In the third the
 # first loss is right, since sum and count are both an eighth of what they should be. But gradients
-# are divided by that count, so steps are eight times too long. Only a comparison with one device
-# finds these. So `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own.
+# are divided by that count, so steps are eight times too long. On one device both are right, since
+# a sum over one device changes nothing. Only a comparison of a mesh with one device finds these. So
+# `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own. (A type needs no
+# mesh: it finds the missing sum on one device, too.)
 #
 # How can `train.fit` tell a bug from rounding? Before a run it computes the sums and the gradient
 # of three batches, at weights that are moved at random (with a head of zeros nothing would show):

@@ -148,11 +148,12 @@ BUGS = {
     "the activation after a partial sum": lambda x, a, b: lax.psum(jax.nn.relu(
         jax.nn.relu(x @ a) @ b), "tensor")}
 for name, function in BUGS.items():
-    program = jax.shard_map(function, in_specs=(P(), C, R), out_specs=P())
-    print(f"{name}: {lesson.fault(program, want, x, up, down)}")
+    lesson.report(name, function, (P(), C, R), P(), want, x, up, down)
 
 # %% [markdown]
-# The type finds a reduction that is missing. It does not know which reduction was meant.
+# The type finds a reduction that is missing, even on one device. It does not know which reduction
+# was meant. The mean is right on one device, and only there. The third is wrong everywhere: an
+# activation too many is no mistake of parallelism.
 #
 # ## The rule finds it
 #

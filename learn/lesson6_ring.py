@@ -72,7 +72,7 @@ print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
 
 # %%
 def ring(q, k, v):                              # [B, T/4, H, N] each
-    me, size = lax.axis_index("seq"), q.shape[1]
+    me, n, size = lax.axis_index("seq"), lax.axis_size("seq"), q.shape[1]
     mine = me * size + jnp.arange(size)         # the places of this device's tokens
     total = None
     for turn in range(n):
@@ -142,13 +142,12 @@ BUGS = {"the mask by local places": ("(me - turn) % n * size + ", ""),
         "the keys of the device after": ("(me - turn)", "(me + turn)"),
         "no mask": ("mine[:, None] >= theirs", "mine[:, None] >= 0 * theirs")}
 for name, (right, wrong) in BUGS.items():
-    program = jax.shard_map(lesson.planted(ring, right, wrong), in_specs=(TIME, TIME, TIME),
-                            out_specs=TIME)
-    print(f"{name}: {lesson.fault(program, want, q, k, v)}")
+    lesson.report(name, lesson.planted(ring, right, wrong), TIME, TIME, want, q, k, v)
 
 # %% [markdown]
-# No type and no shape finds any of these. That is why inside `shard.attend` masks and scores are
-# functions of a token's slot (its place in the whole row), not of its place on a device.
+# No type and no shape finds any of these, and the first two are right on one device, where a row's
+# places are the device's. That is why inside `shard.attend` masks and scores are functions of a
+# token's slot (its place in the whole row), not of its place on a device.
 #
 # ## Exercises
 #

@@ -60,7 +60,8 @@ def layers(w, x):
 
 
 def pipeline(w, x, M):                              # w [L/4, D, D]; x [ROWS, D] on every device
-    me, xs = lax.axis_index("pipe"), x.reshape(M, -1, D)
+    me, S = lax.axis_index("pipe"), lax.axis_size("pipe")
+    xs = x.reshape(M, -1, D)
 
     def tick(carried, t):
         x = jnp.where(me == 0, xs[jnp.clip(t, 0, M - 1)], carried)
@@ -152,13 +153,12 @@ BUGS = {"results from the first tick on": ("out[S - 1:]", "out[:M]"),
                                "jnp.where(me == S - 1, out[S - 1:], 0)")}
 for name, (right, wrong) in BUGS.items():
     buggy = lesson.planted(pipeline, right, wrong)
-    program = jax.shard_map(lambda w, x, buggy=buggy: buggy(w, x, 4), in_specs=(P("pipe"), P()),
-                            out_specs=P())
-    print(f"{name}: {lesson.fault(program, want, w, x)}")
+    lesson.report(name, lambda w, x, buggy=buggy: buggy(w, x, 4), (P("pipe"), P()), P(),
+                  want, w, x)
 
 # %% [markdown]
-# The type finds the last: stages have different values. On one stage the first changes nothing,
-# since S - 1 = 0; always compare on more.
+# The type finds the last: stages have different values. On one stage the others change nothing:
+# S - 1 is 0, and every stage is the last. Always compare on more.
 #
 # ## Exercises
 #
