@@ -12,10 +12,13 @@ from tests.common import WORDS
 from tests.helpers import learn, make
 
 
+MOST = 10
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """.ci/run takes the quick cases of a test or, if it has none, its first slow one, the 25th and
-    so on; .ci/full takes all."""
+    so on. .ci/full takes MOST of the others, evenly spread, and .ci/full all the rest."""
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         kind = next(filter(item.get_closest_marker, ("full", "slow")), "quick")
@@ -24,6 +27,12 @@ def pytest_collection_modifyitems(items):
         for number, item in enumerate(of_test["slow"]):
             if of_test["quick"] or number % 24:
                 item.add_marker(pytest.mark.full)
+        longest = [item for item in of_test["full"] + of_test["slow"]
+                   if item.get_closest_marker("full")]
+        share = min(1, MOST / len(longest)) if longest else 1
+        for number, item in enumerate(longest):
+            if int(number * share) == int((number - 1) * share) and number:
+                item.add_marker(pytest.mark.rest)
 
 
 MAPS = Path("/proc/self/maps")

@@ -211,7 +211,9 @@ def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     assert len(rows) == len(others) == 15       # five of them evaluations
     for a, b in zip(rows, others):
         for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes", "kl"} & a.keys():
-            assert b[key] == pytest.approx(a[key], rel=2e-5, abs=1e-6), (a["step"], key)
+            assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-6), (a["step"], key)
+    # (Adam divides a gradient near zero by its own size: rounding moves one of `ranking`'s 1,024
+    # weights by 1.97e-5, and all others by less than 1e-5.)
     for path, a in by_path(one.params).items():
         b = np.asarray(by_path(other.params)[path])
         np.testing.assert_allclose(b, np.asarray(a), atol=2e-5, err_msg=path)
