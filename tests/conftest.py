@@ -11,7 +11,6 @@ import pytest
 from tests.common import WORDS
 from tests.helpers import learn, make
 
-
 MOST = 10
 
 
