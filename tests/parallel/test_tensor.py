@@ -5,12 +5,13 @@ to twelve digits (common.assert_same_on)."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import model
 import shard
-from tests.common import assert_same_on, full, net, slow
+from tests.common import assert_same_on, full, in_float64, net, slow
 from tests.helpers import batch_of, make, mesh_of
 from zigzag.core.mesh import by_path, shardings, spec_axes, varying
 from zigzag.parallel import attention, products
@@ -248,3 +249,38 @@ def test_a_loss_of_the_last_position_alone(mesh):
             jax.device_put(params, shardings(specs, mesh)), batch)
     for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2", "data=2,seq=2,tensor=2", "tensor=4"])
+def test_a_gradient_through_a_step(mesh):
+    """Second derivatives through the collectives of columns, row, attend, the embedding and the
+    loss, as MAML has them: a rule for a backward pass that cannot be differentiated itself. (Of
+    experts there are none: jax has no second derivative of a grouped product.)"""
+    def after_a_step(params, first, second):
+        def total(params, batch):
+            return net.loss(params, batch, config)[0]
+
+        inner = jax.grad(total)(params, first)      # (of all rows: the weights do not vary)
+        return total(jax.tree.map(lambda w, g: w - 1e-3 * g, params, inner), second)
+
+    with in_float64():
+        config = make()
+        params, mesh = net.init(config, jax.random.key(0)), mesh_of(mesh)
+        batches = [{k: v for k, v in batch_of(config, seed).items() if k != "seeds"}
+                   for seed in (1, 2)]
+        want = jax.jit(jax.grad(after_a_step))(params, *batches)
+        specs, local = net.weight_specs(config, mesh), jax.grad(after_a_step)
+        with jax.set_mesh(mesh):
+            (first, times), (second, _) = (shard.shard_time(b, mesh) for b in batches)
+            got = jax.jit(jax.shard_map(local, in_specs=(specs, times, times), out_specs=specs))(
+                jax.device_put(params, shardings(specs, mesh)), first, second)
+        got = jax.device_get(got)
+        # In the gradient's direction, which sees all of its parts, by finite differences.
+        size, step = float(optax.tree.norm(want)), 1e-5
+        ahead, behind = (after_a_step(jax.tree.map(
+            lambda w, g, sign=sign: w + sign * step / size * g, params, want), *batches)
+            for sign in (1, -1))
+        assert (ahead - behind) / (2 * step) == pytest.approx(size, rel=1e-6)
+        for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True):
+            assert np.linalg.norm(a - b) < 1e-9 * size, path
