@@ -2,6 +2,7 @@
 
     held        which devices hold which part of arrays
     steps       what each device has, from step to step
+    lines       a function line by line, and which part of each array a device has
     products    columns and row: four cases of one product
     bars        lengths side by side: bytes, prices, seconds
     ring        which keys meet which queries, in which turn
@@ -138,6 +139,27 @@ def steps(title: str, devices: Sequence[str], rows: dict[str, Sequence[Sequence[
                 x = left + column * (width + 14) + place * size
                 picture.box(x, y, size, 24, *("none", "", True) if piece is None else
                             (color(piece[0]), piece[1]))
+    return picture
+
+
+def lines(title: str, statements: Sequence[tuple[str, Sequence[tuple], Sequence[str]]]) -> Picture:
+    """Each statement with the arrays that it makes, and what it sends. An array is its name and a
+    pair (a device's part, the whole) for each dimension; a box is as full as the part is large."""
+    picture, y, width = Picture(title), 10, 96
+    for code, arrays, sends in statements:
+        picture.text(10, y + 12, code)
+        for number, (name, dimensions) in enumerate(arrays):
+            picture.text(62, y + 37, name, "end")
+            for column, (part, whole) in enumerate(dimensions):
+                x = 70 + column * (width + 6)
+                picture.box(x, y + 20, width, 24, color(7))
+                picture.box(x, y + 20, width * part / whole, 24, color(0))
+                picture.text(x + width / 2, y + 37, whole if part == whole else
+                             f"{part} of {whole}", "middle", "inside")
+            for row, text in enumerate(sends if not number else ()):
+                picture.text(70 + 4 * (width + 6) + 8, y + 37 + 18 * row, text)
+            y += 28
+        y += 30
     return picture
 
 

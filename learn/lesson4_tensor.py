@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson
+import train
+from learn import draw, lesson, walk
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -121,6 +122,15 @@ assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.
 # %%
 gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 2))
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
+
+# %% [markdown]
+# The block of model.py is two such pairs: column, row, column, row. Line by line, which part of
+# each dimension a device has on data=4,tensor=2 (python -m learn.walk block.svg --mesh ... draws it
+# for any mesh and any network):
+
+# %%
+config = train.parse(["--mesh", "data=4,tensor=2"])
+lesson.picture("block", walk.drawn(config, *walk.block_of(config)))
 
 # %% [markdown]
 # In this repository these are two functions, `columns` and `row`. The second ends with

@@ -3,6 +3,7 @@
     python -m learn.walk --mesh data=2,tensor=2
     python -m learn.walk networks/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
+    python -m learn.walk block.svg --mesh seq=2,tensor=4        draws the shapes, too
 
 prints the lines of model.py's block (or of the functions given), and of the functions in the same
 file that it calls, if they send anything. Under each line are
@@ -26,6 +27,7 @@ import jax
 import networks
 import shard
 import train
+from learn import draw
 from zigzag.measure import forecast, hlo
 from zigzag.rule.jaxprs import equations_below
 
@@ -37,17 +39,32 @@ COLLECTIVES = {
 
 
 class Sent(NamedTuple):
-    """A collective: where it is in the code, as (file, function, line), innermost first."""
-    places: list[tuple[str, str, int]]
+    """A collective."""
+    places: list[tuple[str, str, int]]      # where it is: (file, function, line), innermost first
+    loops: list[tuple[list, int]]           # (places, turns) of the loops that it is in
     is_backward: bool
     text: str
     bytes: int              # that a device sends, each time it runs
 
+    def times(self, file: str, function: str, lines: range = range(sys.maxsize)) -> int:
+        """How often it runs in a call of this function, because of these lines."""
+        def is_in(places):
+            return any(place[:2] == (file, function) and place[2] in lines for place in places)
 
-def trace(config: Any, watched: set[str]
+        return is_in(self.places) * math.prod(n for places, n in self.loops if is_in(places))
+
+
+class Line(NamedTuple):
+    """A statement of a function, what it makes on a device, and what it sends."""
+    code: list[str]
+    arrays: list[tuple[str, Any]]
+    sent: dict[str, int]    # how many times each
+
+
+def trace(config: Any, watched: set[str], alone: bool = False
           ) -> tuple[list[Sent], dict[tuple[str, str, int], dict], Any]:
     """(what the step sends, {(file, function, line): {name: array made there}} for functions of the
-    files `watched`, the configuration with its sizes)."""
+    files `watched`, the configuration with its sizes). alone: for the same step on one device."""
     made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
@@ -70,19 +87,32 @@ def trace(config: Any, watched: set[str]
 
     config, _ = train.commands.choose_mesh(config, train.TRAINER)
     program, before = train.commands.program_of(config, train.TRAINER), sys.gettrace()
+    if alone:
+        config = train.commands.change(program.config, mesh="", shards=0, microbatches=1, chunks=1,
+                                       schedule="gpipe", override=())
+        mesh = train.commands.make_mesh(jax.devices()[:1])
+        program = train.build(config, mesh, *train.language(config))
     sys.settrace(enter)
     try:
-        traced = program.step.trace(program.state, program.batch)
+        with jax.set_mesh(program.mesh):        # (a lesson has one of its own)
+            traced = program.step.trace(program.state, program.batch)
     finally:
         sys.settrace(before)
     sizes, sent = program.mesh.shape, []
     for eqn, above in equations_below(traced.jaxpr.jaxpr):
         if eqn.primitive.name in COLLECTIVES and eqn.source_info.traceback:
-            places = [(f.file_name, f.function_name, f.line_num)
-                      for f in eqn.source_info.traceback.frames]
-            is_backward = any("transpose" in str(e.source_info.name_stack) for e in (*above, eqn))
-            sent.append(Sent(places, is_backward, *_text_and_bytes(eqn, sizes)))
+            around = (eqn, *reversed(above))        # (the stack of what is in a loop begins there)
+            is_backward = any("transpose" in str(e.source_info.name_stack) for e in around)
+            loops = [(_places(e), e.params["length"]) for e in above if e.primitive.name == "scan"]
+            sent.append(Sent(sum(map(_places, around), []), loops, is_backward,
+                             *_text_and_bytes(eqn, sizes)))
     return sent, made, program.config
+
+
+def _places(eqn):
+    """Where an equation comes from."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    return [(f.file_name, f.function_name, f.line_num) for f in frames]
 
 
 def _arrays(x):
@@ -125,28 +155,53 @@ def statements(file: str, function: str) -> list[tuple[int, int]]:
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
 
 
-def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
-    """The lines of a function, each with what it makes and sends."""
-    lines = Path(file).read_text().splitlines()
+def lines_of(file: str, function: str, sent: list[Sent], made: dict) -> list[Line]:
+    """The statements of a function, from what `trace` found."""
+    code, found = Path(file).read_text().splitlines(), []
     if not any((where, name) == (file, function) for where, name, _ in made):
         raise shard.ConfigError(f"{Path(file).name}:{function} is not called in this step")
-    out = [f"\n{Path(file).name}:{function}\n"]
     for first, last in sorted(statements(file, function)):
-        out += lines[first - 1:last]
         here = range(first, last + 1)
-        for number in here:
-            for name, x in made.get((file, function, number), {}).items():
-                for path, a in jax.tree.leaves_with_path(x):
-                    if _arrays(a):
-                        over = ", ".join(sorted(shard.varying(a))) or "no axis"
-                        what = name + jax.tree_util.keystr(path)
-                        out.append(f"        {what:24} {_shape(a):20} varies over {over}")
-        here = [(one.is_backward, one.text) for one in sent if any(
-            place[:2] == (file, function) and place[2] in here for place in one.places)]
-        for (is_backward, text), count in collections.Counter(here).items():
-            out.append(f"        {'backward' if is_backward else 'forward'}: {text}"
-                       f"{f', {count} times' if count > 1 else ''}")
+        arrays = [(name + jax.tree_util.keystr(path), a) for number in here
+                  for name, x in made.get((file, function, number), {}).items()
+                  for path, a in jax.tree.leaves_with_path(x) if _arrays(a)]
+        times = collections.Counter()
+        for one in sent:
+            if count := one.times(file, function, here):
+                times[f"{'backward' if one.is_backward else 'forward'}: {one.text}"] += count
+        found.append(Line(code[first - 1:last], arrays, times))
+    return found
+
+
+def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
+    """The lines of a function, each with what it makes and sends."""
+    out = [f"\n{Path(file).name}:{function}\n"]
+    for line in lines_of(file, function, sent, made):
+        out += line.code
+        for name, a in line.arrays:
+            over = ", ".join(sorted(shard.varying(a))) or "no axis"
+            out.append(f"        {name:24} {_shape(a):20} varies over {over}")
+        out += [f"        {text}{f', {count} times' if count > 1 else ''}"
+                for text, count in line.sent.items()]
     return "\n".join(out)
+
+
+def drawn(config: Any, file: str, function: str) -> draw.Picture:
+    """A function line by line: which part of each array a device has, and what it sends forward.
+    (The whole arrays are those of the same step on one device.)"""
+    sent, made, c = trace(config, {file})
+    whole = {(n, name): a.shape for n, line in enumerate(lines_of(
+        file, function, *trace(config, {file}, alone=True)[:2])) for name, a in line.arrays}
+    rows = []
+    for n, line in enumerate(lines_of(file, function, sent, made)):
+        arrays = [(name, [*zip(a.shape, whole[n, name], strict=True)]) for name, a in line.arrays
+                  if a.shape and "[" not in name and (n, name) in whole]
+        ahead = [text.removeprefix("forward: ").partition(":")[0] for text in line.sent
+                 if text.startswith("forward")]
+        if arrays:
+            rows.append((" ".join(" ".join(line.code).split()), arrays, ahead))
+    return draw.lines(f"{function} line by line on {c.mesh}: the part of each dimension that a "
+                      "device has", rows)
 
 
 def callees(file: str, function: str, sent: list[Sent]) -> list[str]:
@@ -163,19 +218,28 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         return print(__doc__)
-    chosen = []
+    chosen, picture = [], ""
+    if argv and argv[0].endswith(".svg"):
+        picture = argv.pop(0)
     while argv and ".py:" in argv[0]:
         file, _, function = argv.pop(0).partition(":")
         chosen.append((str(Path(file).resolve()), function))
     config = train.parse(argv)
     print(text(config, chosen))
+    if picture:
+        drawn(config, *(chosen or [block_of(config)])[0]).save(picture)
+        print(f"\npicture: {picture}")
+
+
+def block_of(config: Any) -> tuple[str, str]:
+    """The file and the name of a network's block."""
+    return inspect.getsourcefile(networks.network_of(config.network).loss), "block"
 
 
 def text(config: Any, chosen: Sequence[tuple[str, str]] = ()) -> str:
     """What `main` prints for the functions `chosen`, each (file, function); () for the block of
     the configuration's network."""
-    if not chosen:
-        chosen = [(inspect.getsourcefile(networks.network_of(config.network).loss), "block")]
+    chosen = chosen or [block_of(config)]
     for where in chosen:
         statements(*where)      # (refuses what is not there)
     sent, made, c = trace(config, {file for file, _ in chosen})

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import train
-from learn import walk
+from learn import draw, walk
 from tests.common import full, refused
 from tests.helpers import ROOT
 from zigzag.core.errors import ConfigError
@@ -60,11 +60,30 @@ def test_what_a_block_sends_is_what_the_formula_says(mesh):
     n, rows = sizes["tensor"], 8 // (sizes.get("data", 1) * sizes.get("fsdp", 1))
     rows //= 2 if "pipe" in sizes else 1
     X = 4 * rows * c.seq_len * c.network.d_model
-    here = [one for one in sent if any(place[:2] == (BLOCK, "block") for place in one.places)]
+    here = [one for one in sent if one.times(BLOCK, "block")]
+    assert {one.times(BLOCK, "block") for one in here} == {1}
     norms = 2 * 2 * (n - 1) / n * 4 * c.network.d_model
     assert sum(one.bytes for one in here) == pytest.approx(8 * (n - 1) / n * X + norms)
     assert sum(one.bytes for one in here if one.is_backward) == pytest.approx(
         4 * (n - 1) / n * X + norms)
+
+
+def test_a_line_sends_what_its_loop_sends():
+    """A collective inside a loop that the line begins (the ring), which is missed, or counted for
+    one turn."""
+    config = train.parse([*FLAGS.split(), "--mesh", "data=2,seq=4"])
+    sent, made, c = walk.trace(config, {BLOCK})
+    K = 4 * 4 * (c.seq_len // 4) * c.network.d_model        # (of four rows)
+    for is_backward in (False, True):
+        here = [one for one in sent if one.is_backward == is_backward and "seq" in one.text
+                and "permute" in one.text and len(one.text.split(",")) > 4]
+        assert {one.times(BLOCK, "block") for one in here} == {3}
+        assert sum(3 * one.bytes for one in here) == 2 * 3 * K
+        assert {one.times(BLOCK, "layer") for one in here} == {3}       # (once for each layer)
+    line, = (line for line in walk.lines_of(BLOCK, "block", sent, made) if "attend(" in line.code[0]
+             and "row" in line.code[0])
+    assert sum(count for text, count in line.sent.items()
+               if text.startswith("forward: collective-permute over seq: [4, 8, 4, 16]")) == 6
 
 
 def test_the_whole_step_sends_what_the_header_expects():
@@ -75,6 +94,21 @@ def test_the_whole_step_sends_what_the_header_expects():
     sent, _, _ = walk.trace(config, {BLOCK})
     assert sum(one.bytes for one in sent if "over tensor" in one.text) == pytest.approx(
         want, rel=0.02)
+
+
+def test_a_picture_of_a_block(tmp_path, monkeypatch, capsys):
+    """A device's part of another dimension, or of the whole of another array; sends in another
+    order."""
+    rows = []
+    monkeypatch.setattr(draw, "lines", lambda title, found: rows.extend(found) or draw.held("", {}))
+    file = str(tmp_path / "block.svg")
+    walk.main([file, *FLAGS.split(), "--mesh", "data=2,seq=2,tensor=2"])
+    assert f"picture: {file}" in capsys.readouterr().out
+    found = {code.partition(" = ")[0]: (arrays, sends) for code, arrays, sends in rows}
+    assert found["q, k, v"] == ([(name, [(4, 8), (16, 32), (2, 4), (16, 16)]) for name in "qkv"],
+                                ["all-gather over tensor"])
+    assert found["y"][0] == [("y", [(4, 8), (8, 32), (64, 64)])]
+    assert found["y, aux"][1] == ["all-gather over tensor", "reduce-scatter over tensor"]
 
 
 def test_any_function_of_any_file(capsys):
