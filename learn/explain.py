@@ -200,11 +200,12 @@ def roofline(run: Run) -> str:
 def block(run: Run) -> str:
     """The network's block, line by line, if it has one."""
     try:
+        picture = walk.drawn(run.config, *walk.block_of(run.config))
         lines = walk.text(run.config)
     except shard.ConfigError as e:
         return f"<p>{html.escape(str(e))}</p>"
-    return (f'<details><summary>Show the lines</summary><div class="wide" tabindex="0"><pre>'
-            f"{html.escape(lines)}</pre></div></details>")
+    return (f"{_figure(picture)}<details><summary>Shapes, axes and bytes of each line</summary>"
+            f'<div class="wide" tabindex="0"><pre>{html.escape(lines)}</pre></div></details>')
 
 
 def curves(folders: Iterable[str]) -> str:

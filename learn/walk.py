@@ -88,8 +88,8 @@ def trace(config: Any, watched: set[str], alone: bool = False
     config, _ = train.commands.choose_mesh(config, train.TRAINER)
     program, before = train.commands.program_of(config, train.TRAINER), sys.gettrace()
     if alone:
-        config = train.commands.change(program.config, mesh="", shards=0, microbatches=1, chunks=1,
-                                       schedule="gpipe", override=())
+        config = train.commands.change(program.config, mesh="", shards=0, topology="", override=(),
+                                       microbatches=1, chunks=1, schedule="gpipe")
         mesh = train.commands.make_mesh(jax.devices()[:1])
         program = train.build(config, mesh, *train.language(config))
     sys.settrace(enter)
@@ -196,10 +196,10 @@ def drawn(config: Any, file: str, function: str) -> draw.Picture:
     for n, line in enumerate(lines_of(file, function, sent, made)):
         arrays = [(name, [*zip(a.shape, whole[n, name], strict=True)]) for name, a in line.arrays
                   if a.shape and "[" not in name and (n, name) in whole]
-        ahead = [text.removeprefix("forward: ").partition(":")[0] for text in line.sent
-                 if text.startswith("forward")]
+        ahead = dict.fromkeys(text.removeprefix("forward: ").partition(":")[0]
+                              for text in line.sent if text.startswith("forward"))
         if arrays:
-            rows.append((" ".join(" ".join(line.code).split()), arrays, ahead))
+            rows.append((" ".join(" ".join(line.code).split()), arrays, [*ahead]))
     return draw.lines(f"{function} line by line on {c.mesh}: the part of each dimension that a "
                       "device has", rows)
 
