@@ -198,7 +198,7 @@ def give_kernel(monkeypatch, name):
     full("", dict(pack="documents", kv_heads=2)), slow("pipe=2,fsdp=2", dict(
         pack="documents", microbatches=2)), full("tensor=2", dict(window=5)),
     full("tensor=2", dict(window=5, local_layers="lg", layers=4, remat="selective")),
-    full("fsdp=2,seq=2", dict(window=5, local_layers="lg")), ("seq=2", dict(window=10)),
+    full("fsdp=2,seq=2", dict(window=5, local_layers="lg")), full("seq=2", dict(window=10)),
     slow("pipe=2,tensor=2", dict(window=5, local_layers="lg", schedule="1f1b", microbatches=2)),
     full("fsdp=2,tensor=2", dict(window=5, pack="documents", kv_heads=2))])
 @in_float64()
