@@ -120,7 +120,11 @@ def holders_of(x: jax.Array) -> np.ndarray:
 
 
 def _numbers(holder):
-    return f"{holder[0]}-{holder[-1]}" if len(holder) > 4 else "".join(map(str, holder))
+    holder = sorted(holder)
+    if len(holder) > 4:
+        in_a_row = holder[-1] - holder[0] == len(holder) - 1
+        return f"{holder[0]}-{holder[-1]}" if in_a_row else f"{holder[0]},{holder[1]}..{holder[-1]}"
+    return ("," if holder[-1] > 9 else "").join(map(str, holder))
 
 
 def steps(title: str, devices: Sequence[str], rows: dict[str, Sequence[Sequence[Any]]]) -> Picture:

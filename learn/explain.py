@@ -127,13 +127,15 @@ def memory(run: Run) -> str:
     network = networks.network_of(c.network)
     cost = forecast.cost_model(c, network.weight_shapes(c.network), dict(program.mesh.shape),
                                run.chip, flops=0)
-    stats, limit = run.compiled.memory_analysis(), ("the chip's memory", run.chip.memory)
+    stats = run.compiled.memory_analysis()
     names = {"params": "trained weights", "frozen": "frozen weights", "opt": "optimizer"}
     exact = [(names.get(name, name), held(x))
              for name, x in {**program.state, "batch": program.batch}.items()]
     peak = chips.peak_memory(run.compiled)
     found = [("state and batch", stats.argument_size_in_bytes),
              ("temporary arrays", stats.temp_size_in_bytes), ("peak", peak)]
+    # (Bars of a small model would be too short to see beside the memory of a chip.)
+    limit = ("the chip's memory", run.chip.memory) if peak > run.chip.memory / 20 else ("", 0)
     fits = "it fits" if peak < run.chip.memory else "it does not fit"
     return (f"<p>At its peak the compiled step uses {_bytes(peak)} of a device's memory, and the "
             f"chip has {_bytes(run.chip.memory)}: {fits}.</p>"

@@ -45,6 +45,14 @@ def test_who_holds_what():
     assert colors == [f"fill:{draw.color(n)}" for n in (*where.flat, 0, 0, 0)]
 
 
+@pytest.mark.parametrize("holder, text", [
+    ([3], "3"), ([1, 0], "01"), ([8, 9, 10], "8,9,10"), ([*range(8)], "0-7"),
+    ([0, 2, 4, 6, 8], "0,2..8")])
+def test_holders_in_a_box(holder, text):
+    """Device 12 that reads as devices 1 and 2; a range with devices that hold nothing."""
+    assert draw._numbers(holder) == text
+
+
 @pytest.mark.parametrize("skips_idle", [True, False])
 @pytest.mark.parametrize("S, M, schedule, V", [
     (4, 12, "gpipe", 1), (4, 8, "interleaved", 2), (2, 6, "interleaved", 3), (4, 12, "1f1b", 1),
