@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import shard
 import train
 from tests.common import full, net, slow
 from tests.helpers import make, mesh_of, program_of
@@ -157,6 +158,25 @@ def test_of_another_model_the_rules_reductions_are_expected():
 
     program = train.build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
     assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("mesh, axes", [("fsdp=8", "fsdp"), full("data=2,fsdp=4", "data+fsdp")])
+def test_of_what_a_loss_gathers_of_rows_nothing_is_expected(mesh, axes):
+    """The weights' two all-gathers expected, where a loss that compares rows has more; or none."""
+    def init(key):
+        return {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}
+
+    def loss(p, b):
+        x = jax.nn.relu(b["x"] @ p["up"]) @ p["down"]
+        every, _ = shard.all_rows(x, b["x"])
+        return jax.nn.logsumexp(x @ every.T, -1).sum(), len(x)
+
+    config = make(batch=16, fsdp_min=1)
+    program = train.build(config, mesh_of(mesh), init, loss,
+                          {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)})
+    sent, expected = sent_and_expected(program)
+    assert not is_complete(program.plan)
+    assert ("all-gather", axes) in sent and ("all-gather", axes) not in expected
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])

@@ -392,9 +392,16 @@ def noise_by_row(trees, batch):
     return score(trees, {"x": x}).sum(), len(x)
 
 
+def noise_beside_rows(trees, batch):
+    """(The order of the rows changes nothing.)"""
+    noise = jax.random.normal(jax.random.key(0), batch["x"].shape)
+    return (score(trees, batch) + score(trees, {"x": noise}) ** 2).sum(), len(noise)
+
+
 @pytest.mark.parametrize("loss, says", [
     full(a_mean, r"gradients\(a_mean, \.\.\., 'critic', \.\.\.\): this loss is not a sum over"),
-    (all_pairs, "get them by shard.all_rows"), full(noise_by_row, "make noise by jax.random from")])
+    (all_pairs, "get them by shard.all_rows"), full(noise_by_row, "make noise by jax.random from"),
+    full(noise_beside_rows, r"with noise from batch\['seeds'\] alone")])
 def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
     """Only the first loss is compared with one device; the critic's gradient is that of a mesh."""
     init, step, held_out = gan()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from zigzag.core.mesh import (
     AXES,
+    BATCH_AXES,
     WITHOUT_TENSOR,
     entry_axes,
     full_spec,
@@ -74,6 +75,9 @@ def _rows(plan):
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
         rows += _experts(run) if config.experts else []
+    if "all_rows" in plan.names:        # (what the loss gathers may have any shape)
+        rows += [(kind, "+".join(BATCH_AXES), 1, UNKNOWN)
+                 for kind in ("all-gather", "reduce-scatter")]
     if platform(plan.mesh) == "tpu" and run.itemsize == 4:
         # A TPU multiplies float32 numbers rounded to bfloat16, and its compiler rounds some of them
         # before it gathers them: half as many bytes.

@@ -468,7 +468,8 @@ def _not_a_sum(plan, found, rows, rows_of_part):
         f"this loss is not a sum over the rows of a batch: {rows} {what} together give {wanted} "
         f"(sum / count), in parts (of {rows_of_part} training rows) {got} in total; these differ: "
         f"{found.differ}; {splits}: return sums over rows (where rows are compared, get them by "
-        f"shard.all_rows, with --accumulate 1), or use {instead}")
+        f"shard.all_rows, with --accumulate 1), with noise from batch['seeds'] alone, or use "
+        f"{instead}")
 
 
 def _not_this_mesh(plan, found, rows):
