@@ -11,7 +11,7 @@ import pytest
 from tests.common import WORDS
 from tests.helpers import learn, make
 
-MOST = 10
+MOST = 5
 
 
 @pytest.hookimpl(tryfirst=True)

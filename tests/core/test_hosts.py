@@ -432,7 +432,7 @@ def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
     file = tmp_path / "one.py"
     file.write_text(ONE_CANNOT_READ)
     (first, said, error), (second, _, other) = ends(
-        hosts(2, *words, "--steps", 8, "--patience", 5, file=file), 60)
+        hosts(2, *words, "--steps", 8, "--patience", 5, file=file))
     assert first == second == 0, (error, other)
     assert "checkpoint 6 is damaged (for one)" in said and "at step 3" in said
     assert (tmp_path / "run/checkpoints/damaged-6").is_dir()
