@@ -124,8 +124,9 @@ def report(bug: str, function: Callable, in_specs: Any, out_specs: Any, want: An
            ) -> None:
     """Print what is wrong with a function that has this bug: on jax's mesh, and on one device."""
     whole = jax.sharding.get_mesh()
-    for place, size in ((bug, whole.size), ("    on one device", 1)):
-        mesh(**dict.fromkeys(whole.axis_names, size))
+    one = mesh(**dict.fromkeys(whole.axis_names, 1))
+    for place, grid in ((bug, whole), ("    on one device", one)):
+        jax.set_mesh(grid)
         program = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
         print(f"{place}: {fault(program, want, *args)}")
     jax.set_mesh(whole)
