@@ -141,7 +141,7 @@ lesson.picture("timetables", draw.timetables(4, 12, {
 #
 # In a tick, t tokens of a microbatch meet a stage's part of all N weights: 2 t N / S operations for
 # 2 t D bytes in bfloat16, N / (S D) for each byte. For N = 8e9, S = 4 and D = 4,096 that is
-# 490,000, two hundred times what a v5e needs. So a pipeline is for models that do not fit
+# 490,000, some 220 times what a v5e needs. So a pipeline is for models that do not fit
 # otherwise, and for slow connections. Its price is the idle time, so it needs many microbatches.
 #
 # ## Bugs

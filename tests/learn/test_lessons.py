@@ -11,6 +11,7 @@ from learn import lesson
 from learn.answers import ANSWERS
 from tests.common import full
 from tests.helpers import ROOT
+from zigzag.measure.chips import CHIPS
 
 RUN = """
 import runpy, sys
@@ -105,6 +106,42 @@ def test_a_lesson_runs(number, long, tmp_path):
     text = path.read_text()
     for part in ("## When it pays", "## Exercises", "One idea: **"):
         assert part in text, part
+
+
+# What the text works out by hand: {lesson: {words around a number: its value}}. A v5e sends 45 GB/s
+# each way along an axis.
+FLOPS, LINK = CHIPS["TPU v5 lite"].flops, 2 * 45e9
+BYTE = FLOPS / LINK                     # operations in the time of a byte
+MLP = 4096 * 1024 * 3                   # weights of an expert
+FIGURES = {
+    "1": {"multiplies 197 tera": FLOPS / 1e12, "about 2,200,": BYTE},
+    "2": {"does 2,200": BYTE, "about 2,900 tokens": 8 / 6 * BYTE},
+    "3": {"with 2,200": BYTE, "from 2,200": BYTE, "backward from 1,470": BYTE / 1.5},
+    "4": {"does 2,200": BYTE, "about 80%": 100 * BYTE / (8192 / 3),
+          "tensor=2 27%": 100 * BYTE / 8192},
+    "5": {"16,384 bytes": 64 * 64 * 4, "= 8.5": (64 * 64 * 4 + 256 * 1024) / 32768},
+    "6": {"4,096, against": 2 * 1024**2 * 8 / (2 * 2 * 1024), "against 2,200": BYTE},
+    "7": {"490,000": 8e9 / (4 * 4096), "some 220 times": 8e9 / (4 * 4096) / BYTE},
+    "8": {"1.6 GB": 64 * MLP * 2 / 1e9, "fsdp=8 sends 4.2": 3 * 7 / 8 * 64 * MLP * 2 / 1e9,
+          "X = 33.6 MB": 4096**2 * 2 / 1e6, "sends 0.94 GB": 4 * 7 * 4096**2 * 2 / 1e9,
+          "10 ms": 1e3 * 4 * 7 * 4096**2 * 2 / LINK,
+          "beside 3 ms": 1e3 * 6 * 2 * MLP * 4096 / FLOPS,
+          "takes 47 ms": 1e3 * 3 * 7 / 8 * 64 * MLP * 2 / LINK},
+    "9": {"(128 GB)": 16 * 8, "would be 16 GB": 16 * 8 / 8}}
+
+
+@pytest.mark.parametrize("number", FIGURES)
+def test_figures_of_the_text(number):
+    """A figure of the text that its formula, or the chip's rates, do not give. (They are rounded to
+    the digits that are shown: 10.4 ms is 10.)"""
+    text = " ".join(" ".join(text for kind, text in lesson.cells(lesson.LESSONS[number])
+                             if kind == "markdown").split())
+    for words, value in FIGURES[number].items():
+        assert words in text, words
+        said = re.findall(r"(?<![=\d])\d[\d,]*(?:\.\d+)?", words)[0].rstrip(",").replace(",", "")
+        last = 10.0 ** -len(said.partition(".")[2]) if "." in said else (
+            10.0 ** (len(said) - len(said.rstrip("0"))))
+        assert abs(float(said) - value) <= max(0.5 * last, 0.01 * value), (words, value)
 
 
 @pytest.mark.parametrize("path", lesson.LESSONS.values(), ids=lambda path: path.stem)
