@@ -176,10 +176,10 @@ for name, (good, bad) in BUGS.items():
 # How can `train.fit` tell a bug from rounding? Before a run it computes the sums and the gradient
 # of three batches, at weights that are moved at random (with a head of zeros nothing would show):
 # on the mesh, on one device, and on one device with weights moved by rounding errors. The last two
-# show how far rounding alone can go. The loss is refused if a batch is off by more than three times
-# that, or two batches by more than once. Then the rows in parts, in another order, or exchanged
-# with other rows tell why: the loss is not a sum over rows, or it uses a row's index, or it
-# compares rows.
+# show how far rounding alone can go: allowed is four times that, and a small share of the value.
+# The loss is refused if a batch is off by more than three times what is allowed, or two of the
+# three by more than once. Then the rows in parts, in another order, or exchanged with other rows
+# tell why: the loss is not a sum over rows, or it uses a row's index, or it compares rows.
 #
 # ## Exercises
 #

@@ -58,8 +58,9 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 # but then the sums would be of h, which is wider.)
 #
 # The cheapest group is taken first, and a weight is split along one dimension only: a group that
-# shares a weight with one already taken stays whole, and so does one whose length the axis does not
-# divide. So `up` becomes a column and `down` a row: that is the alternation.
+# shares a weight with one already taken stays whole (unless it splits a quarter more numbers at
+# about the same price: then it takes the other's place), and so does one whose length the axis does
+# not divide. So `up` becomes a column and `down` a row: that is the alternation.
 
 # %%
 assert (16384 + 2**18) / (2 * 64 * 256) == 8.5
@@ -123,9 +124,12 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # %% [markdown]
 # So a dimension has other roles than *free* and *contracted*. In a lookup, the table's rows are
 # *indexed*: each device looks up the ids whose rows it has, puts zeros for the others, and one
-# reduction adds these up; the table's other dimension is free. A reshape of [D, H N] to [D, H, N]
-# hands the split to the first of the new dimensions, H, if the axis divides it: a device then has
-# whole heads. A split inside the heads is refused, or costs what must then be sent.
+# reduction adds these up. The table's other dimension is an *entry*, copied as it is. Batches of
+# products (experts) and what a scan counts (layers) have axes of their own. A group is only split
+# if a weight *makes* it, as free or indexed, before one reads it; an entry makes nothing, so this D
+# stays whole. A reshape of [D, H N] to [D, H, N] hands the split to the first of the new
+# dimensions, H, if the axis divides it: a device then has whole heads. A split inside the heads is
+# refused, or costs what must then be sent.
 #
 # **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
 # four, the first device has three quarters of q and nothing of k; the second the rest of q and half

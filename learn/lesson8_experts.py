@@ -107,7 +107,8 @@ quote(shard.experts)
 # If all tokens choose the same experts, one device works and the others wait. So the loss has one
 # more term, E x sum(visits(e) x probability(e)). It is 1 if experts are equally busy, and larger if
 # the busy ones are also the likely ones. (visits has no gradient; the probabilities have. The
-# router also learns through the shares.)
+# router also learns through the shares.) Here it is of all tokens; `model.py` takes it of each row,
+# times the row's tokens, so that it is a sum over rows.
 
 
 # %%

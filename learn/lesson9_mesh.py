@@ -33,7 +33,9 @@ lesson.begin(8)
 #     tensor   weights, and the stream's time         8 (n-1)/n X L A
 #     seq      time                                   4 (n-1) K L A
 #     expert   rows, experts                          4 (n-1) X L A
-#     pipe     layers                                 2 X (ticks/M + (n-1)/n) A, and idle time
+#     pipe     layers                                 2 X/t (ticks/M + (n-1)/n) A, and idle time
+#
+# (t is the size of tensor: stages pass the stream on as tensor has cut it.)
 #
 # One thing is new: at the end of a pipeline each stage gets its part of the last stage's X, for the
 # loss (lesson 7 gave all of it to all stages), and sends its gradient back: the (n-1)/n.
@@ -143,7 +145,8 @@ def predicted(c, n, weights):
     sent = {"tensor": 8 * (1 - 1 / n["tensor"]) * X * layers * passes * c.accumulate,
             "seq": 4 * (n["seq"] - 1) * K * layers * passes * c.accumulate,
             "expert": 4 * (n["expert"] - 1) * X * layers * passes * c.accumulate,
-            "pipe": (S > 1) * 2 * X * (passes + 1 - 1 / S) * c.accumulate, "fsdp": 0, "sums": 0}
+            "pipe": (S > 1) * 2 * X / n["tensor"] * (passes + 1 - 1 / S) * c.accumulate,
+            "fsdp": 0, "sums": 0}
     for shape, spec in weights:
         split = [axis for axis in n if f"'{axis}'" in str(spec)]
         bytes_here = 4 * math.prod(shape) / math.prod(n[axis] for axis in split)
