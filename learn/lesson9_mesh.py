@@ -132,7 +132,8 @@ for time in (4096, 1024, 256):
 #
 # Here, on simulated devices, a deep and narrow model in float32: the table as a function, and what
 # the program sends. (All axes together: L is of a stage, whose idle ticks send, too. The embedding
-# and the head are gathered once in an update.)
+# and the head are gathered once in an update. With tensor, each of them sends the stream, and its
+# gradient back: 4 (n-1)/n X more; under pipe, the head a stage's part of the time.)
 
 
 # %%
@@ -142,7 +143,7 @@ def predicted(c, n, weights):
     X, K = 4 * tokens * c.d_model, 4 * tokens * c.kv_heads * c.head_dim / n["tensor"]
     M, S = c.microbatches if n["pipe"] > 1 else 1, n["pipe"]
     passes, layers = (M + S - 1) / M, c.layers / S      # (idle ticks send, too)
-    sent = {"tensor": 8 * (1 - 1 / n["tensor"]) * X * layers * passes * c.accumulate,
+    sent = {"tensor": (8 * layers * passes + 2 + 2 / S) * (1 - 1 / n["tensor"]) * X * c.accumulate,
             "seq": 4 * (n["seq"] - 1) * K * layers * passes * c.accumulate,
             "expert": 4 * (n["expert"] - 1) * X * layers * passes * c.accumulate,
             "pipe": (S > 1) * 2 * X / n["tensor"] * (passes + 1 - 1 / S) * c.accumulate,
