@@ -80,7 +80,7 @@ def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
         json.dumps({"source": f"{name}.npy", "target": text}) + "\n"
         for name, text in (("dark", "below"), ("bright", "top right")) * 8))
     train.main(["--data", str(tmp_path / "a.jsonl"), "--model", str(tmp_path / "model"),
-                "--out", str(tmp_path / "run"), "--seq_len", "20", "--batch", "8", "--steps", "40",
+                "--out", str(tmp_path / "run"), "--seq_len", "20", "--batch", "8", "--steps", "120",
                 "--lr", "0.003", "--mesh", "fsdp=2,tensor=2", "--fsdp_min", "1"])
     capsys.readouterr()
     for name, text in (("dark", "below"), ("bright", "top right")):
