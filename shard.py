@@ -532,9 +532,8 @@ def slots_of(tokens: Array) -> Array:
 #   split       the time of everything, in zigzag order: of 2 n parts, device i has the i-th and the
 #               i-th from the end, so that under a causal mask all have the same number of keys to
 #               see
-#   collective  keys and values (and each token's slot, position and document) go around a ring:
-#               n - 1 collective-permutes to the next device. The transpose of a step forward is a
-#               step back, which returns their gradients
+#   collective  keys and values (and each token's slot, position and document) go around a ring in
+#               n - 1 collective-permutes. The transpose, a step back, returns their gradients
 #   bytes       in each layer 4 (n-1) times those of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
 #               of exponentials; with both, `join` combines the parts into exact attention over all
@@ -699,9 +698,9 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
 #               back; the transpose of an all-to-all is an all-to-all. (Small all-gathers tell which
-#               experts each token chose, and their shares.) Each device sends every other
-#               an array as large as all its tokens, with zeros for tokens that chose no expert of
-#               that device. (An all-gather and a reduce-scatter send as much, but sum results in
+#               experts each token chose, and their shares.) Each device sends every other an array
+#               as large as all its tokens, with zeros for tokens that chose no expert of that
+#               device. (An all-gather and a reduce-scatter send as much, but sum results in
 #               the compute dtype, and some compilers make that an all-reduce, of twice the bytes)
 #   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
 #   correct     an expert treats each token by itself, and the sum over a token's experts is the

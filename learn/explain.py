@@ -202,8 +202,9 @@ def roofline(run: Run) -> str:
 def block(run: Run) -> str:
     """The network's block, line by line, if it has one."""
     try:
-        lines = walk.text(run.config)
-        picture = walk.drawn(run.config, *walk.block_of(run.config))
+        where = walk.block_of(run.config)
+        found = walk.walk(run.config, [where])
+        lines, picture = walk.text(found, [where]), walk.drawn(found, *where)
     except shard.ConfigError as e:
         return f"<p>{html.escape(str(e))}</p>"
     return (f"{_figure(picture)}<details><summary>Shapes, axes and bytes of each line</summary>"

@@ -130,7 +130,8 @@ assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0
 
 # %%
 config = train.parse(["--mesh", "data=4,tensor=2"])
-lesson.picture("block", walk.drawn(config, *walk.block_of(config)))
+where = walk.block_of(config)
+lesson.picture("block", walk.drawn(walk.walk(config, [where]), *where))
 
 # %% [markdown]
 # In this repository these are two functions, `columns` and `row`. The second ends with

@@ -61,10 +61,28 @@ class Line(NamedTuple):
     sent: dict[str, int]    # how many times each
 
 
-def trace(config: Any, watched: set[str], alone: bool = False
-          ) -> tuple[list[Sent], dict[tuple[str, str, int], dict], Any]:
-    """(what the step sends, {(file, function, line): {name: array made there}} for functions of the
-    files `watched`, the configuration with its sizes). alone: for the same step on one device."""
+class Traced(NamedTuple):
+    """What a trace of a step has found."""
+    sent: list[Sent]
+    made: dict[tuple[str, str, int], dict]      # {(file, function, line): {name: array made there}}
+    config: Any                                 # with its sizes
+
+
+def trace(config: Any, watched: set[str]) -> Traced:
+    """What the step of a configuration sends, and makes in functions of the files `watched`."""
+    config, _ = train.commands.choose_mesh(config, train.TRAINER)
+    return _trace(train.commands.program_of(config, train.TRAINER), watched)
+
+
+def trace_alone(config: Any, watched: set[str]) -> Traced:
+    """The same for one device. The configuration is that of a Traced."""
+    config = train.commands.change(config, mesh="", shards=0, topology="", override=(),
+                                   microbatches=1, chunks=1, schedule="gpipe")
+    mesh = train.commands.make_mesh(jax.devices()[:1])
+    return _trace(train.build(config, mesh, *train.language(config)), watched)
+
+
+def _trace(program, watched):
     made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
@@ -85,13 +103,7 @@ def trace(config: Any, watched: set[str], alone: bool = False
 
         return line(frame, event, _)
 
-    config, _ = train.commands.choose_mesh(config, train.TRAINER)
-    program, before = train.commands.program_of(config, train.TRAINER), sys.gettrace()
-    if alone:
-        config = train.commands.change(program.config, mesh="", shards=0, topology="", override=(),
-                                       microbatches=1, chunks=1, schedule="gpipe")
-        mesh = train.commands.make_mesh(jax.devices()[:1])
-        program = train.build(config, mesh, *train.language(config))
+    before = sys.gettrace()
     sys.settrace(enter)
     try:
         with jax.set_mesh(program.mesh):        # (a lesson has one of its own)
@@ -106,7 +118,7 @@ def trace(config: Any, watched: set[str], alone: bool = False
             loops = [(_places(e), e.params["length"]) for e in above if e.primitive.name == "scan"]
             sent.append(Sent(sum(map(_places, around), []), loops, is_backward,
                              *_text_and_bytes(eqn, sizes)))
-    return sent, made, program.config
+    return Traced(sent, made, program.config)
 
 
 def _places(eqn):
@@ -186,22 +198,23 @@ def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
     return "\n".join(out)
 
 
-def drawn(config: Any, file: str, function: str) -> draw.Picture:
+def drawn(found: Traced, file: str, function: str) -> draw.Picture:
     """A function line by line: which part of each array a device has, and what it sends forward.
     (The whole arrays are those of the same step on one device.)"""
-    sent, made, c = trace(config, {file})
-    whole = {(n, name): a.shape for n, line in enumerate(lines_of(
-        file, function, *trace(config, {file}, alone=True)[:2])) for name, a in line.arrays}
+    alone = trace_alone(found.config, {file})
+    whole = {(n, name): a.shape
+             for n, line in enumerate(lines_of(file, function, alone.sent, alone.made))
+             for name, a in line.arrays}
     rows = []
-    for n, line in enumerate(lines_of(file, function, sent, made)):
+    for n, line in enumerate(lines_of(file, function, found.sent, found.made)):
         arrays = [(name, [*zip(a.shape, whole[n, name], strict=True)]) for name, a in line.arrays
                   if a.shape and "[" not in name and (n, name) in whole]
         ahead = dict.fromkeys(text.removeprefix("forward: ").partition(":")[0]
                               for text in line.sent if text.startswith("forward"))
         if arrays:
             rows.append((" ".join(" ".join(line.code).split()), arrays, [*ahead]))
-    return draw.lines(f"{function} line by line on {c.mesh}: the part of each dimension that a "
-                      "device has", rows)
+    return draw.lines(f"{function} line by line on {found.config.mesh}: the part of each dimension "
+                      "that a device has", rows)
 
 
 def callees(file: str, function: str, sent: list[Sent]) -> list[str]:
@@ -225,9 +238,11 @@ def main(argv: list[str] | None = None) -> None:
         file, _, function = argv.pop(0).partition(":")
         chosen.append((str(Path(file).resolve()), function))
     config = train.parse(argv)
-    print(text(config, chosen))
+    chosen = chosen or [block_of(config)]
+    found = walk(config, chosen)
+    print(text(found, chosen))
     if picture:
-        drawn(config, *(chosen or [block_of(config)])[0]).save(picture)
+        drawn(found, *chosen[0]).save(picture)
         print(f"\npicture: {picture}")
 
 
@@ -236,13 +251,16 @@ def block_of(config: Any) -> tuple[str, str]:
     return inspect.getsourcefile(networks.network_of(config.network).loss), "block"
 
 
-def text(config: Any, chosen: Sequence[tuple[str, str]] = ()) -> str:
-    """What `main` prints for the functions `chosen`, each (file, function); () for the block of
-    the configuration's network."""
-    chosen = chosen or [block_of(config)]
+def walk(config: Any, chosen: Sequence[tuple[str, str]]) -> Traced:
+    """A trace of the functions `chosen`, each (file, function), which must be there."""
     for where in chosen:
-        statements(*where)      # (refuses what is not there)
-    sent, made, c = trace(config, {file for file, _ in chosen})
+        statements(*where)
+    return trace(config, {file for file, _ in chosen})
+
+
+def text(found: Traced, chosen: Sequence[tuple[str, str]]) -> str:
+    """What `main` prints for these functions."""
+    sent, made, c = found
     heading = (f"{c.batch} rows of {c.seq_len} tokens, {c.accumulate} parts; {c.dtype}; "
                f"--mesh {c.mesh}")
     return "\n".join([heading, *(annotated(file, name, sent, made) for file, function in chosen

@@ -11,13 +11,13 @@ import pytest
 from tests.common import WORDS
 from tests.helpers import learn, make
 
-MOST = 5
+MOST = 5        # of the longest cases of a test, in .ci/full
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """.ci/run takes the quick cases of a test or, if it has none, its first slow one, the 25th and
-    so on. .ci/full takes MOST of the others, evenly spread, and .ci/full all the rest."""
+    so on. .ci/full takes MOST of the others, evenly spread; `.ci/full all` takes all."""
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         kind = next(filter(item.get_closest_marker, ("full", "slow")), "quick")
@@ -28,9 +28,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.full)
         longest = [item for item in of_test["full"] + of_test["slow"]
                    if item.get_closest_marker("full")]
-        share = min(1, MOST / len(longest)) if longest else 1
+        kept = {-(-i * len(longest) // MOST) for i in range(MOST)}
         for number, item in enumerate(longest):
-            if int(number * share) == int((number - 1) * share) and number:
+            if number not in kept:
                 item.add_marker(pytest.mark.rest)
 
 

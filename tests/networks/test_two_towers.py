@@ -320,6 +320,7 @@ def blip2_folder(tmp_path, words):
     fields = CASES["blip2"] | {"image_token_index": 310}
     fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
     config, kind = classes("blip2")
+    peer("torch").manual_seed(1)
     kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text(f"{words}\n" * 50)
