@@ -124,7 +124,7 @@ from zigzag.core.mesh import (
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, likeliest, overlap, pipeline
+from zigzag.parallel import attention, likeliest, overlap, pipeline, strips
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
@@ -272,15 +272,16 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               [F, D] by rows; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If n does not divide T, the stream stays whole: no
-#               collective into a block, and an all-reduce out of it. (--overlap: instead of both,
-#               collective-permutes of parts, which travel while other parts are multiplied)
+#               collective into a block, and an all-reduce out of it. (On a TPU, one for each
+#               strip of rows. --overlap: instead of both, collective-permutes of parts, which
+#               travel while other parts are multiplied)
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
 #   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
 #               whole weight beside split ones, several products, adapters, repeat_kv);
-#               zigzag/parallel/overlap.py
+#               zigzag/parallel/overlap.py, strips.py
 #
 # For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
 # two functions below are these three lines:
@@ -396,7 +397,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
     stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as many
-    as memory asks for), and only one chunk's logits are in memory."""
+    as leave each at most 2^25 logits), and only one chunk's logits are in memory."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With a whole head beside a split stream, each device computes all logits of its own time.
     local = is_split(x) and not split_vocab
@@ -859,8 +860,8 @@ def _stack_of_stage(block, weights, batch, specs, options):
         remat = "none"      # 1F1B recomputes the stage itself, right before its backward pass
 
     def stack(weights, x, numbers, batch):
-        x, aux = layers(lambda w, x, i: block(w, x, i, batch), weights, x, numbers, specs, remat,
-                        options.sum_dtype)
+        x, aux = strips.in_strips(lambda block, x: layers(
+            block, weights, x, numbers, specs, remat, options.sum_dtype), block, x, batch)
         return x, jax.tree.map(lambda a: sum_if_split(a.sum(0)), aux)
 
     return stack, options

@@ -340,7 +340,10 @@ def test_a_text_ends_an_answer(trained):
     for (ids, logs), (all_ids, all_logs) in zip(got, whole, strict=True):
         at = Letters.decode(all_ids).find(spelled)
         count = len(all_ids) if at < 0 else at + len(spelled)
-        assert ids == all_ids[:count] and logs == all_logs[:count]
+        assert ids == all_ids[:count]
+        # (The text that goes on from its last half is padded to the longest row that has not
+        # ended: some CPUs add up in another order for another number of columns.)
+        assert logs == pytest.approx(all_logs[:count], abs=1e-5)
     assert len(got[0][0]) <= 5
 
 

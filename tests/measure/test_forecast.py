@@ -169,6 +169,7 @@ def compiler_of(chips, changes):
     slow("v5e:2x4", "pipe=2,tensor=4",
          ("--microbatches", 4, "--remat", "selective", "--accumulate", 2), 1.2, 1.4),
     full("v5e:2x4", "expert=2,tensor=4", ("--experts", 8, "--kv_heads", 2), 1.05, 1.15),
+    full("v5e:2x2", "fsdp=2,tensor=2", ("--batch", 64, "--remat", "full"), 1.2, 1.4),   # in strips
     full("v5e:2x2", "fsdp=2,tensor=2", (
         "--model", "transformer", "--window", 128, "--local_layers", "lg", "--attn_softcap", 30,
         "--pack", "documents"), 0.9, 1.1),

@@ -28,6 +28,7 @@ from zigzag.core.mesh import (
     spec_axes,
 )
 from zigzag.measure.hlo import Collective, add_up
+from zigzag.parallel import strips
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
@@ -127,6 +128,9 @@ class _Run:
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
+        # The strips of its rows that a layer takes in turn.
+        self.strips = 1 if self.overlaps or c.step != "shard_map" else strips.count(
+            self.rows, self.time, self.sizes, platform(mesh))
         # Whether the head's time, of which each stage has a part, is split over tensor too.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
@@ -319,8 +323,9 @@ def _tensor(run, traffic):
         reductions -= scatters + traffic.beside
         yield run.in_parts(run.layers * (scatters + own + traffic.beside * (
             1 + run.forwards + mlp_again)), run.X)
-    yield run.reduce, "tensor", run.layers * reductions, run.X
-    yield "all-gather", "tensor", run.layers * gathers, run.X
+    in_strips = run.layers * run.strips, run.X // run.strips
+    yield run.reduce, "tensor", in_strips[0] * reductions, in_strips[1]
+    yield "all-gather", "tensor", in_strips[0] * gathers, in_strips[1]
     if run.splits_time and run.trains_all:
         # A norm's scale is not split, and each device has its gradient for a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
