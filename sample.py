@@ -28,9 +28,9 @@ the mesh divides B. Over data, fsdp and expert each device has its own rows.
 """
 
 if __name__ == "__main__":
-    from zigzag.core import start
+    from zigzag.core.start import begin
 
-    start.begin()
+    begin()
 
 import functools
 import warnings

@@ -285,8 +285,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         samples                     prompts that the model continues at each evaluation
         sources                     {name: how many} of the held-out examples, in their order: the
                                     loss of each source is logged beside that of all
-        weights(places)             the weights a new run begins with, instead of init's; places
-                                    are shapes with shardings
+        weights(shapes)             the weights a new run begins with, instead of init's; shapes
+                                    have shardings
         overrides                   (path regex, PartitionSpec) pairs: where weights are stored, in
                                     addition to --override; the last match wins
         schedule(step)              replaces learning_rate(config, step); jax traces it

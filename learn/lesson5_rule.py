@@ -129,9 +129,8 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # products (experts) and what a scan counts (layers) have axes of their own. A group is only split
 # if a weight *makes* it (free, indexed, or in a batch) before one reads it; an entry makes nothing,
 # so this D stays whole. A reshape of [D, H N] to [D, H, N] hands the split to the first of the new
-# dimensions, H, if the axis divides it: a device then has whole heads. A split inside the heads is
-# refused for activations. The price of H N has one send of the result all the same, as if it were
-# not whole heads.
+# dimensions, H, if the axis divides it: a device then has whole heads. Attention refuses a split
+# inside the heads, and the price of H N has one send of the result in any case.
 #
 # **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
 # four, the first device has three quarters of q and nothing of k; the second the rest of q and half

@@ -320,6 +320,7 @@ def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
 
 
+@pytest.mark.full
 def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
     """A run that cannot be continued because the name of its damaged checkpoint is taken."""
     (run / "checkpoints/damaged-6").mkdir()

@@ -83,7 +83,8 @@ def test_families_write_what_forward_says(small_chunks, monkeypatch, name):
     assert_teacher_forced(params, config, prompts, found)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", full("linear")])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dynamic", "linear"])
 def test_scaled_positions_are_those_of_a_prompt_alone(kind):
     """A long prompt whose length scales the positions of all that are answered beside it."""
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}

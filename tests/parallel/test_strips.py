@@ -2,9 +2,12 @@
 
 import pytest
 
+import model
+import train
 from tests.common import assert_same_on, full, slow
-from tests.helpers import make, program_of
+from tests.helpers import learn, make, mesh_of, program_of
 from tests.measure.test_traffic import ONE_F_ONE_B
+from zigzag.core.errors import ConfigError
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel import strips
@@ -12,7 +15,7 @@ from zigzag.run.plan import compiled
 
 CASES = [
     ("fsdp=2,tensor=2", dict(fsdp_min=64, remat="full")),
-    slow("data=2,tensor=2", dict(experts=4, remat="selective")),
+    slow("data=2,tensor=2", dict(remat="selective")),
     slow("tensor=4", dict(accumulate=2, remat="full:0.5", layers=4)),
     full("tensor=2", dict(seq_len=19)), full("tensor=2", dict(remat="mlp")),
     full("pipe=2,tensor=2", dict(microbatches=2)),
@@ -20,22 +23,27 @@ CASES = [
     full("fsdp=2,tensor=2", dict(parallel_block=True, biases="qkv,out,mlp", fsdp_min=64))]
 
 
-@pytest.fixture(autouse=True)
-def on_this_platform(monkeypatch):
-    """Strips of eight tokens at least, on the simulated devices."""
+@pytest.fixture
+def counts(monkeypatch):
+    """Strips of eight tokens at least, on the simulated devices; their numbers, as they are asked
+    for."""
+    found, count = [], strips.count
     monkeypatch.setattr(strips, "PLATFORMS", ("cpu",))
     monkeypatch.setattr(strips, "LEAST", 8)
+    monkeypatch.setattr(strips, "count", lambda *given: found.append(count(*given)) or found[-1])
+    return found
 
 
 @pytest.mark.parametrize("mesh, changes", CASES)
-def test_strips_are_the_same(mesh, changes):
+def test_strips_are_the_same(counts, mesh, changes):
     """Rows in the place of others; what a layer adds to the loss, counted for one strip; dropout
     with the seeds of another strip."""
     assert_same_on(mesh, **{"batch": 16, "dropout": 0.1, **changes})
+    assert max(counts) > 1
 
 
 @pytest.mark.parametrize("mesh, changes", [*CASES, full("tensor=2", dict(lora_rank=2))])
-def test_strips_send_what_is_expected(mesh, changes):
+def test_strips_send_what_is_expected(counts, mesh, changes):
     """Weights that are gathered over fsdp for each strip; what is sent over tensor, counted for
     one. (Between CPU devices the gradients of whole weights are summed for each strip. A TPU's
     compiler sums them once: tests/measure/test_forecast.py.)"""
@@ -43,10 +51,10 @@ def test_strips_send_what_is_expected(mesh, changes):
     sent, expected = ({(c.kind, c.axis): c for c in rows
                        if (c.kind, c.axis) != ("all-reduce", "tensor") and c.bytes > 1000}
                       for rows in (collectives(compiled(program)), expected_traffic(program.plan)))
-    assert sent.keys() == expected.keys()
+    assert max(counts) > 1 and sent.keys() == expected.keys()
     for key, c in expected.items():
         assert sent[key].bytes == pytest.approx(c.bytes, rel=0.02), key
-        assert sent[key].count == c.count or "tensor" not in key or "experts" in changes, key
+        assert sent[key].count == c.count or "tensor" not in key, key
 
 
 @pytest.mark.parametrize("rows, time, sizes, where, wanted", [
@@ -55,6 +63,27 @@ def test_strips_send_what_is_expected(mesh, changes):
     (1, 65_536, dict(tensor=2), "tpu", 1),
     (2, 2048, dict(tensor=2), "tpu", 1), (8, 2048, dict(tensor=4), "gpu", 1),
     (8, 2048, dict(tensor=1), "tpu", 1), (8, 2048, dict(tensor=2, seq=2), "tpu", 1)])
-def test_the_number_of_strips(monkeypatch, rows, time, sizes, where, wanted):
-    monkeypatch.undo()
-    assert strips.count(rows, time, sizes, where) == wanted
+def test_the_number_of_strips(rows, time, sizes, where, wanted):
+    assert strips.count(rows, time, sizes, where, strips.least(None)) == wanted
+
+
+def test_only_our_own_networks_are_cut(counts):
+    """A custom loss that compares rows within a layer; experts with a few tokens each."""
+    def cut(config, **given):
+        init, loss, shapes = train.language(config)
+        plan = train.build(config, mesh_of("tensor=2"), init, given.get("loss", loss), shapes).plan
+        return plan.strip
+
+    assert cut(make()) == 8 and cut(make(experts=4)) == 0
+    assert cut(make(), loss=lambda *given: model.loss(*given, config=make().network)) == 0
+
+
+def test_an_edit_that_compares_rows_is_found(monkeypatch):
+    """A few rows, which are compared with one device, and which no strip would have cut."""
+    block = model.block
+    monkeypatch.setattr(strips, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(model, "block", lambda w, x, *others: block(w, x - x.mean(0), *others))
+    with pytest.raises(ConfigError, match="this loss|on this mesh"):
+        learn(make(check=True, batch=8), "tensor=2")
+    monkeypatch.setattr(strips, "PLATFORMS", ())
+    learn(make(check=True, batch=8), "tensor=2")

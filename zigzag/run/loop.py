@@ -138,7 +138,7 @@ class Loop:
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
-    """The state that a run begins with. weights(places) gives weights instead of init's; places are
+    """The state that a run begins with. weights(shapes) gives weights instead of init's; shapes are
     shapes with shardings."""
     config, given = program.config, None
     if weights:

@@ -37,6 +37,7 @@ from zigzag.core.mesh import (
     spec_axes,
     without_axis,
 )
+from zigzag.parallel import strips
 from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -75,6 +76,7 @@ class Plan:
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
+    strip: int = 0          # the least tokens in a strip of rows (strips.py); 0: no strips
     learned: str | None = None      # in a step of one's own: the one tree that is trained, ""
                                     # where none is (an evaluation); None: all weights are
 
@@ -263,7 +265,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule, learned)
+                config.dtype, config.accumulate, names, schedule,
+                strips.least(config.network) if trusted else 0, learned)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
