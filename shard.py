@@ -272,9 +272,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               [F, D] by rows; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If n does not divide T, the stream stays whole: no
-#               collective into a block, and an all-reduce out of it. (On a TPU, one for each
-#               strip of rows. --overlap: instead of both, collective-permutes of parts, which
-#               travel while other parts are multiplied)
+#               collective into a block, an all-reduce out of it. (On a TPU: for each strip of
+#               rows. --overlap: parts, which travel while other parts are multiplied, instead)
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
@@ -396,7 +395,7 @@ def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Arra
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
-    stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as many
+    stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as few
     as leave each at most 2^25 logits), and only one chunk's logits are in memory."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With a whole head beside a split stream, each device computes all logits of its own time.

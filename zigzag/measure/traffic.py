@@ -323,9 +323,9 @@ def _tensor(run, traffic):
         reductions -= scatters + traffic.beside
         yield run.in_parts(run.layers * (scatters + own + traffic.beside * (
             1 + run.forwards + mlp_again)), run.X)
-    in_strips = run.layers * run.strips, run.X // run.strips
-    yield run.reduce, "tensor", in_strips[0] * reductions, in_strips[1]
-    yield "all-gather", "tensor", in_strips[0] * gathers, in_strips[1]
+    times, X = run.layers * run.strips, run.X // run.strips
+    yield run.reduce, "tensor", times * reductions, X
+    yield "all-gather", "tensor", times * gathers, X
     if run.splits_time and run.trains_all:
         # A norm's scale is not split, and each device has its gradient for a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
