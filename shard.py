@@ -272,8 +272,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               [F, D] by rows; between blocks the time of the residual stream, if n divides T
 #   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
 #               the other's transpose. If n does not divide T, the stream stays whole: no
-#               collective into a block, an all-reduce out of it. (On a TPU: for each strip of
-#               rows. --overlap: parts, which travel while other parts are multiplied, instead)
+#               collective into a block, an all-reduce out of it. (On a TPU each strip of rows has
+#               its own. --overlap sends parts instead, while other parts are multiplied)
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole

@@ -127,11 +127,11 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # *indexed*: each device looks up the ids whose rows it has, puts zeros for the others, and one
 # reduction adds these up. The table's other dimension is an *entry*, copied as it is. Batches of
 # products (experts) and what a scan counts (layers) have axes of their own. A group is only split
-# if a weight *makes* it (free, indexed, or in a batch) before one reads it, or if a group that is
-# made is sent on as it; an entry makes nothing, so this D stays whole. A reshape of [D, H N] to [D,
-# H, N] hands the split to the first of the new dimensions, H, if the axis divides it: a device then
-# has whole heads. Attention refuses a split inside the heads, and the price of H N has one send of
-# the result in any case.
+# if a weight *makes* it (free, indexed, or in a batch) before one reads it, or if what is sent from
+# such a group is split along it. An entry makes nothing, so this D stays whole. A reshape of
+# [D, H N] to [D, H, N] hands the split to the first of the new dimensions, H, if the axis divides
+# it: a device then has whole heads. Attention refuses a split inside the heads, and the price of H
+# N has one send of the result in any case.
 #
 # **Fused weights.** One product makes q, k and v side by side, [D, 3 H N], and slices them. Cut in
 # four, the first device has three quarters of q and nothing of k; the second the rest of q and half

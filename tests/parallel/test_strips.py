@@ -64,7 +64,7 @@ def test_strips_send_what_is_expected(counts, mesh, changes):
     (2, 2048, dict(tensor=2), "tpu", 1), (8, 2048, dict(tensor=4), "gpu", 1),
     (8, 2048, dict(tensor=1), "tpu", 1), (8, 2048, dict(tensor=2, seq=2), "tpu", 1)])
 def test_the_number_of_strips(rows, time, sizes, where, wanted):
-    assert strips.count(rows, time, sizes, where, strips.least(None)) == wanted
+    assert strips.count(rows, time, sizes, where, strips.LEAST) == wanted
 
 
 def test_only_our_own_networks_are_cut(counts):

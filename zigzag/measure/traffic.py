@@ -129,8 +129,8 @@ class _Run:
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
         # The strips of its rows that a layer takes in turn.
-        self.strips = 1 if self.overlaps or c.step != "shard_map" else strips.count(
-            self.rows, self.time, self.sizes, platform(mesh), strips.least(c))
+        self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
+                                   strips.least(c))
         # Whether the head's time, of which each stage has a part, is split over tensor too.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 

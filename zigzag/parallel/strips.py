@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.core.mesh import OVERLAP, ambient, axis_size, is_split, platform
+from zigzag.core.mesh import ambient, axis_size, is_split, platform
 
 PLATFORMS = ("tpu",)
 LEAST = 4096    # tokens of a strip (2,048 on v5e: products get too small)
@@ -31,8 +31,10 @@ TOKENS = jax.make_user_context(0)
 
 
 def least(config: Any) -> int:
-    """The least tokens of a strip of the network with this configuration."""
-    return 0 if getattr(config, "experts", 0) else LEAST
+    """The least tokens of a strip in a run of one of our networks; 0: no strips. (--overlap has its
+    own way to send while it multiplies.)"""
+    has_none = config.overlap or config.step == "jit" or getattr(config, "experts", 0)
+    return 0 if has_none else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
@@ -46,13 +48,9 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 
 
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
-    """layers(block, x), which calls block(w, x, i, batch) for each layer, in strips of rows. (Not
-    for --overlap, which has its own way to send while it multiplies.)"""
-    sizes, manual = ambient()
+    """layers(block, x), which calls block(w, x, i, batch) for each layer, in strips of rows."""
     time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
-    n = 1
-    if "tensor" in manual and not OVERLAP.value:
-        n = count(len(x), time, sizes, platform(), TOKENS.value)
+    n = count(len(x), time, ambient()[0], platform(), TOKENS.value)
     if n == 1:
         return layers(lambda w, x, i: block(w, x, i, batch), x)
     batches = [jax.tree.map(lambda a: jnp.split(a, n)[k], batch) for k in range(n)]

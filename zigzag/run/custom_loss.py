@@ -96,7 +96,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     make_batch(update, rows)                    the first rows of an update's batch
     evaluates                                   whether there are held-out examples"""
     begin, notes = time.perf_counter(), []
-    # (A few rows in strips, if the run's many rows are.)
+    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
     rows = _rows_to_compare(small)
     given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]

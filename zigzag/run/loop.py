@@ -138,8 +138,8 @@ class Loop:
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
-    """The state that a run begins with. weights(shapes) gives weights instead of init's; shapes are
-    shapes with shardings."""
+    """The state that a run begins with. weights(shapes) gives weights instead of init's; the
+    shapes have shardings."""
     config, given = program.config, None
     if weights:
         places = program.state["frozen" if config.lora_rank else "params"]

@@ -266,7 +266,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.dtype, config.accumulate, names, schedule,
-                strips.least(config.network) if trusted else 0, learned)
+                strips.least(config) if trusted else 0, learned)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
