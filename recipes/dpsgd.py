@@ -50,36 +50,15 @@ def of_row(params, row):
     return -jax.nn.log_softmax(logits(params, row["x"]))[row["label"]]
 
 
-@jax.custom_vjp
-def clipped(params, rows):
-    """The sum over rows of a loss whose gradient is the sum of the rows' clipped gradients."""
-    return jax.vmap(of_row, (None, 0))(params, rows).sum()
-
-
-def with_gradients(params, rows):
-    values, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(params, rows)
+def loss(params, batch):
+    """The sum of the rows' losses, whose gradient is the sum of the rows' clipped gradients."""
+    start = jax.lax.stop_gradient(params)
+    losses, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(start, batch)
     norms = jax.vmap(optax.tree.norm)(grads)
     share = jnp.minimum(1, CLIP / jnp.maximum(norms, 1e-12))
-    return values.sum(), jax.tree.map(lambda g: jnp.tensordot(share, g, 1), grads)
-
-
-clipped.defvjp(with_gradients, lambda grads, cotangent: (
-    jax.tree.map(lambda g: g * cotangent, grads), None))
-
-
-def loss(params, batch):
-    return clipped(params, {name: batch[name] for name in ("x", "label")}), len(batch["x"])
-
-
-def noisy(scale, seed):
-    """Adds Gaussian noise to the gradient: its state is the number of updates."""
-    def update(grads, count, params=None):
-        leaves, tree = jax.tree.flatten(grads)
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), count), len(leaves))
-        leaves = [g + scale * jax.random.normal(k, g.shape) for g, k in zip(leaves, keys)]
-        return tree.unflatten(leaves), count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+    clipped = jax.tree.map(lambda g: jnp.tensordot(share, g, 1), grads)
+    zero = optax.tree.vdot(optax.tree.sub(params, start), clipped)  # (its gradient is `clipped`)
+    return losses.sum() + zero, len(losses)
 
 
 def epsilon(steps, share):
@@ -97,14 +76,12 @@ def epsilon(steps, share):
 def main(argv=None):
     config = train.parse(["--out", "dpsgd", "--steps", "600", "--batch", "256", "--dtype",
                           "float32", *(sys.argv[1:] if argv is None else argv)])
-    noise = noisy(NOISE * CLIP / config.batch, config.seed)     # (the sum is divided by the count)
+    noise = optax.add_noise((NOISE * CLIP / config.batch) ** 2, 0.0, config.seed)   # (of the mean)
     spent = epsilon(config.steps, min(config.batch / COUNT, 0.999))
-    print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g}, after {config.steps} updates (if "
-          f"each batch were a random sample)")
+    print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g} (if batches were random samples)")
     return train.fit(config, init, collate, loss,
                      predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
-                     metric=lambda outputs, rows: {"right": float(np.mean(outputs == [
-                         label for _, label in rows]))},
+                     metric=lambda found, rows: {"right": np.mean(found == [y for _, y in rows])},
                      examples=points(COUNT, 0), held_out=points(1000, 1),
                      optimizer=optax.chain(noise, optax.adam(0.01)))
 

@@ -19,25 +19,12 @@ import train
 SHOTS, STEP = 10, 0.01      # points to learn from; the rate of the step that learns from them
 
 
-def sinusoid(number):
-    """Points (x, y) of one sinusoid: amplitude 0.1 to 5, phase 0 to pi, x from -5 to 5."""
-    rng = np.random.default_rng(number)
-    amplitude, phase = rng.uniform(0.1, 5), rng.uniform(0, np.pi)
-    x = rng.uniform(-5, 5, SHOTS + 10)
-    return np.stack([x, amplitude * np.sin(x - phase)], 1).astype(np.float32)
-
-
-class Sinusoids:
-    """So many sinusoids, from this number on, each made when it is asked for."""
-
-    def __init__(self, first, count):
-        self.numbers = range(first, first + count)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, i):
-        return sinusoid(self.numbers[i])
+def sinusoids(seed, count):
+    """The points (x, y) of so many: amplitudes 0.1 to 5, phases 0 to pi, x from -5 to 5."""
+    rng = np.random.default_rng(seed)
+    amplitude, phase = rng.uniform(0.1, 5, (count, 1)), rng.uniform(0, np.pi, (count, 1))
+    x = rng.uniform(-5, 5, (count, SHOTS + 10))
+    return list(np.stack([x, amplitude * np.sin(x - phase)], 2).astype(np.float32))
 
 
 def collate(examples):
@@ -53,11 +40,9 @@ def init(key):
 
 def error(w, points):
     """The mean squared error of the network w on points [N, 2]."""
-    x, y = points[:, :1], points[:, 1:]
-    for i in range(3):
-        x = jax.nn.relu(x) if i else x
-        x = x @ w[f"w{i}"] + w[f"b{i}"]
-    return jnp.mean((x - y) ** 2)
+    h = jax.nn.relu(points[:, :1] @ w["w0"] + w["b0"])
+    h = jax.nn.relu(h @ w["w1"] + w["b1"])
+    return jnp.mean((h @ w["w2"] + w["b2"] - points[:, 1:]) ** 2)
 
 
 def learned(w, points, first_order=False):
@@ -96,8 +81,8 @@ def main(argv=None):
                           "--weight_decay", "0", "--decay", "constant", "--dtype", "float32",
                           *argv])
     return train.fit(config, init, collate, loss, predict, metric=metric,
-                     record={"first_order": first_order},
-                     examples=Sinusoids(1000, 4_000_000), held_out=Sinusoids(0, 600))
+                     examples=lambda seed, step, _: sinusoids((seed, step), config.batch),
+                     held_out=sinusoids(12345, 600), record={"first_order": first_order})
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def test_a_recipe_stops_and_goes_on(recipe, name):
     assert without_times(other) == without_times(whole)
 
 
-def test_each_rows_gradient_is_clipped_and_the_sum_has_noise():
+def test_each_rows_gradient_is_clipped_and_the_sum_has_noise(monkeypatch):
     """A sum that is clipped as one; noise of another size, or the same in each update."""
     params = dpsgd.init(jax.random.key(0))
     batch = dpsgd.collate(dpsgd.points(8, 0))
@@ -247,9 +247,15 @@ def test_each_rows_gradient_is_clipped_and_the_sum_has_noise():
         want = jax.tree.map(lambda a, g: a + g * jnp.minimum(1, dpsgd.CLIP / norm), want, own)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    noise, zeros = dpsgd.noisy(0.5, 0), {"w": jnp.zeros(100_000), "b": jnp.zeros(100_000)}
-    first, count = noise.update(zeros, noise.init(zeros))
-    second, _ = noise.update(zeros, count)
+    zeros, given = {"w": jnp.zeros(100_000), "b": jnp.zeros(100_000)}, []
+    monkeypatch.setattr(train, "fit", lambda *_, optimizer, **__: given.append(optimizer))
+    dpsgd.main(["--batch", "2"])
+    means, state = [], given[0].init(zeros)
+    for _ in range(2):
+        _, state = given[0].update(zeros, state)
+        means.append(state[1][0].mu)            # Adam's: a tenth of the first gradient, then
+    first = {name: x / 0.1 for name, x in means[0].items()}
+    second = {name: (x - 0.9 * means[0][name]) / 0.1 for name, x in means[1].items()}
     assert float(first["w"].std()) == pytest.approx(0.5, rel=0.02)
     # Chi-square, in 20 bins of equal probability: 43.8 is exceeded once in a thousand times.
     inside = (1 + jax.scipy.special.erf(first["w"] / 0.5 / 2**0.5)) / 2

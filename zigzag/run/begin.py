@@ -128,6 +128,7 @@ def check_program(build: Callable, task: Task, trainer: Trainer, make_gradients:
     hosts.watchdog.arm("compiling")
     batch = functools.partial(make_batch, program.config, program.mesh, task, program.batch)
     with jax.set_mesh(program.mesh):
+        batch(0, 0)         # (what cannot be made is refused here, before anything is written)
         if program.own:
             return program.own.check(program, make_evaluate, batch, len(task.held_out) > 0,
                                      say.line)

@@ -96,20 +96,23 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     make_batch(update, rows)                    the first rows of an update's batch
     evaluates                                   whether there are held-out examples"""
     begin, notes = time.perf_counter(), []
-    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
-    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
-    rows = _rows_to_compare(small)
-    given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
-    batch = given[0][0]
     if evaluates:
-        _check_held_out(plan, batch)
+        _check_held_out(plan)
     if plan.parts == 1 and not plan.typed:
         if plan.config.check:
             say("check    on this mesh only the compiler splits the loss: nothing is compared")
         return True
-    dtype, is_narrow = _widest_dtype(plan, batch)
-    small = dataclasses.replace(small, dtype=dtype)
-    find = functools.partial(_find_difference, small, given, is_narrow, notes.append)
+    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
+    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
+    rows = _rows_to_compare(small)
+    if plan.parts == plan.mesh.size == 1 and not plan.config.check:
+        batch, find = plan.batch, functools.partial(_only_trace, plan, evaluates)
+    else:
+        given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
+        batch = given[0][0]
+        dtype, is_narrow = _widest_dtype(plan, batch)
+        small = dataclasses.replace(small, dtype=dtype)
+        find = functools.partial(_find_difference, small, given, is_narrow, notes.append)
     try:
         found = find(functools.partial(_on_mesh, small, make_gradients(small),
                                        make_evaluate(small) if evaluates else None))
@@ -138,10 +141,10 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
     raise refusal
 
 
-def _check_held_out(plan, batch):
+def _check_held_out(plan):
     """Refuse a loss that needs batch["seeds"], which only training batches have."""
     try:
-        jax.eval_shape(plan.loss, plan.params, _held_out(batch))
+        jax.eval_shape(plan.loss, _as_computed(plan), _held_out(plan.batch))
     except KeyError as e:
         if e.args != ("seeds",):
             raise
@@ -153,14 +156,26 @@ def _is_another_when_traced_again(plan, evaluates, batch):
     """Whether two traces of the loss differ: it takes a number from outside jax, which becomes a
     constant of the trace."""
     def trace(batch):
-        closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(plan.params, batch)
+        closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(_as_computed(plan), batch)
         return re.sub(" at 0x[0-9a-f]+", "", str(closed.jaxpr)), closed.consts
 
     for given in (batch, _held_out(batch)) if evaluates else (batch,):
         (text, constants), (other, others) = trace(given), trace(given)
-        if text != other or not all(map(np.array_equal, constants, others)):
+        if text != other or not all(map(_is_same, constants, others)):
             return True
     return False
+
+
+def _is_same(a, b):
+    """Whether two constants are: arrays (which may hold NaN), random keys."""
+    a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            for x in (a, b))
+    return a is b or a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _as_computed(plan):
+    """The shapes of the weights, in the precision in which the step computes the loss."""
+    return jax.eval_shape(lambda p: cast(p, plan.dtype), plan.params)
 
 
 def _cause_on_one_device(plan, find, evaluates, batch, rows):
@@ -215,6 +230,14 @@ def _widest_dtype(plan, batch):
         if plan.dtype == "float32":
             raise
         return plan.dtype, True
+
+
+def _only_trace(plan, evaluates, compute):
+    """In place of _find_difference, on one device, where there is nothing to compare with: only
+    trace what would be compared. Refuse a loss of which two traces differ."""
+    jax.eval_shape(compute, _as_computed(plan), plan.batch)
+    if _is_another_when_traced_again(plan, evaluates, plan.batch):
+        raise _not_a_function()
 
 
 def _find_difference(plan, given, is_narrow, note, compute):

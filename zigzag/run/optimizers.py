@@ -4,6 +4,7 @@ import re
 from typing import Any, Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zigzag.core.errors import ConfigError, did_you_mean
@@ -77,9 +78,31 @@ def _label(path, each):
 
 
 def _without_rate(optimizer):
-    """For a step that subtracts rate * updates: optax's own updates are added."""
-    def update(grads, state, params=None):
-        updates, state = optimizer.update(grads, state, params)
-        return jax.tree.map(lambda u: -u, updates), state
+    """For a step that subtracts rate * updates: optax's own updates are added. The random keys of
+    its state are kept as numbers, since a checkpoint holds nothing else."""
+    def init(params):
+        return _with_numbers(optimizer.init(params))
 
-    return optax.GradientTransformation(optimizer.init, update)
+    def update(grads, state, params=None):
+        # (A new state says which of its leaves are keys. Its values are not used.)
+        state = jax.tree.map(_as_key, optimizer.init(grads), state)
+        updates, state = optimizer.update(grads, state, params)
+        if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, grads):
+            raise ConfigError("optimizer: its updates have other shapes than the gradients (those "
+                              "of optax.contrib.dpsgd want a gradient for each row, and get their "
+                              "mean)")
+        return jax.tree.map(lambda u: -u, updates), _with_numbers(state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _with_numbers(state):
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+
+def _as_key(like, x):
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if _is_key(like) else x
+
+
+def _is_key(x):
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -290,28 +290,27 @@ class OwnStep:
               evaluates: bool, say: Callable) -> Program:
         """Compare every gradient that the step asks for, and the evaluation, with one device. The
         program that is right then."""
-        made = self._made(program, make_batch)
+        made = functools.cache(lambda: self._made(program, make_batch))     # (one device needs none)
         for number, call in enumerate(self.calls):
-            self._check(number, call, [update[number] for update in made], make_evaluate, False,
-                        say)
+            self._check(number, call, lambda at, number=number: made()[at][number], make_evaluate,
+                        False, say)
         if evaluates:
-            held = [({}, make_batch(at, 0)) for at in range(len(made))]
-            self._check(None, self.evaluation, held, make_evaluate, True, say)
+            self._check(None, self.evaluation, functools.cache(
+                lambda at: ({}, make_batch(at, 0))), make_evaluate, True, say)
         return self.program(make_evaluate)
 
     def _check(self, number, call, given, make_evaluate, is_evaluation, say):
         place = NamedSharding(self.mesh, batch_spec(self.mesh))
-        first_trees = given[0][0]
 
         def batch(at, rows):
             return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
-                           out_shardings=place)(given[at][1])
+                           out_shardings=place)(given(at)[1])
 
         with naming(str(call)):
             while True:
                 plan = self.plan(number, call)
                 own = plan.init
-                plan = dataclasses.replace(plan, init=lambda key: {**own(key), **first_trees})
+                plan = dataclasses.replace(plan, init=lambda key: {**own(key), **given(0)[0]})
                 if check_loss(plan, self.make_gradients, make_evaluate, batch, is_evaluation,
                               lambda text: say(f"{call}: {text}")):
                     return
