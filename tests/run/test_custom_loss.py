@@ -436,6 +436,38 @@ def test_a_refusal_says_what_the_cause_is(loss, mesh, changes, says):
     assert (NUMBER in str(e.value)) == (NUMBER in says) and POOLS not in str(e.value)
 
 
+KEY, MASK = jax.random.key(0), np.array([np.nan, 1], "float32")
+
+
+def of_odd_constants(p, b):
+    """By numpy, a random key is not equal to itself, nor an array with NaN. And a loop that can be
+    traced in bfloat16 alone."""
+    def add(h, row):
+        return h + row, None
+
+    h, _ = jax.lax.scan(add, jnp.zeros(16, "bfloat16"), b["x"].astype("bfloat16") @ p["up"][:, :16])
+    noise = jax.random.normal(jax.random.fold_in(KEY, 1), (16,))
+    each, _ = shard.all_rows(jnp.where(jnp.isnan(MASK).any(), 1, 2) * b["x"] * noise, b["x"])
+    return jnp.sum(h.astype("float32")) + jnp.sum(each), len(b["x"])
+
+
+def drawn_outside_by_a_function_of_shard(p, b):
+    return drawn_outside(p, {**b, "x": shard.all_rows(b["x"], b["x"])[0]})
+
+
+def test_one_device_has_nothing_to_be_compared_with(monkeypatch):
+    """A comparison that takes minutes for a big model, and a batch that was never made; a loss that
+    is refused only because a constant of it is odd; np.random, which nothing else finds there."""
+    monkeypatch.setattr(custom_loss, "_find_difference", None)
+    config, lines = make(batch=16, steps=1, dtype="bfloat16"), []
+    learn(config, "", lines, loss=of_odd_constants, **VECTORS)
+    assert not any("as on one device" in line for line in lines)
+    with pytest.raises(ConfigError, match="not a function of its weights"):
+        learn(config, "", loss=drawn_outside_by_a_function_of_shard, **VECTORS)
+    with pytest.raises(TypeError, match="callable"):        # (the comparison was taken away)
+        learn(config, "data=2", loss=of_odd_constants, **VECTORS)
+
+
 def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
     """A start that divides by the layers of a model that is not trained."""
     def loss(p, b, specs=None):

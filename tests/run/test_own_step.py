@@ -488,7 +488,7 @@ def test_an_error_of_the_users_shows_his_line():
 
 def test_any_optimizer_and_several_by_path():
     """An optimizer of optax's whose rate is applied twice, or with the wrong sign; a part that was
-    to stay as it is."""
+    to stay as it is; noise that is the same in each update."""
     def init(key):
         return mlp_of(key, 16, 16)
 
@@ -509,6 +509,7 @@ def test_any_optimizer_and_several_by_path():
     fit = dict(init=init, collate=collate, loss=loss, examples=EXAMPLES)
     for optimizer, alone in [
             (optax.adam(1e-2), optax.adam(1e-2)),
+            (optax.noisy_sgd(1e-2, key=3), optax.noisy_sgd(1e-2, key=3)),   # (a key in its state)
             ({"up": None, "*": optax.sgd(1e-2, momentum=0.9)}, optax.multi_transform(
                 {"up": optax.set_to_zero(), "down": optax.sgd(1e-2, momentum=0.9)},
                 {"up": "up", "down": "down"}))]:
@@ -520,7 +521,9 @@ def test_any_optimizer_and_several_by_path():
     assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
     for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
                         ({"hed": None, "*": optax.sgd(0.1)}, "'hed' is the first match of no"),
-                        ({"(": optax.sgd(0.1)}, "not a regular expression")]:
+                        ({"(": optax.sgd(0.1)}, "not a regular expression"),
+                        (optax.stateless(lambda grads, _: jax.tree.map(jnp.sum, grads)),
+                         "other shapes than the gradients")]:
         with pytest.raises(ConfigError, match=says):
             train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))
 

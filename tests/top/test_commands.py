@@ -17,6 +17,7 @@ from tests.helpers import ROOT, mesh_of
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
 from zigzag.core.flags import flag_rows
+from zigzag.measure.chips import topology_devices
 
 
 def test_importing_takes_no_device():
@@ -79,10 +80,14 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
     assert mesh.compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
         "xla_disable_hlo_passes"] == "all-reduce-promotion"     # (it prevents an abort)
-    monkeypatch.setattr(mesh, "platform", lambda mesh=None: "tpu")
-    assert mesh.compiler_options(one) == {"xla_tpu_enable_async_all_to_all": True}
+    peer("libtpu")
+    few = mesh.make_mesh(topology_devices("v5e:4x4"), fsdp=16)
+    assert mesh.compiler_options(few) == {"xla_tpu_enable_async_all_to_all": True}
+    # (libtpu cannot compile it for more; for other kinds it was not measured.)
+    for name in "v5e:4x8", "v6e:4x4":
+        assert not mesh.compiler_options(mesh.make_mesh(topology_devices(name)))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
-    assert not mesh.compiler_options(one)
+    assert not mesh.compiler_options(few)
 
 
 def test_the_table_of_a_big_model_needs_no_memory():

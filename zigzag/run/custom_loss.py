@@ -17,6 +17,8 @@ All of this is computed at new weights that are moved at random, because with a 
 difference would show. How much the values may differ is measured too, by moving one device's
 weights by rounding errors.
 
+One device has nothing to be compared with: there the loss is only traced, twice.
+
 A network's own loss is compared with --check, and where its code has changed since test_all.py
 passed (zigzag/core/tested.py), which compares it with one device on every axis.
 """
