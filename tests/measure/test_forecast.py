@@ -163,6 +163,7 @@ def compiler_of(chips, changes):
          ("--schedule", "1f1b", "--microbatches", 2, "--zero", 1), 3.2, 3.6),
     full("v5e:4x4", "fsdp=4,expert=4", ("--experts", 8), 1.0, 1.1),
     full("v5e:4x8", "fsdp=16,expert=2", ("--experts", 8, "--batch", 32), 1.0, 1.1),
+    full("v5e:8x8", "fsdp=64", ("--batch", 64), 0.9, 1.1),
     slow("h100:1x2x8", "fsdp=4,tensor=4", (), 0.9, 1.0),
     slow("h100:1x1x8", "data=2,tensor=4",
          ("--kv_heads", 2, "--dtype", "bfloat16", "--pack", "documents"), 0.98, 1.05),

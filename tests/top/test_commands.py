@@ -81,13 +81,15 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     assert mesh.compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
         "xla_disable_hlo_passes"] == "all-reduce-promotion"     # (it prevents an abort)
     peer("libtpu")
-    few = mesh.make_mesh(topology_devices("v5e:4x4"), fsdp=16)
-    assert mesh.compiler_options(few) == {"xla_tpu_enable_async_all_to_all": True}
-    # (libtpu cannot compile it for more; for other kinds it was not measured.)
-    for name in "v5e:4x8", "v6e:4x4":
-        assert not mesh.compiler_options(mesh.make_mesh(topology_devices(name)))
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
-    assert not mesh.compiler_options(few)
+    exchange, gather = "xla_tpu_enable_async_all_to_all", (
+        "xla_tpu_prefer_async_allgather_to_allreduce")
+    few, many, other = (mesh.make_mesh(topology_devices(name)) for name in (
+        "v5e:4x4", "v5e:4x8", "v6e:4x4"))
+    assert mesh.compiler_options(few) == {exchange: True, gather: True}
+    # (libtpu cannot compile the first for more chips; for other kinds neither was measured.)
+    assert mesh.compiler_options(many) == {gather: True} and not mesh.compiler_options(other)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{exchange}=false")
+    assert mesh.compiler_options(few) == {gather: True}
 
 
 def test_the_table_of_a_big_model_needs_no_memory():

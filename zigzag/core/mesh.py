@@ -182,10 +182,15 @@ def may_unroll(mesh: Any = None) -> bool:
 OPTIONS = {
     # Compiles in three quarters of the time; steps are as fast.
     "cpu": {"xla_backend_optimization_level": 1},
-    # Gradients over fsdp, and tokens for experts, travel while products are computed: of the sends
-    # of 1.2B on 16 chips of v5e (fsdp=16), 5.1 ms are waited for, not 15.7 (of 379). libtpu 0.0.51
-    # fails on more than 16 of them; on TPUs of other kinds it was not measured.
-    "TPU v5 lite": {"xla_tpu_enable_async_all_to_all": True}}
+    # By estimates for v5e (not measured for TPUs of other kinds):
+    "TPU v5 lite": {
+        # Gradients over fsdp, and tokens for experts, travel while products are computed: of the
+        # sends of 1.2B on 16 chips (fsdp=16), 5.1 ms are waited for, not 15.7 (of 379). libtpu
+        # 0.0.51 fails on more chips, so compiler_options leaves it out there.
+        "xla_tpu_enable_async_all_to_all": True,
+        # A weight of which a chip has less than some 300 kB is still all-gathered, while products
+        # are computed: not by an all-reduce, of twice the bytes. On 64 chips 223.6 -> 197.6 ms.
+        "xla_tpu_prefer_async_allgather_to_allreduce": True}}
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
@@ -195,7 +200,9 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
     shard_map; `any_loss` that the program has a loss which is not one of our networks'."""
     given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     kind = getattr(mesh.abstract_mesh.abstract_device, "device_kind", "")
-    wanted = OPTIONS.get(platform(mesh), {}) | (OPTIONS.get(kind, {}) if mesh.size <= 16 else {})
+    wanted = OPTIONS.get(platform(mesh), {}) | OPTIONS.get(kind, {})
+    if mesh.size > 16:
+        wanted.pop("xla_tpu_enable_async_all_to_all", None)
     if platform(mesh) == "cpu" and any_loss and jax.lib.__version__ == "0.10.2":
         # This version adds up wrong numbers in sum((x @ w)**2, -1) if x has three columns and more
         # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
