@@ -169,7 +169,7 @@ def _is_another_when_traced_again(plan, evaluates, batch):
 
 
 def _is_same(a, b):
-    """Whether two constants are: arrays (which may hold NaN), random keys."""
+    """Whether two constants, arrays or random keys, have the same bits (NaN has them, too)."""
     a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             for x in (a, b))
     return a is b or a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()

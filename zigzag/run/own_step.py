@@ -290,7 +290,8 @@ class OwnStep:
               evaluates: bool, say: Callable) -> Program:
         """Compare every gradient that the step asks for, and the evaluation, with one device. The
         program that is right then."""
-        made = functools.cache(lambda: self._made(program, make_batch))     # (not on one device)
+        # (Made when it is first asked for. On one device nothing asks for it.)
+        made = functools.cache(lambda: self._made(program, make_batch))
         for number, call in enumerate(self.calls):
             self._check(number, call, lambda at, number=number: made()[at][number], make_evaluate,
                         False, say)
