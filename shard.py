@@ -124,7 +124,7 @@ from zigzag.core.mesh import (
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, likeliest, overlap, pipeline, strips
+from zigzag.parallel import attention, likeliest, overlap, pipeline, ring_kernel, strips
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
@@ -538,7 +538,7 @@ def slots_of(tokens: Array) -> Array:
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
 #               of exponentials; with both, `join` combines the parts into exact attention over all
 #               keys. The rest of a layer treats each token by itself
-#   more        zigzag/parallel/attention.py (look, join); `attend`, below, calls the rings
+#   more        zigzag/parallel/attention.py, ring_kernel.py; `attend`, below, calls the rings
 
 def _pass_on(keys):
     """Send these keys to the next device of the ring; returns those of the previous one."""
@@ -548,8 +548,8 @@ def _pass_on(keys):
 
 def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
-    the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys, as
-    zigzag/parallel/attention.py explains."""
+    the keys of all devices pass by in turn. attend_to(queries, keys, own) is attention to some
+    keys (zigzag/parallel/attention.py); `own`: to those of the queries' own tokens."""
     look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
@@ -592,8 +592,10 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
         return (keys, whose, *look_twice(keys, whose < me, *results)), None
 
     early, late = halves(queries)
+    early_keys, late_keys = halves(keys)
     meet = part("attention")(functools.partial(look, attend_to))
-    state = keys, me, meet(early, halves(keys)[0]), meet(late, keys)
+    state = (keys, me, meet(early, early_keys, own=True),
+             join(meet(late, late_keys, own=True), meet(late, early_keys)))
     (_, _, of_early, of_late), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([of_early.values, of_late.values], 1).astype(queries[0].dtype)
 
@@ -622,13 +624,15 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     kernel = attention.Known(causal) if kernel is True else kernel or None
     queries, keys = (q, query_info), (k, v, key_info)
 
-    def attend_to(queries, keys):
+    def attend_to(queries, keys, own=False):
         (q, query_info), (k, v, key_info) = queries, keys
         return attention_fn(q, k, v, mask(query_info, key_info))
 
+    by_kernel = kernel and attention.kernel_fits(q, k, v, kernel)
     if "seq" in varying(q):     # (to generate, time is not split)
+        attend_to = ring_kernel.attend_to(kernel) if by_kernel else attend_to
         out = (causal_ring if causal else ring)(attend_to, queries, vary_like(keys, q))
-    elif kernel and attention.kernel_fits(q, k, v, kernel):
+    elif by_kernel:
         out = attention.by_kernel(q, k, v, kernel)
     else:
         out = attention.in_blocks(attend_to, queries, keys, causal)

@@ -20,15 +20,16 @@ MODEL = ["--model", "transformer", "--stem", "patches", "--image_size", "16", "-
          "--positions", "learned", "--seq_len", "32", "--vocab_size", "257"]
 COLORS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0)}
 SHAPES = ("square", "disc", "cross", "ring")
+Y, X = np.mgrid[:16, :16]
 
 
 def drawn(rng):
     """A picture with some noise, and what is in it. (Before the noise there are 512 pictures, and
     all of them are in the training set.)"""
-    color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
+    color, shape = list(COLORS)[rng.integers(4)], SHAPES[rng.integers(4)]
     row, column, size = *rng.choice([4, 5, 10, 11], 2), rng.integers(3, 5)
-    y, x = np.mgrid[:16, :16]
-    y, x, far = abs(y - row), abs(x - column), np.hypot(y - row, x - column)
+    y, x = abs(Y - row), abs(X - column)
+    far = np.hypot(y, x)
     square, disc = (y < size) & (x < size), far < size - 0.5     # (far < 3 would be a square)
     inside = {"square": square, "disc": disc, "cross": square & ((y < 1) | (x < 1)),
               "ring": disc & (far >= size - 2)}[shape]

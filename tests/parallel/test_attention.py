@@ -19,7 +19,7 @@ from tests.common import full, gradients_of, in_float64, net, slow
 from tests.helpers import batch_of, make, mesh_of, program_of
 from zigzag.core.flags import change
 from zigzag.measure import hlo
-from zigzag.parallel import attention
+from zigzag.parallel import attention, ring_kernel
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
 from zigzag.run.plan import compiled
@@ -273,13 +273,17 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     slow("fsdp=2,tensor=2", dict(pack="documents", window=100, kv_heads=2, remat="full")),
     slow("tensor=2", dict(attn_softcap=0.5, pack="documents")),
     slow("data=2", dict(window=100, local_layers="lg", pack="documents")),
-    slow("data=2", dict(causal=False, head="masked", biases="head"))])
+    slow("data=2", dict(causal=False, head="masked", biases="head")),
+    ("seq=2,tensor=2", dict(seq_len=512, batch=2, layers=1, kv_heads=2, pack="documents")),
+    slow("fsdp=2,seq=2", dict(seq_len=512, kv_heads=2, remat="selective")),
+    slow("seq=4", dict(seq_len=1024, batch=2, attn_softcap=0.5, remat="full")),
+    slow("seq=2,tensor=2", dict(seq_len=256, causal=False, head="masked", biases="head"))])
 def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
     """Rows, documents and heads that are mixed up in the kernel's operands; a window that is one
     key too long. (Interpreted, in the whole step, with skipped blocks, inside a shard_map over
     every axis.)"""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    config, calls = make(seq_len=384, batch=4, **changes), []
+    config, calls = make(**{"seq_len": 384, "batch": 4, **changes}), []
     make_one = splash.make_splash_mha_single_device
     batch = with_documents(config) if config.pack else batch_of(config)
     want = gradients_of(config, "", batch)
@@ -429,7 +433,9 @@ ENCODER = dict(causal=False, head="masked", biases="head")
     ("data=2", ENCODER, "splash kernel"),
     ("data=2", {**ENCODER, "kernel": False}, "1 block of 16 queries, with all keys"),
     ("data=2", dict(kv_rank=16, q_rank=16, rotary_dim=4, v_head_dim=8, head_dim=12), "1 block"),
-    ("data=2,seq=2", {}, RING), ("seq=2", dict(window=4), RING), ("seq=2", ENCODER, ALL),
+    ("data=2,seq=2", dict(kernel=False), RING + ".*left out$"), ("seq=2", dict(window=4), RING),
+    ("seq=2", ENCODER, ALL + "; by the splash kernel$"), ("seq=2,tensor=2", {}, "splash kernel$"),
+    ("seq=2", dict(pack="documents"), RING + ".*splash kernel, within documents"),
     ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in 4 blocks of 128"),
     ("data=2,tensor=2", dict(step="jit", seq_len=256), "in 2 blocks of 128 queries"),
     ("tensor=2", dict(encoder_layers=1, source_len=8),
@@ -454,6 +460,10 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
 
     spy("by_kernel", lambda q, k, v, known: "by the splash kernel" + (
         "" if known.documents is None else ", within documents"))
+    monkeypatch.setattr(ring_kernel, "attend_to", lambda known: lambda queries, keys, own: (
+        attention.softmax_attention(queries[0], *keys[:2], jnp.array(True))))
+    spy("attend_to", lambda known: "by the splash kernel" + (
+        "" if known.documents is None else ", within documents"), ring_kernel)
     spy("causal_ring", lambda *_: RING, shard)
     spy("ring", lambda *_: ALL, shard)
     spy("block_ends", lambda scores, time, causal, loops: (scores, time, causal, loops))

@@ -17,7 +17,7 @@ import networks
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import command, ends, full, hosts, net, peer, published_files
+from tests.common import command, ends, hosts, net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
 from zigzag.run import begin
@@ -201,9 +201,7 @@ def recipe(monkeypatch, tmp_path, text):
     return run
 
 
-# (Four take 70 s together, and what they stand on has tests of its own.)
-@pytest.mark.parametrize("name", [
-    full(name) if name in ("distill", "lora", "seq2seq", "uva3d") else name for name in RECIPES])
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
     """A recipe that no longer runs (the next test compares its numbers); answers drawn from other
     weights, or at another temperature, than are trained."""
@@ -212,6 +210,17 @@ def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
                      out="run" if name == "distill" else "")        # (it opens --data for a run)
     assert len(rows) == 2 and np.isfinite([row["loss"] for row in rows]).all()
     assert name != "grpo" or max(row["moved"] for row in rows) < 1e-4
+
+
+def test_devices_do_not_wait_for_each_other(tmp_path):
+    """A program in which some of a CPU's devices come to a collective of the pipeline's loop first,
+    others to one beside the loop. (It is the comparison with one device.)"""
+    flags = "--layers 2 --dropout 0 --qk_norm false --positions rotary --microbatches 2 --batch 4"
+    done = command("--mesh", "pipe=2,tensor=2", *flags.split(), "--accuracy", "false", "--check",
+                   "--steps", 1, "--out", tmp_path / "run", file="-m recipes.uva3d", env={
+                       "XLA_FLAGS": "--xla_force_host_platform_device_count=4 "
+                                    "--xla_cpu_collective_call_terminate_timeout_seconds=9"})
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.full

@@ -4,7 +4,9 @@
     products        products with weights, split or not, and losses summed over chunks
     overlap         products in parts, beside what sends them (--overlap)
     remat           what to recompute in the backward pass
+    strips          a layer's rows in turn, so that one is sent while another is multiplied
     attention       attention in blocks and by a device's kernel
+    ring_kernel     the kernel of TPUs, in a ring over seq
     experts         sorting tokens by expert, and grouped products
     likeliest       how many targets are the likeliest id (--accuracy)
     pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped
+from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped, varying
 from zigzag.parallel.remat import part, recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
@@ -42,9 +42,9 @@ class Partial(NamedTuple):
     logsum: Array   # [B, H, T], the logsumexp of the scores
 
 
-def look(attend_to: Callable, queries: tuple, keys: tuple) -> Partial:
-    """Attention to some of the keys."""
-    values, logsum = attend_to(queries, keys)
+def look(attend_to: Callable, queries: tuple, keys: tuple, own: bool = False) -> Partial:
+    """Attention to some of the keys. `own`: they are those of the queries' own tokens."""
+    values, logsum = attend_to(queries, keys, own)
     return Partial(values.astype(jnp.float32), logsum)
 
 
@@ -172,6 +172,7 @@ class Asked(NamedTuple):
     keys: int           # S
     width: int          # of a head, N
     same_shape: bool    # q, k and v have equal T and N
+    window: bool        # a query sees only the last keys
     beyond: str         # what it is besides plain causal softmax attention; "": nothing
 
 
@@ -181,7 +182,7 @@ def name_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, bey
     return "attend: " + json.dumps(Asked(
         causal, known is not None, bool(known and known.softcap),
         known is not None and known.documents is not None, q.dtype.name, rows, heads, queries,
-        keys, width, _same_shape(q, k, v), beyond))
+        keys, width, _same_shape(q, k, v), bool(known and known.window), beyond))
 
 
 def asked_in(names: Iterable[str]) -> list[Asked]:
@@ -195,14 +196,18 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
     sizes, rows, heads, T, S = mesh.shape, asked.rows, asked.heads, asked.queries, asked.keys
+    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
+    may_be = asked.by_kernel and asked.same_shape and is_own
     if sizes["seq"] > 1:
+        kernel = may_be and ring_kernel_name(asked.dtype, T, asked.width, asked.causal,
+                                             asked.window, mesh)
         return "around a ring: " + (
             "a device has an early and a late part of the queries, and keys that none of them sees "
-            "are left out" if asked.causal else "each device's queries meet all keys in turn")
-    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
+            "are left out" if asked.causal else "each device's queries meet all keys in turn") + (
+            f"; by the {kernel} kernel" + ", within documents" * asked.documents if kernel else "")
     kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh, asked.softcap,
                          rows * T * T if asked.documents else 0)
-    if asked.by_kernel and asked.same_shape and is_own and kernel:
+    if may_be and kernel:
         return f"by the {kernel} kernel" + ", within documents" * asked.documents
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
@@ -289,6 +294,15 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bo
     return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
 
 
+def ring_kernel_name(dtype: Any, time: int, width: int, causal: bool, window: bool,
+                     mesh: Any = None) -> str:
+    """The name of the kernel for a ring in which a device has `time` tokens (ring_kernel.py); '' if
+    it has none."""
+    parts = 2 if causal else 1
+    name = "" if window else kernel_name(dtype, time // parts, width, mesh)
+    return name if name == "splash" else ""
+
+
 def kernel_of(q: Array, known: Known) -> str:
     """kernel_name for queries [B, T, H, N]."""
     B, T, _, N = q.shape
@@ -301,7 +315,9 @@ def kernel_fits(q: Array, k: Array, v: Array, known: Known) -> bool:
     (a compiler cannot split a kernel)."""
     sizes, manual = ambient()
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    return is_own and _same_shape(q, k, v) and bool(kernel_of(q, known))
+    name = kernel_of(q, known) if "seq" not in varying(q) else ring_kernel_name(
+        q.dtype, q.shape[1], q.shape[3], known.causal, bool(known.window))
+    return is_own and _same_shape(q, k, v) and bool(name)
 
 
 def _same_shape(q, k, v):
@@ -333,6 +349,15 @@ def _cudnn(q, k, v, known):
 
 
 def _splash(q, k, v, known):
+    # Named, so that --remat selective saves the kernel's output and logsumexp.
+    return in_splash(lambda kernel: kernel, q, k, v, known, (known.documents, known.documents),
+                     residual_checkpoint_name="product")[0]
+
+
+def in_splash(of_heads: Callable, q: Array, k: Array, v: Array, known: Known,
+              documents: tuple[Array | None, Array | None], **options: Any) -> list[Array]:
+    """What a TPU's kernel finds, as arrays [B, T, H, ...]. of_heads(kernel) is called with q, k and
+    v [H, T, N] and the documents of queries and keys [T], or None."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     B, T, H, N = q.shape
@@ -342,20 +367,26 @@ def _splash(q, k, v, known):
     mask = (masks.LocalMask((T, T), (known.window - 1, 0), 0) if known.window else
             masks.CausalMask((T, T)) if known.causal else masks.FullMask((T, T)))
     by_row = known.documents is not None        # else rows count as heads
-    # Named, so that --remat selective saves the kernel's output and logsumexp.
-    attend = splash.make_splash_mha_single_device(
+    attend = of_heads(splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * H * (1 if by_row else B)), block_sizes=sizes,
-        attn_logits_soft_cap=known.softcap or None, residual_checkpoint_name="product")
+        attn_logits_soft_cap=known.softcap or None, **options))
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]
-    if by_row:
-        out = jax.vmap(attend)(*rows, splash.SegmentIds(known.documents, known.documents))
-    else:
-        out = attend(*[x.reshape(-1, T, N) for x in rows])
-    return out.reshape(B, H, T, N).swapaxes(1, 2)
+    found = (jax.vmap(attend)(*rows, splash.SegmentIds(*documents)) if by_row else
+             attend(*[x.reshape(-1, T, N) for x in rows], None))
+    return [x.reshape(B, H, T, *x.shape[3 if by_row else 2:]).swapaxes(1, 2)
+            for x in jax.tree.leaves(found)]
 
 
 def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
-    """run_kernel, inside a shard_map too.
+    """run_kernel, inside a shard_map too."""
+    def run(qkv, traced):
+        return run_kernel(*qkv, known._replace(**traced))
+
+    return without_types(run)((q, k, v), {"documents": known.documents, "local": known.local})
+
+
+def without_types(fn: Callable) -> Callable:
+    """fn(qkv, others), which has a gradient for qkv alone, inside a shard_map too.
 
     The kernels know nothing of varying types. Inside a shard_map, `track` therefore runs a function
     without types (`untyped`, in an inner shard_map over no axes with check_vma=False), and marks
@@ -375,13 +406,10 @@ def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
 
         return call
 
-    def plain(qkv, traced):
-        return run_kernel(*qkv, known._replace(**traced))
-
     def forward(*args):
-        def run(qkv, traced):
+        def run(qkv, others):
             nonlocal structure
-            out, vjp = jax.vjp(lambda qkv: plain(qkv, traced), qkv)
+            out, vjp = jax.vjp(lambda qkv: fn(qkv, others), qkv)
             saved, structure = jax.tree.flatten(vjp)
             return out, saved
 
@@ -391,7 +419,6 @@ def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
         return *track(lambda saved, g: jax.tree.unflatten(structure, saved)(g))(
             saved, cotangent), None
 
-    attention = jax.custom_vjp(track(plain))
-    attention.defvjp(forward, backward)
-    traced = {"documents": known.documents, "local": known.local}
-    return attention(*mark_varying(((q, k, v), traced), q, k, v))
+    typed = jax.custom_vjp(track(fn))
+    typed.defvjp(forward, backward)
+    return lambda *args: typed(*mark_varying(args, args[0]))

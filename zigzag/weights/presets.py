@@ -78,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "uva3d": dict(layers=6, d_model=256, heads=8, d_ff=1024, vocab_size=100, seq_len=8,
                   parallel_block=True, qk_norm=True, positions="learned", activation="gelu_tanh",
                   gated=False, biases="out,mlp,head", embed_scale=1.0, dropout=0.1,
-                  dtype="bfloat16", remat="full", microbatches=8),
+                  remat="full", microbatches=8),
     "gpt2": _shape(GPT2, 12, 768, 12), "gpt2-medium": _shape(GPT2, 24, 1024, 16),
     "gpt2-large": _shape(GPT2, 36, 1280, 20), "gpt2-xl": _shape(GPT2, 48, 1600, 25),
     "opt-125m": _shape(OPT, 12, 768, 12),

@@ -1,0 +1,77 @@
+"""Attention to the keys that pass by in a ring (section seq of shard.py), by jax's kernel for TPUs.
+
+What a device finds for some of the keys is joined with the rest by the logsumexp of its scores, so
+the logsumexp has a gradient, too. jax's kernel returns it, but without one. The two kernels of its
+backward pass can give it. For a score s with probability p they compute
+
+    ds = p (dp - d)     dp = dout . v, and for each query the number d = dout . out
+
+and a gradient g of the logsumexp adds p g. So they are given d - g in place of d.
+
+(These two are not public. tests/parallel/test_ring_kernel.py compares them with the formula.)
+"""
+
+import functools
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zigzag.parallel.attention import Known, in_splash, without_types
+
+
+def attend_to(known: Known) -> Callable:
+    """attend_to(queries, keys, own) for a ring, where queries and keys have equally many tokens. Of
+    causal attention it sees all keys (an earlier part's), or those of the queries' `own` tokens up
+    to each of them."""
+    def attend(queries: tuple, keys: tuple, own: bool = False) -> list[Array]:
+        def run(qkv, documents):
+            seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
+            values, logsum = in_splash(with_logsum, *qkv, seen, documents, save_residuals=True)
+            return values, logsum.swapaxes(1, 2)
+
+        (q, query), (k, v, key) = queries, keys
+        is_cut = known.documents is not None
+        return without_types(run)((q, k, v), (
+            query.document if is_cut else None, key.document if is_cut else None))
+
+    return attend
+
+
+def with_logsum(kernel: Any) -> Callable:
+    """The kernel's values [H, T, N] and logsumexp [H, T], both with a gradient."""
+    # (The kernel is a tree, since its masks are arrays. Outside of jit, `without_types` would have
+    # the custom_vjp and its kernels traced again, with types.)
+    return jax.jit(functools.partial(_with_logsum, kernel))
+
+
+@jax.custom_vjp
+def _with_logsum(*args):
+    return _forward(*args)[0]
+
+
+def _forward(kernel, q, k, v, documents):
+    values, (logsum,) = kernel(q, k, v, documents)
+    return (values, logsum), (kernel, q, k, v, documents, values, logsum)
+
+
+def _backward(saved, cotangents):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    (kernel, q, k, v, documents, values, logsum), (dvalues, dlogsum) = saved, cotangents
+    d = (values.astype(jnp.float32) * dvalues.astype(jnp.float32)).sum(-1) - dlogsum
+    sizes, options = kernel.kwargs["block_sizes"], {name: kernel.kwargs[name] for name in (
+        "is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")}
+    options |= {f"{name}_layout": getattr(sizes, f"{name}_layout") for name in "qkv"}
+    given = q, k, v, documents, None, logsum, dvalues, d        # (None: no sinks)
+    dq = splash._splash_attention_bwd_dq(
+        *given, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info,
+        **options)
+    _, dk, dv = splash._splash_attention_bwd_dkv(
+        *given, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
+        bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
+        use_fused_bwd_kernel=False, **options)
+    return None, dq, dk, dv, None
+
+
+_with_logsum.defvjp(_forward, _backward)
