@@ -549,7 +549,7 @@ def _pass_on(keys):
 def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
     the keys of all devices pass by in turn. attend_to(queries, keys, own) is attention to some
-    keys (zigzag/parallel/attention.py); `own`: to those of the queries' own tokens."""
+    keys, as zigzag/parallel/attention.py explains."""
     look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
@@ -592,10 +592,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
         return (keys, whose, *look_twice(keys, whose < me, *results)), None
 
     early, late = halves(queries)
-    early_keys, late_keys = halves(keys)
-    meet = part("attention")(functools.partial(look, attend_to))
-    state = (keys, me, meet(early, early_keys, own=True),
-             join(meet(late, late_keys, own=True), meet(late, early_keys)))
+    meet = part("attention")(functools.partial(look, attend_to, own=True))
+    state = keys, me, meet(early, halves(keys)[0]), meet(late, keys)
     (_, _, of_early, of_late), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([of_early.values, of_late.values], 1).astype(queries[0].dtype)
 
@@ -628,9 +626,11 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         (q, query_info), (k, v, key_info) = queries, keys
         return attention_fn(q, k, v, mask(query_info, key_info))
 
-    by_kernel = kernel and attention.kernel_fits(q, k, v, kernel)
+    by_kernel = kernel and attention.kernel_fits(q, k, v, kernel, causal)
     if "seq" in varying(q):     # (to generate, time is not split)
-        attend_to = ring_kernel.attend_to(kernel) if by_kernel else attend_to
+        if by_kernel:
+            attend_to = ring_kernel.attend_to(kernel)
+            queries, keys = (q, kernel.documents), (k, v, kernel.documents)
         out = (causal_ring if causal else ring)(attend_to, queries, vary_like(keys, q))
     elif by_kernel:
         out = attention.by_kernel(q, k, v, kernel)

@@ -28,8 +28,7 @@ import tasks
 import train
 
 GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, each of which is a digit
-CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the entropy (of a
-                            # model that begins with some knowledge, 0: its answers differ)
+CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the entropy
 
 
 def pairs(held_out):
@@ -53,14 +52,14 @@ def advantages(rewards):
     return (rewards - mean) / (deviation + 1e-4)
 
 
-def grpo_loss(logits, answer, drawn, advantage, weight=ENTROPY):
+def grpo_loss(logits, answer, drawn, advantage):
     """The loss of each answer [B], for logits [B, T, V] of its ids; and their log-probabilities."""
     every = jax.nn.log_softmax(logits)
     logs = jnp.take_along_axis(every, answer[..., None], 2)[..., 0]
     ratio = jnp.exp(logs - drawn)
     gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
     entropy = -(jnp.exp(every) * every).sum(-1)
-    return -(gain + weight * entropy).mean(1), logs
+    return -(gain + ENTROPY * entropy).mean(1), logs
 
 
 def main(argv=None):
@@ -106,8 +105,7 @@ def main(argv=None):
     def loss(params, batch):
         both = jnp.concatenate([batch["prompt"], batch["answer"]], 1)
         logits = network.forward(params, both, c.network)[:, -LENGTH - 1:-1]
-        losses, logs = grpo_loss(logits, batch["answer"], batch["drawn"], batch["advantage"],
-                                 0 if c.init_from else ENTROPY)
+        losses, logs = grpo_loss(logits, batch["answer"], batch["drawn"], batch["advantage"])
         if "seeds" not in batch:        # held out: only the metric means something
             return losses.sum(), len(losses)
         return (losses.sum(), len(losses), {

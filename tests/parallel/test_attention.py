@@ -344,6 +344,38 @@ def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
     assert kernel_name(dtype, time, width, mesh_with(kind)) == name
 
 
+@pytest.mark.parametrize("name, time, causal, window, kind", [
+    ("splash", 256, True, False, "TPU v5 lite"), ("splash", 128, False, False, "TPU v4"),
+    ("", 128, True, False, "TPU v4"), ("", 256, True, True, "TPU v4"),
+    ("", 256, True, False, "NVIDIA H100")])
+def test_a_ring_asks_for_what_its_kernel_can(name, time, causal, window, kind):
+    """Half of a device's tokens that are no whole block; a window, which its parts do not know."""
+    found = attention.ring_kernel_name("bfloat16", time, 64, causal, window, mesh_with(kind))
+    assert found == name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_rings_kernel_sees_what_the_ring_does_not_skip(monkeypatch, causal):
+    """Attention that is causal by its mask, or by its kernel, alone: keys that are not skipped, and
+    are seen."""
+    monkeypatch.setattr(ring_kernel, "attend_to", None)
+    give_kernel(monkeypatch, "splash")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 2, 8)))
+    slots = jnp.arange(8)[None]
+
+    def attend(x, slots):
+        return shard.attend(PLAIN, x, x, x, lambda query, key: (
+            key[:, None, None, :] <= query[:, None, :, None]), slots, slots, causal,
+            attention.Known(not causal))
+
+    want = PLAIN(x, x, x, (slots.T >= slots)[None, None])[0]
+    order = shard.zigzag_order(8, 2)
+    with jax.set_mesh(mesh_of("seq=2")):
+        found = jax.jit(jax.shard_map(attend, in_specs=P(None, "seq"), out_specs=P(None, "seq")))(
+            x[:, order], slots[:, order])
+    np.testing.assert_allclose(found, want[:, order], rtol=1e-5, atol=1e-6)
+
+
 def test_cudnn_knows_no_softcap_and_no_mask_of_any_size():
     """A cap that is dropped without a word; documents that need more memory than the formula."""
     mesh, tpu = mesh_with("NVIDIA H100"), mesh_with("TPU v4")

@@ -12,7 +12,8 @@ masked scores are never computed.
 `attend_to(queries, keys)` is attention of any kind. `queries` is a pair: q [B, T, H, N], and a tree
 of arrays [B, T] with facts about each query (a `Token`, say). `keys` is (k, v, a tree of arrays
 [B, S]) with k and v [B, S, K, N]. It returns the values [B, T, H, N], and the logsumexp of the
-scores [B, H, T], with which partial results are joined.
+scores [B, H, T], with which partial results are joined. Around a ring it has a third argument,
+`own`: whether these keys are those of the queries' own tokens.
 
 B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
@@ -43,7 +44,7 @@ class Partial(NamedTuple):
 
 
 def look(attend_to: Callable, queries: tuple, keys: tuple, own: bool = False) -> Partial:
-    """Attention to some of the keys. `own`: they are those of the queries' own tokens."""
+    """Attention to some of the keys."""
     values, logsum = attend_to(queries, keys, own)
     return Partial(values.astype(jnp.float32), logsum)
 
@@ -310,13 +311,13 @@ def kernel_of(q: Array, known: Known) -> str:
                        numbers=0 if known.documents is None else B * T * T)
 
 
-def kernel_fits(q: Array, k: Array, v: Array, known: Known) -> bool:
+def kernel_fits(q: Array, k: Array, v: Array, known: Known, causal: bool) -> bool:
     """Whether the device has a kernel for these queries, keys and values, and every axis is manual
-    (a compiler cannot split a kernel)."""
+    (a compiler cannot split a kernel). A ring skips keys if attention is `causal`."""
     sizes, manual = ambient()
     is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    name = kernel_of(q, known) if "seq" not in varying(q) else ring_kernel_name(
-        q.dtype, q.shape[1], q.shape[3], known.causal, bool(known.window))
+    name = kernel_of(q, known) if "seq" not in varying(q) else causal == known.causal and (
+        ring_kernel_name(q.dtype, q.shape[1], q.shape[3], causal, bool(known.window)))
     return is_own and _same_shape(q, k, v) and bool(name)
 
 
@@ -351,13 +352,13 @@ def _cudnn(q, k, v, known):
 def _splash(q, k, v, known):
     # Named, so that --remat selective saves the kernel's output and logsumexp.
     return in_splash(lambda kernel: kernel, q, k, v, known, (known.documents, known.documents),
-                     residual_checkpoint_name="product")[0]
+                     residual_checkpoint_name="product")[0].swapaxes(1, 2)
 
 
 def in_splash(of_heads: Callable, q: Array, k: Array, v: Array, known: Known,
               documents: tuple[Array | None, Array | None], **options: Any) -> list[Array]:
-    """What a TPU's kernel finds, as arrays [B, T, H, ...]. of_heads(kernel) is called with q, k and
-    v [H, T, N] and the documents of queries and keys [T], or None."""
+    """What a TPU's kernel finds, as arrays [B, H, T, ...]. of_heads(kernel) is called with q, k and
+    v [H, T, N], and with the documents of queries and keys [T], or None."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     B, T, H, N = q.shape
@@ -373,8 +374,7 @@ def in_splash(of_heads: Callable, q: Array, k: Array, v: Array, known: Known,
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]
     found = (jax.vmap(attend)(*rows, splash.SegmentIds(*documents)) if by_row else
              attend(*[x.reshape(-1, T, N) for x in rows], None))
-    return [x.reshape(B, H, T, *x.shape[3 if by_row else 2:]).swapaxes(1, 2)
-            for x in jax.tree.leaves(found)]
+    return [x.reshape(B, H, T, *x.shape[3 if by_row else 2:]) for x in jax.tree.leaves(found)]
 
 
 def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:

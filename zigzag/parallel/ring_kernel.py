@@ -8,7 +8,7 @@ backward pass can give it. For a score s with probability p they compute
 
 and a gradient g of the logsumexp adds p g. So they are given d - g in place of d.
 
-(These two are not public. tests/parallel/test_ring_kernel.py compares them with the formula.)
+(These two are not public. tests/parallel/test_attention.py compares them with the formula.)
 """
 
 import functools
@@ -18,23 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.parallel.attention import Known, in_splash, without_types
+from zigzag.parallel.attention import Known, in_splash, join, look, without_types
 
 
 def attend_to(known: Known) -> Callable:
-    """attend_to(queries, keys, own) for a ring, where queries and keys have equally many tokens. Of
-    causal attention it sees all keys (an earlier part's), or those of the queries' `own` tokens up
-    to each of them."""
-    def attend(queries: tuple, keys: tuple, own: bool = False) -> list[Array]:
+    """attend_to(queries, keys, own) for a ring. What it is told of each query and key is its
+    document, or None. It sees all keys, or of causal attention's `own` ones those up to the query's
+    slot: the last of `own` keys is the last query's."""
+    def attend(queries: tuple, keys: tuple, own: bool = False) -> tuple[Array, Array]:
         def run(qkv, documents):
             seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
             values, logsum = in_splash(with_logsum, *qkv, seen, documents, save_residuals=True)
-            return values, logsum.swapaxes(1, 2)
+            return values.swapaxes(1, 2), logsum
 
-        (q, query), (k, v, key) = queries, keys
-        is_cut = known.documents is not None
-        return without_types(run)((q, k, v), (
-            query.document if is_cut else None, key.document if is_cut else None))
+        (q, of_queries), (k, v, of_keys) = queries, keys
+        before = k.shape[1] - q.shape[1]
+        if not before:
+            return without_types(run)((q, k, v), (of_queries, of_keys))
+        earlier = jax.tree.map(lambda x: x[:, :before], keys)
+        latest = jax.tree.map(lambda x: x[:, before:], keys)
+        return join(look(attend, queries, earlier), look(attend, queries, latest, own))
 
     return attend
 
