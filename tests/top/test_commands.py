@@ -77,11 +77,6 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     assert mesh.compiler_options(one)[level] == 1
     monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
     assert level not in mesh.compiler_options(one)
-    order = "xla_cpu_scheduler_type"
-    assert order in mesh.compiler_options(mesh_of("pipe=2")) and order not in (
-        mesh.compiler_options(one))
-    monkeypatch.setenv("XLA_FLAGS", f"--{order}=CPU_SCHEDULER_TYPE_DEFAULT")
-    assert order not in mesh.compiler_options(mesh_of("pipe=2"))
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
     assert mesh.compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
         "xla_disable_hlo_passes"] == "all-reduce-promotion"     # (it prevents an abort)

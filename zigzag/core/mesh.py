@@ -203,10 +203,6 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
     wanted = OPTIONS.get(platform(mesh), {}) | OPTIONS.get(kind, {})
     if mesh.size > 16:
         wanted.pop("xla_tpu_enable_async_all_to_all", None)
-    if platform(mesh) == "cpu" and mesh.size > 1:
-        # In XLA's usual order, which lets most instructions run at once, some devices may come to a
-        # collective of a loop first, others to one beside the loop: they wait for ever (0.10.2).
-        wanted["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     if platform(mesh) == "cpu" and any_loss and jax.lib.__version__ == "0.10.2":
         # This version adds up wrong numbers in sum((x @ w)**2, -1) if x has three columns and more
         # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
