@@ -548,8 +548,8 @@ def _pass_on(keys):
 
 def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
     """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
-    the keys of all devices pass by in turn. attend_to(queries, keys, own) is attention to some
-    keys, as zigzag/parallel/attention.py explains."""
+    the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys,
+    as zigzag/parallel/attention.py explains."""
     look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):

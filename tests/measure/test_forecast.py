@@ -1,6 +1,5 @@
 """Absent hardware (--topology), --mesh auto, and --bench."""
 
-import importlib
 import importlib.util
 import json
 import math
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shard
-from tests.common import SMALL, check_network, command, full, net, refused, slow
+from tests.common import SMALL, check_network, command, full, net, peer, refused, slow
 from tests.helpers import make, program_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -20,15 +19,6 @@ from zigzag.core.mesh import AXES, make_mesh, mesh_sizes
 from zigzag.measure import chips, forecast
 from zigzag.measure.traffic import expected_traffic
 from zigzag.run.plan import compiled
-
-
-def needs(compiler):
-    """Skip where a compiler is not installed; in .ci/run that is an error."""
-    if os.environ.get("ZIGZAG_CI"):
-        importlib.import_module(compiler)
-    else:
-        pytest.importorskip(compiler, reason="pip install -r requirements-peers.txt")
-
 
 # -------------------------------------------------------------------------------------------
 # --mesh auto
@@ -96,7 +86,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
 
 def test_hardware_that_is_not_known_is_one_line(capsys):
     """The compiler's own exception, a page long."""
-    needs("libtpu")
+    peer("libtpu")
     assert "--topology v9z:4x4: not known" in refused(capsys, "--topology", "v9z:4x4")
 
 
@@ -104,7 +94,7 @@ def test_hardware_that_is_not_known_is_one_line(capsys):
                                    dict(data=2, fsdp=2, pipe=2, tensor=8)])
 def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
     """--mesh fsdp=32,tensor=2 refused on 4x4x4 chips, as by jax.make_mesh."""
-    needs("libtpu")
+    peer("libtpu")
     mesh = make_mesh(chips.topology_devices("v4:4x4x4"), **sizes)
     assert {a: n for a, n in mesh.shape.items() if n > 1} == sizes
     assert len(set(mesh.devices.flat)) == 64
@@ -113,7 +103,7 @@ def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
 def test_bias_and_activation_and_dropout_and_sum_are_fused():
     """Activations that are written to memory and read again for the bias, GELU, dropout or the sum
     with the stream: there may be at most one such array for each of the two products."""
-    needs("libtpu")
+    peer("libtpu")
     mesh = make_mesh(devices=chips.topology_devices("v5e:2x2")[:1])
 
     def block(w, b, out, out_bias, x, seeds):
@@ -142,14 +132,14 @@ def read_size(text):
 def compiler_of(chips, changes):
     """An environment in which the compiler for these chips is found and fast."""
     if chips.startswith("v"):
-        needs("libtpu")         # machine code of the worst kind; the programs are the same
+        peer("libtpu")          # machine code of the worst kind; the programs are the same
         small = " --xla_tpu_scoped_vmem_limit_kib=4096"
         if {"--experts", "--pack"} & {*changes}:        # (whose kernels need more)
             small = ""
         return {"LIBTPU_INIT_ARGS": "--xla_msa_enable=false" + small}
     if "ZIGZAG_GPU" in os.environ:
         return {"PYTHONPATH": os.environ["ZIGZAG_GPU"]}
-    needs("jax_cuda12_plugin")
+    peer("jax_cuda12_plugin")
     return {}
 
 

@@ -6,9 +6,8 @@ import pytest
 
 import model
 import train
-from tests.common import assert_same_on, full, slow
+from tests.common import assert_same_on, full, peer, slow
 from tests.helpers import make, program_of
-from tests.measure.test_forecast import needs
 from tests.measure.test_traffic import ONE_F_ONE_B
 from zigzag.core.options import options
 from zigzag.hub.llama import OF_TRAINING
@@ -73,7 +72,7 @@ def beside_sends(step, kind):
 
 
 def compiled_for_v5e(*words):
-    needs("libtpu")
+    peer("libtpu")
     return train.compile_step(train.parse([
         "--topology", "v5e:2x2", "--layers", "2", "--d_model", "256", "--heads", "4",
         "--seq_len", "512", "--vocab_size", "512", "--out", "", *words]))

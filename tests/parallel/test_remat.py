@@ -5,9 +5,8 @@ import pytest
 
 import shard
 import train
-from tests.common import assert_same_on, full, refused, slow
+from tests.common import assert_same_on, full, peer, refused, slow
 from tests.helpers import make, program_of
-from tests.measure.test_forecast import needs
 from tests.measure.test_traffic import ONE_F_ONE_B, agree
 from zigzag.measure import chips
 from zigzag.parallel.remat import remat_of
@@ -90,7 +89,7 @@ def test_a_value_that_is_none_of_them(capsys):
 @pytest.mark.full
 def test_inputs_of_layers_are_kept_in_the_hosts_memory():
     """--remat offload that keeps them on the device all the same."""
-    needs("libtpu")
+    peer("libtpu")
     peaks = [chips.peak_memory(train.compile_step(train.parse([
         "--topology", "v5e:2x2", "--mesh", "fsdp=4", "--remat", remat, "--layers", "64",
         "--d_model", "256", "--heads", "4", "--seq_len", "1024", "--batch", "16",
