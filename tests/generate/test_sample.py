@@ -317,7 +317,8 @@ def test_the_cache_is_donated(trained, mesh):
         logits = read.pop("logits")
         state = passes.choose_ids(engine, state | read, logits, sampling)
         limit = np.int32(8)
-        compiled = passes.decode.lower(engine, params, state, limit, length, sampling).compile()
+        compiled = passes.decode.jitted().lower(
+            engine, params, state, limit, length, sampling).compile()
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept

@@ -160,6 +160,11 @@ def platform(mesh: Any = None) -> str:
     return getattr(device, "platform", "")      # (device may be None)
 
 
+def platform_in_use() -> str:
+    """The platform of the ambient mesh, or of jax's default device."""
+    return platform() or jax.default_backend()
+
+
 def best_dtype(mesh: Mesh) -> str:
     """The compute precision that the mesh's devices are best at."""
     return "float32" if platform(mesh) == "cpu" else "bfloat16"
@@ -193,12 +198,17 @@ OPTIONS = {
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
 
 
+def unless_given(options: dict[str, Any]) -> dict[str, Any]:
+    """These XLA options, apart from those that the user's XLA_FLAGS or LIBTPU_INIT_ARGS name."""
+    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
+    return {name: value for name, value in options.items() if name not in given}
+
+
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
                      ) -> dict[str, Any]:
-    """The XLA options of a program: OPTIONS, apart from those that the user's XLA_FLAGS or
-    LIBTPU_INIT_ARGS name. `auto_tensor` says that tensor is left to the compiler inside a
-    shard_map; `any_loss` that the program has a loss which is not one of our networks'."""
-    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
+    """The XLA options of a program of training: OPTIONS, unless_given. `auto_tensor` says that
+    tensor is left to the compiler inside a shard_map; `any_loss` that the program has a loss which
+    is not one of our networks'."""
     kind = getattr(mesh.abstract_mesh.abstract_device, "device_kind", "")
     wanted = OPTIONS.get(platform(mesh), {}) | OPTIONS.get(kind, {})
     if mesh.size > 16:
@@ -208,7 +218,7 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
         # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
         # products only. (0.10.1 and from 0.11.0 on it is right.)
         wanted["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    options = {name: value for name, value in wanted.items() if name not in given}
+    options = unless_given(wanted)
     if jax.config.read("jax_disable_most_optimizations"):
         options.pop("xla_backend_optimization_level", None)
     if platform(mesh) == "cpu" and auto_tensor and mesh.shape["tensor"] > 1:

@@ -151,7 +151,7 @@ def choose_ids(engine: Engine, state: dict[str, Any], logits: Array, sampling: S
     return engine.on_mesh(choose, {}, state | {"logits": logits}, state)
 
 
-@jax.jit(static_argnames=("engine", "length", "sampling"), donate_argnames="state")
+@decoding.jit_loop(static_argnames=("engine", "length", "sampling"), donate_argnames="state")
 def decode(engine: Engine, params: Any, state: dict[str, Any], limit: Array, length: int,
            sampling: Sampling) -> dict[str, Any]:
     """The state with `limit` new ids in each row, or fewer if all rows end before."""

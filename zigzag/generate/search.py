@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
-from zigzag.generate.decoding import any_device, end_ids, mesh_of_weights
+from zigzag.generate.decoding import any_device, end_ids, jit_loop, mesh_of_weights
 from zigzag.generate.passes import Engine, prefill, traced_rows
 from zigzag.generate.rows import on_host, padded_length
 
@@ -74,7 +74,7 @@ def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
     return _search(engine, params, state, length, beams, size, *options)
 
 
-@jax.jit(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
+@jit_loop(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
 def _search(engine, params, state, length, beams, tokens, length_penalty, early_stop):
     """The best beams of each prompt: finished [B, beams, tokens], finished_scores and lengths."""
     network, config = engine.network, engine.config
