@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tests.common import ends, full, hosts, net, slow
 from tests.helpers import learn, make, mesh_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import shardings
+from zigzag.core.mesh import shardings, unless_given
 from zigzag.generate import decoding, passes
 from zigzag.generate.reading import Reading
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
@@ -302,26 +303,48 @@ def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
     assert ends == [max(map(len, got)) + 1]
 
 
-@pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
-def test_the_cache_is_donated(trained, mesh):
-    """A cache that is copied in each call: twice the memory."""
-    params, config = trained
-    params = placed(params, config, mesh_of(mesh)) if mesh else params
+def decode_program(params, config, prompts):
+    """The compiled passes.decode after these prompts, and the state before it."""
     with decoding.mesh_of_weights(params):
         params = sample.for_decoding(params, config)
-        rows = prompt_arrays(networks.network_of(config), PROMPTS, config, 8, None)
+        rows = prompt_arrays(networks.network_of(config), prompts, config, 8, None)
         sampling = decoding.Sampling()
         state = decoding.empty_ids(rows, 16, seeds_of(rows, 0), (), sampling, config.vocab_size)
         engine = sample.engine_of(config)
         read, length = passes.prefill(engine, params, rows, 8)
         logits = read.pop("logits")
         state = passes.choose_ids(engine, state | read, logits, sampling)
-        limit = np.int32(8)
-        compiled = passes.decode.jitted().lower(
-            engine, params, state, limit, length, sampling).compile()
+        return passes.decode.jitted().lower(
+            engine, params, state, np.int32(8), length, sampling).compile(), state
+
+
+@pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
+def test_the_cache_is_donated(trained, mesh):
+    """A cache that is copied in each call: twice the memory."""
+    params, config = trained
+    params = placed(params, config, mesh_of(mesh)) if mesh else params
+    compiled, state = decode_program(params, config, PROMPTS)
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_cpus_loop_copies_neither_cache_nor_weights(trained, rows):
+    """On a CPU: a cache of one row that is copied for each token, because its update is fused with
+    what reads it; products of few rows by YNNPACK, which copies the weights."""
+    params, config = trained
+    compiled, state = decode_program(params, config, PROMPTS[:rows])
+    text, shape = compiled.as_text(), ",".join(map(str, state["cache"][0]["k"].shape))
+    assert not re.search(rf"f32\[{shape}\]\S* copy\(", text) and "__ynn" not in text
+
+
+def test_flags_of_the_user_win_in_loops_too(monkeypatch):
+    """A choice of YNNPACK's kernels that is overridden."""
+    (name, value), = decoding.OPTIONS["cpu"].items()
+    assert unless_given({name: value}) == {name: value}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=LIBRARY_FUSION_TYPE_DOT")
+    assert unless_given({name: value}) == {}
 
 
 def test_a_text_ends_an_answer(trained):

@@ -151,9 +151,9 @@ def jit_loop(**how: Any) -> Callable:
             return jax.jit(fn, compiler_options=unless_given(OPTIONS.get(platform, {})), **how)
 
         @functools.wraps(fn)
-        def call(*args):
-            inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-            return fn(*args) if inside else jitted(platform_in_use())(*args)
+        def call(*args, **named):
+            inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, named)))
+            return (fn if inside else call.jitted())(*args, **named)
 
         call.jitted = lambda: jitted(platform_in_use())
         return call
