@@ -15,7 +15,7 @@ from tests.common import ends, full, hosts, net, slow
 from tests.helpers import learn, make, mesh_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import shardings, unless_given
+from zigzag.core.mesh import shardings
 from zigzag.generate import decoding, passes
 from zigzag.generate.reading import Reading
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
@@ -339,12 +339,42 @@ def test_a_cpus_loop_copies_neither_cache_nor_weights(trained, rows):
     assert not re.search(rf"f32\[{shape}\]\S* copy\(", text) and "__ynn" not in text
 
 
-def test_flags_of_the_user_win_in_loops_too(monkeypatch):
-    """A choice of YNNPACK's kernels that is overridden."""
-    (name, value), = decoding.OPTIONS["cpu"].items()
-    assert unless_given({name: value}) == {name: value}
+def test_an_option_of_the_compiler_gives_way(monkeypatch):
+    """A user's choice of YNNPACK's kernels that is overridden; a later jax, without this option, on
+    which nothing can be generated."""
+    jit, asked = jax.jit, []
+
+    def options():
+        monkeypatch.setattr(jax, "jit", lambda fn, **how: asked.append(
+            how["compiler_options"]) or jit(fn, **how))
+        assert decoding.jit_loop()(lambda x: x + 1)(np.ones(2)).tolist() == [2, 2]
+        monkeypatch.undo()
+        return asked[-1]
+
+    (name, _), = decoding.OPTIONS["cpu"].items()
+    assert options() == decoding.OPTIONS["cpu"]
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=LIBRARY_FUSION_TYPE_DOT")
-    assert unless_given({name: value}) == {}
+    assert options() == {}
+    monkeypatch.setitem(decoding.OPTIONS, "cpu", {"xla_cpu_no_such_option": True})
+    assert options() == {}
+
+
+def test_a_loop_may_be_part_of_a_program():
+    """jax's refusal of options for a part of a program."""
+    add = decoding.jit_loop(static_argnames="more")(lambda x, more: x + more)
+    assert jax.jit(lambda x: add(x, 2))(1) == 3
+    assert jax.jit(lambda: add(np.ones(()), more=2))() == 3
+    assert jax.vmap(lambda x: add(x, 2))(np.arange(2)).tolist() == [2, 3]
+    assert jax.grad(lambda x: add(x * x, 2))(3.0) == 6
+
+
+def test_a_single_row_on_each_device(trained):
+    """An update of the cache of one row that a shard_map refuses, or that differs there."""
+    params, config = trained
+    on = placed(params, config, mesh_of("data=2,tensor=2"))
+    for prompts in (PROMPTS[3:], PROMPTS[:2]):
+        got = [sample.generate(p, prompts, config, 6, 0) for p in (params, on)]
+        assert got[0] == got[1]
 
 
 def test_a_text_ends_an_answer(trained):

@@ -161,7 +161,7 @@ def platform(mesh: Any = None) -> str:
 
 
 def platform_in_use() -> str:
-    """The platform of the ambient mesh, or of jax's default device."""
+    """The platform of the ambient mesh, or jax's default backend."""
     return platform() or jax.default_backend()
 
 

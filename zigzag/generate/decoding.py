@@ -137,22 +137,29 @@ def any_device(x: Array) -> Array:
 # -------------------------------------------------------------------------------------------
 # Compiling the loops that write ids
 
-# XLA's options for them. On a CPU: no kernels of YNNPACK, which copies the weights for each product
-# of 2 rows and more (8 rows of SmolLM2: 143 -> 103 ms a token).
+# XLA's options for them. On a CPU: no kernels of YNNPACK, which copies the weights for a product of
+# several rows (8 rows of SmolLM2: 146 -> 107 ms a token).
 OPTIONS = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
 
 
 def jit_loop(**how: Any) -> Callable:
-    """Like jax.jit(**how), with the OPTIONS for the platform in use. Within another program,
-    which has options of its own, the function is only called."""
+    """Like jax.jit(**how), with the OPTIONS for the platform in use. Inside another program, which
+    may have no options but its own, the function is only called."""
     def decorate(fn):
         @functools.cache
         def jitted(platform):
-            return jax.jit(fn, compiler_options=unless_given(OPTIONS.get(platform, {})), **how)
+            options = unless_given(OPTIONS.get(platform, {}))
+            try:        # (they are not needed: a jax that has them no more does without)
+                jax.jit(lambda: 0, compiler_options=options).lower().compile()
+            except jax.errors.JaxRuntimeError:
+                options = {}
+            return jax.jit(fn, compiler_options=options, **how)
 
         @functools.wraps(fn)
         def call(*args, **named):
-            inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, named)))
+            # (A new number is a Tracer there, even if all arguments are constants.)
+            values = jax.tree.leaves((args, named, jnp.zeros(())))
+            inside = any(isinstance(x, jax.core.Tracer) for x in values)
             return (fn if inside else call.jitted())(*args, **named)
 
         call.jitted = lambda: jitted(platform_in_use())

@@ -207,7 +207,7 @@ def traced_rows(engine: Engine, params: Any, rows: dict[str, Array]) -> tuple[An
     return engine.for_decoding(params), rows
 
 
-@jax.jit(static_argnames=("engine", "tokens", "sampling", "ends"))
+@decoding.jit_loop(static_argnames=("engine", "tokens", "sampling", "ends"))
 def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
               sampling: Sampling, seed: int, ends: tuple[int, ...]) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing."""

@@ -56,7 +56,7 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
              if scores[row, k] > LOWEST] for row in range(len(prompts))]
 
 
-@jax.jit(static_argnames=("engine", "tokens", "ends", "beams"))
+@jit_loop(static_argnames=("engine", "tokens", "ends", "beams"))
 def best_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
              ends: tuple[int, ...], beams: int) -> Array:
     """The best beam [B, tokens] of each of these rows (passes.traced_rows), inside a compiled

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core import tested
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.hosts import process_allgather
-from zigzag.core.mesh import BATCH_AXES, by_path, cast, row_groups, shardings, untyped
+from zigzag.core.mesh import BATCH_AXES, by_path, cast, platform, row_groups, shardings, untyped
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import computes_in_16_bits
 from zigzag.run.modes import BY_HAND, JIT
@@ -247,21 +247,21 @@ def _find_difference(plan, given, is_narrow, note, compute):
     than three times what rounding explains, or by more than that in two of three batches. Else
     None. Computed at weights moved at random, or, if nothing is finite there, at new weights.
     note(text) is called if there is nothing to compare."""
-    # Two programs: in one, the collectives of a pipeline's loop and the gathers for one device have
-    # no order by data, and the devices of a CPU may wait for each other for ever (jax 0.10.2).
-    jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
-    mine = jit(functools.partial(_at_moved_weights, plan, compute)).lower(
-        *given[0], jnp.float32(0)).compile()
-    compare = jit(functools.partial(_beside_one_device, plan, is_narrow),
-                  out_shardings=jax.NamedSharding(plan.mesh, P()))
-    shapes = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-                          mine.out_info, mine.output_shardings)
-    compare = compare.lower(*given[0], *shapes).compile()
+    options = plan.compiler_options
+    if platform(plan.mesh) == "cpu" and plan.sizes["pipe"] > 1:
+        # The mesh's loop and the gathers for one device have no order by data. In XLA's usual one,
+        # some devices came to a collective of the loop first, others to a gather, and all waited
+        # for ever (jax 0.10.2); not in this one.
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    compiled = jax.jit(
+        functools.partial(_beside_one_device, plan, compute, is_narrow),
+        out_shardings=jax.NamedSharding(plan.mesh, P()),
+        compiler_options=options).lower(*given[0], jnp.float32(0)).compile()
     process_allgather("compiled")               # all compile before any device waits for another
     is_checked, apart = False, 0
     for size in (0.1, 0.0):
         for args in given:
-            found = jax.device_get(compare(*args, *mine(*args, jnp.float32(size))))
+            found = jax.device_get(compiled(*args, jnp.float32(size)))
             norms = jax.tree.leaves(found.norms)
             if norms and not np.any(norms) or not np.isfinite([*found.wanted[:2], *norms]).all():
                 continue
@@ -372,18 +372,12 @@ def _alone(plan, evaluates, terms, params, batch):
     return untyped(compute)(_whole(params), _whole(batch))
 
 
-def _at_moved_weights(plan, compute, batch, key, size):
-    """New weights, moved at random by the share `size` of their size; and compute(them, batch)."""
+def _beside_one_device(plan, compute, is_narrow, batch, key, size):
+    """A Comparison of compute(params, batch) with one device, at new weights moved at random by the
+    share `size` of their size; its noise is measured by moving the weights twice by rounding
+    errors."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
     params = cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
-    with jax.default_matmul_precision("highest"):
-        return params, compute(params, batch)
-
-
-def _beside_one_device(plan, is_narrow, batch, key, params, on_mesh):
-    """A Comparison of what was computed on the mesh with one device. Its noise is measured by
-    moving the weights twice by rounding errors."""
-    sums, grad, held_sums = on_mesh
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
 
     def three(params, batch, key):
@@ -392,6 +386,7 @@ def _beside_one_device(plan, is_narrow, batch, key, params, on_mesh):
             jnp.arange(3))
 
     with jax.default_matmul_precision("highest"):
+        sums, grad, held_sums = compute(params, batch)
         one_device = untyped(three)(_whole(params), _whole(batch), key)
         wanted, wanted_grad = jax.tree.map(lambda x: x[0], one_device)
         held_wanted = untyped(plan.loss)(
