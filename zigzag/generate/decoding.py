@@ -143,6 +143,15 @@ def any_device(x: Array) -> Array:
 OPTIONS = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
 
 
+def are_known(options: dict[str, Any]) -> bool:
+    """Whether this jax's compiler has these options."""
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def jit_loop(**how: Any) -> Callable:
     """Like jax.jit(**how), with the OPTIONS for the platform in use. Inside another program, which
     may have no options but its own, the function is only called."""
@@ -150,15 +159,13 @@ def jit_loop(**how: Any) -> Callable:
         @functools.cache
         def jitted(platform):
             options = unless_given(OPTIONS.get(platform, {}))
-            try:        # (they are not needed: a jax that has them no more does without)
-                jax.jit(lambda: 0, compiler_options=options).lower().compile()
-            except jax.errors.JaxRuntimeError:
-                options = {}
+            if options and not are_known(options):
+                options = {}        # (a loop does not need them)
             return jax.jit(fn, compiler_options=options, **how)
 
         @functools.wraps(fn)
         def call(*args, **named):
-            # (A new number is a Tracer there, even if all arguments are constants.)
+            # (A new number is a Tracer in a program, even if all arguments are constants.)
             values = jax.tree.leaves((args, named, jnp.zeros(())))
             inside = any(isinstance(x, jax.core.Tracer) for x in values)
             return (fn if inside else call.jitted())(*args, **named)
