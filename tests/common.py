@@ -27,6 +27,7 @@ import train
 from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
+from zigzag.core.compiler import compiler_options
 from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks, command_line, continuing
@@ -197,7 +198,7 @@ def sums_and_gradients(config, mesh, params, batch):
                               program.weights(program.state))
         rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
                            config.batch)
-        options = mesh_tools.compiler_options(program.mesh)
+        options = compiler_options(program.mesh)
         trained, frozen = program.plan.in_two(program.permute(placed))
         found, sums = jax.jit(gradients, compiler_options=options)(trained, rows, frozen)
         return jax.device_get((program.permute(found, back=True), sums))

@@ -13,6 +13,7 @@ import networks
 import sample
 from tests.common import ends, full, hosts, net, slow
 from tests.helpers import learn, make, mesh_of
+from zigzag.core import compiler
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
@@ -347,21 +348,21 @@ def test_an_option_of_the_compiler_gives_way(monkeypatch):
     def options():
         monkeypatch.setattr(jax, "jit", lambda fn, **how: asked.append(
             how["compiler_options"]) or jit(fn, **how))
-        assert decoding.jit_loop()(lambda x: x + 1)(np.ones(2)).tolist() == [2, 2]
+        assert compiler.jit_loop()(lambda x: x + 1)(np.ones(2)).tolist() == [2, 2]
         monkeypatch.undo()
         return asked[-1]
 
-    (name, _), = decoding.OPTIONS["cpu"].items()
-    assert options() == decoding.OPTIONS["cpu"]
+    (name, _), = compiler.LOOPS["cpu"].items()
+    assert options() == compiler.LOOPS["cpu"]
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=LIBRARY_FUSION_TYPE_DOT")
     assert options() == {}
-    monkeypatch.setitem(decoding.OPTIONS, "cpu", {"xla_cpu_no_such_option": True})
+    monkeypatch.setitem(compiler.LOOPS, "cpu", {"xla_cpu_no_such_option": True})
     assert options() == {}
 
 
 def test_a_loop_may_be_part_of_a_program():
     """jax's refusal of options for a part of a program."""
-    add = decoding.jit_loop(static_argnames="more")(lambda x, more: x + more)
+    add = compiler.jit_loop(static_argnames="more")(lambda x, more: x + more)
     assert jax.jit(lambda x: add(x, 2))(1) == 3
     assert jax.jit(lambda: add(np.ones(()), more=2))() == 3
     assert jax.vmap(lambda x: add(x, 2))(np.arange(2)).tolist() == [2, 3]

@@ -41,8 +41,8 @@ def assert_the_same(params, config, prompts, batch=8, on=None, **options):
     want = sample.generate(params, prompts, config, batch=ALL, **options)
     got = sample.generate(params if on is None else on, prompts, config, batch=batch, **options)
     assert [ids for ids, _ in got] == [ids for ids, _ in want]
-    # (With experts, on one of the CPUs that ran this, one device's are up to 1.1e-4 from what forward
-    # gives in float64, a mesh's 3e-5.)
+    # (With experts, one device's are up to 1.1e-4 from what forward gives in float64, on one of the
+    # CPUs that ran this; a mesh's 3e-5.)
     for (_, logs), (_, of_want) in zip(got, want, strict=True):
         np.testing.assert_allclose(logs, of_want, atol=3e-4)
     return want

@@ -16,6 +16,7 @@ from tests.common import SMALL, command, peer, refused
 from tests.helpers import ROOT, mesh_of
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
+from zigzag.core.compiler import compiler_options
 from zigzag.core.flags import flag_rows
 from zigzag.measure.chips import topology_devices
 
@@ -72,24 +73,24 @@ runpy.run_path({file!r}, run_name="__main__")"""
 def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     """A compiler flag of ours that a person cannot override with theirs."""
     one, level = mesh_of(""), "xla_backend_optimization_level"
-    assert level not in mesh.compiler_options(one)      # tests ask for the least
+    assert level not in compiler_options(one)      # tests ask for the least
     monkeypatch.setattr(jax.config, "read", lambda name: False)
-    assert mesh.compiler_options(one)[level] == 1
+    assert compiler_options(one)[level] == 1
     monkeypatch.setenv("XLA_FLAGS", f"--{level}=2")
-    assert level not in mesh.compiler_options(one)
+    assert level not in compiler_options(one)
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
-    assert mesh.compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
+    assert compiler_options(mesh_of("tensor=2"), auto_tensor=True)[
         "xla_disable_hlo_passes"] == "all-reduce-promotion"     # (it prevents an abort)
     peer("libtpu")
     exchange, gather = "xla_tpu_enable_async_all_to_all", (
         "xla_tpu_prefer_async_allgather_to_allreduce")
     few, many, other = (mesh.make_mesh(topology_devices(name)) for name in (
         "v5e:4x4", "v5e:4x8", "v6e:4x4"))
-    assert mesh.compiler_options(few) == {exchange: True, gather: True}
+    assert compiler_options(few) == {exchange: True, gather: True}
     # (libtpu cannot compile the first for more chips; for other kinds neither was measured.)
-    assert mesh.compiler_options(many) == {gather: True} and not mesh.compiler_options(other)
+    assert compiler_options(many) == {gather: True} and not compiler_options(other)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{exchange}=false")
-    assert mesh.compiler_options(few) == {gather: True}
+    assert compiler_options(few) == {gather: True}
 
 
 def test_the_table_of_a_big_model_needs_no_memory():

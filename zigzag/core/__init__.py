@@ -10,6 +10,7 @@ puzzles you.
     tested      on which files the tests have passed, and which were edited since
     hosts       several processes: meeting, exchanging values, the watchdog
     report      what a run prints while it trains
+    compiler    XLA's options for our programs, on each platform
     mesh        the device mesh, specs, and the types that say over which axes values vary
 
 Imports: none of our other code. Imported by: everything.

@@ -42,10 +42,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import appears, lock, run_has_begun, write_json, write_whole
 from zigzag.core.hosts import process_allgather, watchdog
-from zigzag.core.mesh import by_path, compiler_options, mesh_of, platform
+from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import fits, options
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import Tokenizer

@@ -1,5 +1,4 @@
-"""How an id is chosen and added to the state of decoding; the compiler's options for it; decoding
-on a mesh.
+"""How an id is chosen and added to the state of decoding, and decoding on a mesh.
 
 The state is a dict of arrays (sample.py has a table of them). If rows are split over devices, all
 devices go on until the last row has ended, because they may have to gather weights together.
@@ -21,16 +20,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean
-from zigzag.core.mesh import (
-    batch_spec,
-    cast,
-    mesh_of,
-    platform_in_use,
-    shardings,
-    unless_given,
-    varying,
-    without_axis,
-)
+from zigzag.core.mesh import batch_spec, cast, mesh_of, shardings, varying, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network
@@ -133,47 +123,6 @@ def any_device(x: Array) -> Array:
     """Whether x has a True on any device."""
     x, axes = x.any(), tuple(sorted(varying(x)))
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
-
-
-# -------------------------------------------------------------------------------------------
-# Compiling the loops that write ids
-
-# XLA's options for them. On a CPU: no kernels of YNNPACK, which copies the weights for a product of
-# several rows (8 rows of SmolLM2: 135 -> 98 ms a token).
-OPTIONS = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
-
-
-def are_known(options: dict[str, Any]) -> bool:
-    """Whether this jax's compiler has these options."""
-    try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-def jit_loop(**how: Any) -> Callable:
-    """Like jax.jit(**how), with the OPTIONS for the platform in use. Inside another program, which
-    may have no options but its own, the function is only called."""
-    def decorate(fn):
-        @functools.cache
-        def jitted(platform):
-            options = unless_given(OPTIONS.get(platform, {}))
-            if options and not are_known(options):
-                options = {}        # (a loop does not need them)
-            return jax.jit(fn, compiler_options=options, **how)
-
-        @functools.wraps(fn)
-        def call(*args, **named):
-            # (A new number is a Tracer in a program, even if all arguments are constants.)
-            values = jax.tree.leaves((args, named, jnp.zeros(())))
-            inside = any(isinstance(x, jax.core.Tracer) for x in values)
-            return (fn if inside else call.jitted())(*args, **named)
-
-        call.jitted = lambda: jitted(platform_in_use())
-        return call
-
-    return decorate
 
 
 # -------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from zigzag.core.compiler import jit_loop
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
-from zigzag.generate.decoding import any_device, end_ids, jit_loop, mesh_of_weights
+from zigzag.generate.decoding import any_device, end_ids, mesh_of_weights
 from zigzag.generate.passes import Engine, prefill, traced_rows
 from zigzag.generate.rows import on_host, padded_length
 

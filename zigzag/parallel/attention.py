@@ -164,6 +164,7 @@ class Asked(NamedTuple):
     names_in finds them in a traced loss."""
     causal: bool
     by_kernel: bool     # it is a Known: a kernel may compute it
+    in_ring: bool       # in a ring, too: the Known is causal if attend is, which then skips keys
     softcap: bool       # it caps the scores
     documents: bool     # a row has several
     dtype: str
@@ -177,13 +178,21 @@ class Asked(NamedTuple):
     beyond: str         # what it is besides plain causal softmax attention; "": nothing
 
 
-def name_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, beyond: str) -> str:
-    """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
+def asked_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, beyond: str = ""
+             ) -> Asked:
+    """The Asked of these arguments of shard.attend."""
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
-    return "attend: " + json.dumps(Asked(
-        causal, known is not None, bool(known and known.softcap),
-        known is not None and known.documents is not None, q.dtype.name, rows, heads, queries,
-        keys, width, _same_shape(q, k, v), bool(known and known.window), beyond))
+    same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
+    return Asked(
+        causal, known is not None, known is not None and known.causal == causal,
+        bool(known and known.softcap), known is not None and known.documents is not None,
+        q.dtype.name, rows, heads, queries, keys, width, same_shape,
+        bool(known and known.window), beyond)
+
+
+def name_of(*args: Any) -> str:
+    """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
+    return "attend: " + json.dumps(asked_of(*args))
 
 
 def asked_in(names: Iterable[str]) -> list[Asked]:
@@ -197,19 +206,15 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
     sizes, rows, heads, T, S = mesh.shape, asked.rows, asked.heads, asked.queries, asked.keys
-    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    may_be = asked.by_kernel and asked.same_shape and is_own
+    kernel = kernel_for(asked, sizes["seq"] > 1, mesh, manual)
+    by_kernel = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
     if sizes["seq"] > 1:
-        kernel = may_be and ring_kernel_name(asked.dtype, T, asked.width, asked.causal,
-                                             asked.window, mesh)
         return "around a ring: " + (
             "a device has an early and a late part of the queries, and keys that none of them sees "
             "are left out" if asked.causal else "each device's queries meet all keys in turn") + (
-            f"; by the {kernel} kernel" + ", within documents" * asked.documents if kernel else "")
-    kernel = kernel_name(jnp.dtype(asked.dtype), T, asked.width, mesh, asked.softcap,
-                         rows * T * T if asked.documents else 0)
-    if may_be and kernel:
-        return f"by the {kernel} kernel" + ", within documents" * asked.documents
+            by_kernel and f"; {by_kernel}")
+    if by_kernel:
+        return by_kernel
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
@@ -304,30 +309,30 @@ def ring_kernel_name(dtype: Any, time: int, width: int, causal: bool, window: bo
     return name if name == "splash" else ""
 
 
-def kernel_of(q: Array, known: Known) -> str:
-    """kernel_name for queries [B, T, H, N]."""
-    B, T, _, N = q.shape
-    return kernel_name(q.dtype, T, N, softcap=bool(known.softcap),
-                       numbers=0 if known.documents is None else B * T * T)
+def kernel_for(asked: Asked, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
+    """The name of the kernel by which shard.attend computes this on a mesh, in a `ring` over seq or
+    not; '' if by none. (A compiler cannot split a kernel, so every axis must be manual.)"""
+    is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
+    if not (asked.by_kernel and asked.same_shape and is_own):
+        return ""
+    dtype, T, width = asked.dtype, asked.queries, asked.width
+    if ring:
+        return asked.in_ring and ring_kernel_name(
+            dtype, T, width, asked.causal, asked.window, mesh) or ""
+    return kernel_name(dtype, T, width, mesh, asked.softcap,
+                       asked.rows * T * T if asked.documents else 0)
 
 
 def kernel_fits(q: Array, k: Array, v: Array, known: Known, causal: bool) -> bool:
-    """Whether the device has a kernel for these queries, keys and values, and every axis is manual
-    (a compiler cannot split a kernel). A ring skips keys if attention is `causal`."""
-    sizes, manual = ambient()
-    is_own = all(size == 1 or axis in manual for axis, size in sizes.items())
-    name = kernel_of(q, known) if "seq" not in varying(q) else causal == known.causal and (
-        ring_kernel_name(q.dtype, q.shape[1], q.shape[3], causal, bool(known.window)))
-    return is_own and _same_shape(q, k, v) and bool(name)
-
-
-def _same_shape(q, k, v):
-    return k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]      # T and N
+    """Whether a kernel computes this here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(kernel_for(asked_of(q, k, v, causal, known), "seq" in varying(q), mesh,
+                           mesh.manual_axes))
 
 
 def run_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
     """Attention by the device's kernel: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
-    if kernel_of(q, known) != "splash":
+    if kernel_name(q.dtype, q.shape[1], q.shape[3]) != "splash":
         return _cudnn(q, k, v, known)
     if known.local is None:
         return _splash(q, k, v, known)
@@ -351,30 +356,39 @@ def _cudnn(q, k, v, known):
 
 def _splash(q, k, v, known):
     # Named, so that --remat selective saves the kernel's output and logsumexp.
-    return in_splash(lambda kernel: kernel, q, k, v, known, (known.documents, known.documents),
-                     residual_checkpoint_name="product")[0].swapaxes(1, 2)
+    kernel = splash_kernel(q.shape, known, residual_checkpoint_name="product")
+    documents = known.documents, known.documents
+    return by_row_or_head(kernel, q, k, v, documents)[0].swapaxes(1, 2)
 
 
-def in_splash(of_heads: Callable, q: Array, k: Array, v: Array, known: Known,
-              documents: tuple[Array | None, Array | None], **options: Any) -> list[Array]:
-    """What a TPU's kernel finds, as arrays [B, H, T, ...]. of_heads(kernel) is called with q, k and
-    v [H, T, N], and with the documents of queries and keys [T], or None."""
+def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callable:
+    """jax's kernel for TPUs for queries of this shape [B, T, H, N]: of one row, if rows have
+    documents, else of all rows, which then count as heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-    B, T, H, N = q.shape
+    B, T, H, _ = shape
     block = math.gcd(T, 512)
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
         "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
     mask = (masks.LocalMask((T, T), (known.window - 1, 0), 0) if known.window else
             masks.CausalMask((T, T)) if known.causal else masks.FullMask((T, T)))
-    by_row = known.documents is not None        # else rows count as heads
-    attend = of_heads(splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * H * (1 if by_row else B)), block_sizes=sizes,
-        attn_logits_soft_cap=known.softcap or None, **options))
+    heads = H * (B if known.documents is None else 1)
+    return splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * heads), block_sizes=sizes,
+        attn_logits_soft_cap=known.softcap or None, **options)
+
+
+def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
+                   documents: tuple[Array | None, Array | None]) -> list[Array]:
+    """What a splash_kernel finds, as arrays [B, H, T, ...], with the documents of queries and of
+    keys [B, T], or without."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    B, T, H, N = q.shape
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]
-    found = (jax.vmap(attend)(*rows, splash.SegmentIds(*documents)) if by_row else
-             attend(*[x.reshape(-1, T, N) for x in rows], None))
-    return [x.reshape(B, H, T, *x.shape[3 if by_row else 2:]) for x in jax.tree.leaves(found)]
+    found = (kernel(*[x.reshape(-1, T, N) for x in rows], None) if documents[0] is None else
+             jax.vmap(kernel)(*rows, splash.SegmentIds(*documents)))
+    dims = 2 if documents[0] is None else 3
+    return [x.reshape(B, H, T, *x.shape[dims:]) for x in jax.tree.leaves(found)]
 
 
 def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.parallel.attention import Known, in_splash, join, look, without_types
+from zigzag.parallel.attention import (
+    Known,
+    by_row_or_head,
+    join,
+    look,
+    splash_kernel,
+    without_types,
+)
 
 
 def attend_to(known: Known) -> Callable:
@@ -28,7 +35,8 @@ def attend_to(known: Known) -> Callable:
     def attend(queries: tuple, keys: tuple, own: bool = False) -> tuple[Array, Array]:
         def run(qkv, documents):
             seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
-            values, logsum = in_splash(with_logsum, *qkv, seen, documents, save_residuals=True)
+            kernel = splash_kernel(qkv[0].shape, seen, save_residuals=True)
+            values, logsum = by_row_or_head(with_logsum(kernel), *qkv, documents)
             return values.swapaxes(1, 2), logsum
 
         (q, of_queries), (k, v, of_keys) = queries, keys

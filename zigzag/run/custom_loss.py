@@ -37,6 +37,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import tested
+from zigzag.core.compiler import LOOP_BESIDE_GATHERS, unless_given
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import BATCH_AXES, by_path, cast, platform, row_groups, shardings, untyped
@@ -248,11 +249,8 @@ def _find_difference(plan, given, is_narrow, note, compute):
     None. Computed at weights moved at random, or, if nothing is finite there, at new weights.
     note(text) is called if there is nothing to compare."""
     options = plan.compiler_options
-    if platform(plan.mesh) == "cpu" and plan.sizes["pipe"] > 1:
-        # The mesh's loop and the gathers for one device have no order by data. In XLA's usual one,
-        # some devices came to a collective of the loop first, others to a gather, and all waited
-        # for ever (jax 0.10.2); not in this one.
-        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    if plan.sizes["pipe"] > 1:
+        options |= unless_given(LOOP_BESIDE_GATHERS.get(platform(plan.mesh), {}))
     compiled = jax.jit(
         functools.partial(_beside_one_device, plan, compute, is_narrow),
         out_shardings=jax.NamedSharding(plan.mesh, P()),

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
@@ -30,7 +31,6 @@ from zigzag.core.mesh import (
     best_dtype,
     by_path,
     cast,
-    compiler_options,
     full_spec,
     row_groups,
     shardings,

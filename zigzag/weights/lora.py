@@ -24,8 +24,9 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 
+from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import cast, compiler_options, mesh_of
+from zigzag.core.mesh import cast, mesh_of
 from zigzag.disk import checkpoint
 from zigzag.parallel.products import Adapted
 from zigzag.weights.table import Weight

@@ -1,0 +1,101 @@
+"""What XLA is told: its options for our programs, on each platform.
+
+A user's own options win, from XLA_FLAGS and LIBTPU_INIT_ARGS. What an option brings is measured, or
+estimated where a device is not at hand (docs/measurements.md). zigzag/core/mesh.py says where
+compiled programs are kept.
+"""
+
+import functools
+import os
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zigzag.core.mesh import platform, platform_in_use
+
+# By platform or kind of device: programs of training, and what else runs on its weights.
+TRAINING = {
+    # Compiles in three quarters of the time; steps are as fast.
+    "cpu": {"xla_backend_optimization_level": 1},
+    # By estimates for v5e (not measured for TPUs of other kinds):
+    "TPU v5 lite": {
+        # Gradients over fsdp, and tokens for experts, travel while products are computed: of the
+        # sends of 1.2B on 16 chips (fsdp=16), 5.1 ms are waited for, not 15.7 (of 379). libtpu
+        # 0.0.51 fails on more chips, so compiler_options leaves it out there.
+        "xla_tpu_enable_async_all_to_all": True,
+        # A weight of which a chip has less than some 300 kB is still all-gathered, while products
+        # are computed: not by an all-reduce, of twice the bytes. On 64 chips 223.6 -> 197.6 ms.
+        "xla_tpu_prefer_async_allgather_to_allreduce": True}}
+# Loops that write ids: no kernels of YNNPACK, which copies the weights for a product of several
+# rows (8 rows of SmolLM2: 135 -> 98 ms a token).
+LOOPS = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
+# A loop over stages beside gathers for one device, with no order between them by data. In XLA's
+# usual one, some devices came to a collective of the loop first, others to a gather, and all waited
+# for ever (jax 0.10.2); not in this one.
+LOOP_BESIDE_GATHERS = {
+    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+
+
+def unless_given(options: dict[str, Any]) -> dict[str, Any]:
+    """These options, apart from those that the user's XLA_FLAGS or LIBTPU_INIT_ARGS name."""
+    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
+    return {name: value for name, value in options.items() if name not in given}
+
+
+def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
+                     ) -> dict[str, Any]:
+    """The options of a program of training: TRAINING, unless_given. `auto_tensor` says that tensor
+    is left to the compiler inside a shard_map; `any_loss` that the program has a loss which is not
+    one of our networks'."""
+    kind = getattr(mesh.abstract_mesh.abstract_device, "device_kind", "")
+    wanted = TRAINING.get(platform(mesh), {}) | TRAINING.get(kind, {})
+    if mesh.size > 16:
+        wanted.pop("xla_tpu_enable_async_all_to_all", None)
+    if platform(mesh) == "cpu" and any_loss and jax.lib.__version__ == "0.10.2":
+        # This version adds up wrong numbers in sum((x @ w)**2, -1) if x has three columns and more
+        # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
+        # products only. (0.10.1 and from 0.11.0 on it is right.)
+        wanted["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    options = unless_given(wanted)
+    if jax.config.read("jax_disable_most_optimizations"):
+        options.pop("xla_backend_optimization_level", None)
+    if platform(mesh) == "cpu" and auto_tensor and mesh.shape["tensor"] > 1:
+        # This pass aborts the process on a bfloat16 psum with auto tensor ("Invalid binary
+        # instruction opcode copy", jax 0.10.2 and 0.12.0.1).
+        options["xla_disable_hlo_passes"] = "all-reduce-promotion"
+    return options
+
+
+def jit_loop(**how: Any) -> Callable:
+    """Like jax.jit(**how), with LOOPS' options for the platform in use. Inside another program,
+    which may have no options but its own, the function is only called."""
+    def decorate(fn):
+        @functools.cache
+        def jitted(platform):
+            options = unless_given(LOOPS.get(platform, {}))
+            if options and not are_known(options):
+                options = {}        # (a loop does not need them)
+            return jax.jit(fn, compiler_options=options, **how)
+
+        @functools.wraps(fn)
+        def call(*args, **named):
+            # (A new number is a Tracer in a program, even if all arguments are constants.)
+            values = jax.tree.leaves((args, named, jnp.zeros(())))
+            inside = any(isinstance(x, jax.core.Tracer) for x in values)
+            return (fn if inside else call.jitted())(*args, **named)
+
+        call.jitted = lambda: jitted(platform_in_use())
+        return call
+
+    return decorate
+
+
+def are_known(options: dict[str, Any]) -> bool:
+    """Whether this jax's compiler has these options."""
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
