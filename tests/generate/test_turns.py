@@ -152,12 +152,12 @@ def test_few_programs_are_compiled(caplog):
     """A program for each length of a prompt, or for each number of free rows."""
     params, config = made(seq_len=128)
     passes.read_chunk.clear_cache()
-    passes.decode.jitted().clear_cache()
+    passes.decode.clear_cache()
     turns.put_rows.clear_cache()
     assert_the_same(params, config, prompts_of(config, 60, 90))
     # (Beside those of one batch: chunks of 16, 32 and 64 ids for all rows, and for one of 8.)
     assert passes.read_chunk._cache_size() <= 1 + 6
-    assert passes.decode.jitted()._cache_size() <= 1 + 1 and turns.put_rows._cache_size() <= 1
+    assert passes.decode._cache_size() <= 1 + 1 and turns.put_rows._cache_size() <= 1
 
 
 @pytest.mark.full

@@ -5,15 +5,13 @@ estimated where a device is not at hand (docs/measurements.md). zigzag/core/mesh
 compiled programs are kept.
 """
 
-import functools
 import os
-from typing import Any, Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zigzag.core.mesh import platform, platform_in_use
+from zigzag.core.mesh import platform
 
 # By platform or kind of device: programs of training, and what else runs on its weights.
 TRAINING = {
@@ -28,9 +26,6 @@ TRAINING = {
         # A weight of which a chip has less than some 300 kB is still all-gathered, while products
         # are computed: not by an all-reduce, of twice the bytes. On 64 chips 223.6 -> 197.6 ms.
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
-# Loops that write ids: no kernels of YNNPACK, which copies the weights for a product of several
-# rows (8 rows of SmolLM2: 135 -> 98 ms a token).
-LOOPS = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
 # A loop over stages beside gathers for one device, with no order between them by data. In XLA's
 # usual one, some devices came to a collective of the loop first, others to a gather, and all waited
 # for ever (jax 0.10.2); not in this one.
@@ -66,36 +61,3 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
         # instruction opcode copy", jax 0.10.2 and 0.12.0.1).
         options["xla_disable_hlo_passes"] = "all-reduce-promotion"
     return options
-
-
-def jit_loop(**how: Any) -> Callable:
-    """Like jax.jit(**how), with LOOPS' options for the platform in use. Inside another program,
-    which may have no options but its own, the function is only called."""
-    def decorate(fn):
-        @functools.cache
-        def jitted(platform):
-            options = unless_given(LOOPS.get(platform, {}))
-            if options and not are_known(options):
-                options = {}        # (a loop does not need them)
-            return jax.jit(fn, compiler_options=options, **how)
-
-        @functools.wraps(fn)
-        def call(*args, **named):
-            # (A new number is a Tracer in a program, even if all arguments are constants.)
-            values = jax.tree.leaves((args, named, jnp.zeros(())))
-            inside = any(isinstance(x, jax.core.Tracer) for x in values)
-            return (fn if inside else call.jitted())(*args, **named)
-
-        call.jitted = lambda: jitted(platform_in_use())
-        return call
-
-    return decorate
-
-
-def are_known(options: dict[str, Any]) -> bool:
-    """Whether this jax's compiler has these options."""
-    try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True

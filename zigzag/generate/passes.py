@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from zigzag.core.compiler import jit_loop
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
@@ -152,7 +151,7 @@ def choose_ids(engine: Engine, state: dict[str, Any], logits: Array, sampling: S
     return engine.on_mesh(choose, {}, state | {"logits": logits}, state)
 
 
-@jit_loop(static_argnames=("engine", "length", "sampling"), donate_argnames="state")
+@jax.jit(static_argnames=("engine", "length", "sampling"), donate_argnames="state")
 def decode(engine: Engine, params: Any, state: dict[str, Any], limit: Array, length: int,
            sampling: Sampling) -> dict[str, Any]:
     """The state with `limit` new ids in each row, or fewer if all rows end before."""
@@ -208,7 +207,7 @@ def traced_rows(engine: Engine, params: Any, rows: dict[str, Array]) -> tuple[An
     return engine.for_decoding(params), rows
 
 
-@jit_loop(static_argnames=("engine", "tokens", "sampling", "ends"))
+@jax.jit(static_argnames=("engine", "tokens", "sampling", "ends"))
 def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
               sampling: Sampling, seed: int, ends: tuple[int, ...]) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing."""

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from zigzag.core.compiler import jit_loop
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
 from zigzag.generate.decoding import any_device, end_ids, mesh_of_weights
@@ -57,7 +56,7 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
              if scores[row, k] > LOWEST] for row in range(len(prompts))]
 
 
-@jit_loop(static_argnames=("engine", "tokens", "ends", "beams"))
+@jax.jit(static_argnames=("engine", "tokens", "ends", "beams"))
 def best_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
              ends: tuple[int, ...], beams: int) -> Array:
     """The best beam [B, tokens] of each of these rows (passes.traced_rows), inside a compiled
@@ -75,7 +74,7 @@ def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
     return _search(engine, params, state, length, beams, size, *options)
 
 
-@jit_loop(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
+@jax.jit(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
 def _search(engine, params, state, length, beams, tokens, length_penalty, early_stop):
     """The best beams of each prompt: finished [B, beams, tokens], finished_scores and lengths."""
     network, config = engine.network, engine.config
