@@ -176,15 +176,16 @@ def with_documents(config):
     return batch
 
 
-def has_kernel(name):
-    """A kernel_name that returns this kernel for all arguments, on any mesh."""
+def has_kernel(name, block=1):
+    """A kernel_name that returns this kernel on any mesh, for a time in whole blocks."""
     def kernel_name(dtype, time, width, mesh=None, softcap=False, numbers=0):
-        return name if (mesh or jax.sharding.get_abstract_mesh()).shape else ""
+        mesh = mesh or jax.sharding.get_abstract_mesh()
+        return name if mesh.shape and time % block == 0 else ""
     return kernel_name
 
 
-def give_kernel(monkeypatch, name):
-    monkeypatch.setattr(attention, "kernel_name", has_kernel(name))
+def give_kernel(monkeypatch, name, block=1):
+    monkeypatch.setattr(attention, "kernel_name", has_kernel(name, block))
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -511,6 +512,15 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     for name in ("kernel", RING, ALL):
         assert (name in said) == any(name in what for what in done["traced"]
                                      if isinstance(what, str))
+
+
+@pytest.mark.parametrize("time, has_one", [(16, False), (32, True)])
+def test_a_start_counts_the_tokens_of_a_device(monkeypatch, time, has_one):
+    """A start that announces the kernel of a ring for the whole time, which a device's part of it
+    does not fit."""
+    give_kernel(monkeypatch, "splash", block=8)
+    said = loop.describe_attention(program_of(make(seq_len=time), "seq=2").plan)
+    assert ("kernel" in said) == has_one
 
 
 @pytest.mark.parametrize("edit", [

@@ -1,6 +1,7 @@
 """What XLA is told: its options for our programs, on each platform.
 
-A user's own options win, from XLA_FLAGS and LIBTPU_INIT_ARGS. What an option brings is measured, or
+A user's own options win, from XLA_FLAGS and LIBTPU_INIT_ARGS, but for two without which a program
+would end in an abort or wait for ever. What an option brings is measured, or
 estimated where a device is not at hand (docs/measurements.md). zigzag/core/mesh.py says where
 compiled programs are kept.
 """
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from zigzag.core.mesh import platform
 
-# By platform or kind of device: programs of training, and what else runs on its weights.
+# For programs of training and what else runs on its weights, by platform or kind of device.
 TRAINING = {
     # Compiles in three quarters of the time; steps are as fast.
     "cpu": {"xla_backend_optimization_level": 1},
@@ -26,9 +27,9 @@ TRAINING = {
         # A weight of which a chip has less than some 300 kB is still all-gathered, while products
         # are computed: not by an all-reduce, of twice the bytes. On 64 chips 223.6 -> 197.6 ms.
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
-# A loop over stages beside gathers for one device, with no order between them by data. In XLA's
-# usual one, some devices came to a collective of the loop first, others to a gather, and all waited
-# for ever (jax 0.10.2); not in this one.
+# For a program with a loop over stages beside gathers for one device (run/custom_loss.py): no data
+# says which comes first. In XLA's usual order of instructions some devices came to a collective of
+# the loop first, others to a gather, and all waited for ever (jax 0.10.2); not in this order.
 LOOP_BESIDE_GATHERS = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 

@@ -164,7 +164,7 @@ class Asked(NamedTuple):
     names_in finds them in a traced loss."""
     causal: bool
     by_kernel: bool     # it is a Known: a kernel may compute it
-    in_ring: bool       # in a ring, too: the Known is causal if attend is, which then skips keys
+    in_ring: bool       # in a ring, too: the Known is as causal as attend, whose ring skips keys
     softcap: bool       # it caps the scores
     documents: bool     # a row has several
     dtype: str
@@ -184,7 +184,7 @@ def asked_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, be
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
     same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
     return Asked(
-        causal, known is not None, known is not None and known.causal == causal,
+        causal, known is not None, known is not None and bool(known.causal) == causal,
         bool(known and known.softcap), known is not None and known.documents is not None,
         q.dtype.name, rows, heads, queries, keys, width, same_shape,
         bool(known and known.window), beyond)
@@ -206,15 +206,16 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
     sizes, rows, heads, T, S = mesh.shape, asked.rows, asked.heads, asked.queries, asked.keys
-    kernel = kernel_for(asked, sizes["seq"] > 1, mesh, manual)
-    by_kernel = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
+    own = asked._replace(queries=T // sizes["seq"])     # (the loss was traced with the whole time)
+    kernel = kernel_for(own, sizes["seq"] > 1, mesh, manual)
+    by_it = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
     if sizes["seq"] > 1:
         return "around a ring: " + (
             "a device has an early and a late part of the queries, and keys that none of them sees "
             "are left out" if asked.causal else "each device's queries meet all keys in turn") + (
-            by_kernel and f"; {by_kernel}")
-    if by_kernel:
-        return by_kernel
+            by_it and f"; {by_it}")
+    if by_it:
+        return by_it
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
@@ -324,7 +325,7 @@ def kernel_for(asked: Asked, ring: bool, mesh: Any, manual: Iterable[str]) -> st
 
 
 def kernel_fits(q: Array, k: Array, v: Array, known: Known, causal: bool) -> bool:
-    """Whether a kernel computes this here."""
+    """Whether a kernel computes attend's result for these arguments, on the ambient mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return bool(kernel_for(asked_of(q, k, v, causal, known), "seq" in varying(q), mesh,
                            mesh.manual_axes))
@@ -362,8 +363,8 @@ def _splash(q, k, v, known):
 
 
 def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callable:
-    """jax's kernel for TPUs for queries of this shape [B, T, H, N]: of one row, if rows have
-    documents, else of all rows, which then count as heads."""
+    """jax's kernel for TPUs for queries of this shape [B, T, H, N], which by_row_or_head calls: for
+    one row, if rows have documents, else for all, whose heads are then heads of one row."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     B, T, H, _ = shape
@@ -380,8 +381,8 @@ def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callabl
 
 def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
                    documents: tuple[Array | None, Array | None]) -> list[Array]:
-    """What a splash_kernel finds, as arrays [B, H, T, ...], with the documents of queries and of
-    keys [B, T], or without."""
+    """What a splash_kernel finds, as arrays [B, H, T, ...]. documents: those of queries and of keys
+    [B, T], if the kernel's `known` has some, else None twice."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     B, T, H, N = q.shape
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]

@@ -37,7 +37,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import tested
-from zigzag.core.compiler import LOOP_BESIDE_GATHERS, unless_given
+from zigzag.core.compiler import LOOP_BESIDE_GATHERS
 from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import BATCH_AXES, by_path, cast, platform, row_groups, shardings, untyped
@@ -250,7 +250,7 @@ def _find_difference(plan, given, is_narrow, note, compute):
     note(text) is called if there is nothing to compare."""
     options = plan.compiler_options
     if plan.sizes["pipe"] > 1:
-        options |= unless_given(LOOP_BESIDE_GATHERS.get(platform(plan.mesh), {}))
+        options |= LOOP_BESIDE_GATHERS.get(platform(plan.mesh), {})
     compiled = jax.jit(
         functools.partial(_beside_one_device, plan, compute, is_narrow),
         out_shardings=jax.NamedSharding(plan.mesh, P()),
