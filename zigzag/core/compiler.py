@@ -1,9 +1,9 @@
 """What XLA is told: its options for our programs, on each platform.
 
 A user's own options win, from XLA_FLAGS and LIBTPU_INIT_ARGS, but for two without which a program
-would end in an abort or wait for ever. What an option brings is measured, or
-estimated where a device is not at hand (docs/measurements.md). zigzag/core/mesh.py says where
-compiled programs are kept.
+would end in an abort or wait for ever. What an option brings is measured, or estimated where a
+device is not at hand (docs/measurements.md). zigzag/core/mesh.py says where compiled programs are
+kept.
 """
 
 import os
@@ -34,17 +34,12 @@ LOOP_BESIDE_GATHERS = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 
 
-def unless_given(options: dict[str, Any]) -> dict[str, Any]:
-    """These options, apart from those that the user's XLA_FLAGS or LIBTPU_INIT_ARGS name."""
-    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {name: value for name, value in options.items() if name not in given}
-
-
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
                      ) -> dict[str, Any]:
-    """The options of a program of training: TRAINING, unless_given. `auto_tensor` says that tensor
-    is left to the compiler inside a shard_map; `any_loss` that the program has a loss which is not
-    one of our networks'."""
+    """The options of a program of training: TRAINING, apart from those that the user names.
+    `auto_tensor` says that tensor is left to the compiler inside a shard_map; `any_loss` that the
+    program has a loss which is not one of our networks'."""
+    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     kind = getattr(mesh.abstract_mesh.abstract_device, "device_kind", "")
     wanted = TRAINING.get(platform(mesh), {}) | TRAINING.get(kind, {})
     if mesh.size > 16:
@@ -54,7 +49,7 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
         # than 32,768 rows (https://github.com/jax-ml/jax/issues/39103): keep its kernels for
         # products only. (0.10.1 and from 0.11.0 on it is right.)
         wanted["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    options = unless_given(wanted)
+    options = {name: value for name, value in wanted.items() if name not in given}
     if jax.config.read("jax_disable_most_optimizations"):
         options.pop("xla_backend_optimization_level", None)
     if platform(mesh) == "cpu" and auto_tensor and mesh.shape["tensor"] > 1:

@@ -164,7 +164,7 @@ class Asked(NamedTuple):
     names_in finds them in a traced loss."""
     causal: bool
     by_kernel: bool     # it is a Known: a kernel may compute it
-    in_ring: bool       # in a ring, too: the Known is as causal as attend, whose ring skips keys
+    in_ring: bool       # and a ring's kernel may, too: the Known is causal just where attend is
     softcap: bool       # it caps the scores
     documents: bool     # a row has several
     dtype: str
@@ -208,14 +208,14 @@ def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
     sizes, rows, heads, T, S = mesh.shape, asked.rows, asked.heads, asked.queries, asked.keys
     own = asked._replace(queries=T // sizes["seq"])     # (the loss was traced with the whole time)
     kernel = kernel_for(own, sizes["seq"] > 1, mesh, manual)
-    by_it = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
+    how = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
     if sizes["seq"] > 1:
         return "around a ring: " + (
             "a device has an early and a late part of the queries, and keys that none of them sees "
             "are left out" if asked.causal else "each device's queries meet all keys in turn") + (
-            by_it and f"; {by_it}")
-    if by_it:
-        return by_it
+            how and f"; {how}")
+    if how:
+        return how
     causal = asked.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
@@ -314,12 +314,11 @@ def kernel_for(asked: Asked, ring: bool, mesh: Any, manual: Iterable[str]) -> st
     """The name of the kernel by which shard.attend computes this on a mesh, in a `ring` over seq or
     not; '' if by none. (A compiler cannot split a kernel, so every axis must be manual.)"""
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
-    if not (asked.by_kernel and asked.same_shape and is_own):
+    if not (asked.by_kernel and asked.same_shape and is_own) or ring and not asked.in_ring:
         return ""
     dtype, T, width = asked.dtype, asked.queries, asked.width
     if ring:
-        return asked.in_ring and ring_kernel_name(
-            dtype, T, width, asked.causal, asked.window, mesh) or ""
+        return ring_kernel_name(dtype, T, width, asked.causal, asked.window, mesh)
     return kernel_name(dtype, T, width, mesh, asked.softcap,
                        asked.rows * T * T if asked.documents else 0)
 
