@@ -109,6 +109,7 @@ from zigzag.core.errors import ANY_LOSS, ConfigError, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     BATCH_AXES,
+    PART_OF_TIME,
     axis_size,
     cast,
     is_split,
@@ -144,7 +145,7 @@ from zigzag.parallel.products import (
 from zigzag.parallel.products import repeat_kv as repeat_kv
 from zigzag.parallel.remat import part as part
 from zigzag.parallel.remat import policy_of, recomputed, scan_layers
-from zigzag.rule.jaxprs import labelled, named, names_in  # labels: `attend` explains them
+from zigzag.rule.jaxprs import labelled, named  # labels: `attend` explains them
 from zigzag.rule.rule import explain as explain
 from zigzag.rule.rule import infer_specs as infer_specs
 from zigzag.rule.rule import plan_sharding as plan_sharding
@@ -454,8 +455,8 @@ def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
                untimed: Sequence[str] = ()) -> tuple[dict, dict]:
     """A batch in the order in which seq splits it, and specs that split it (and its rows over
     `row_axes`). Arrays [B, T, ...] go into zigzag order and are split; others, and those named in
-    `untimed`, which have a time of their own, stay whole. All devices of seq were given the whole
-    batch: nothing is sent."""
+    `untimed`, whose second dimension is not this time, stay whole. All devices of seq were given
+    the whole batch: nothing is sent."""
     n = mesh.shape["seq"]
     if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
         return batch, {k: P(row_axes) for k in batch}
@@ -504,21 +505,33 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
     """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
     to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut
     in plain order, and not by shard_time."""
+    needs_all_time("whole_time")
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if "seq" in varying(x):
         x = lax.all_gather(x, "seq", axis=1, tiled=True, to="invarying")
         x = x if in_parts else x[:, np.argsort(zigzag_order(x.shape[1], axis_size("seq")))]
-    return named(x, "whole_time", always=True)
+    return named(x, "whole_time")
 
 
 def sum_over_time(x: Array) -> Array:
     """The sum over all of the time, from each device's sum over its own part."""
+    needs_all_time("sum_over_time")
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
+
+
+def needs_all_time(function: str) -> None:
+    """Refuse a function that needs all of the time where a stage of a pipeline has only a part of
+    it: in the head of a pipelined_loss."""
+    if PART_OF_TIME.value:
+        raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
+                          f"shard.{function}, and each stage has a part of the time; give "
+                          f"pipelined_loss all_time=True; {ANY_LOSS}")
 
 
 def slots_of(tokens: Array) -> Array:
     """The slots [1, T] of this device's tokens [B, T, ...]: where in its row each of them lies."""
+    needs_all_time("slots_of")
     T, n = tokens.shape[1], axis_size("seq")
     if n == 1:
         return jnp.arange(T)[None]
@@ -616,6 +629,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         kernel                         what the device's own kernel must know to compute this; True:
                                        nothing but `causal`; None: it may not compute this
         beyond                         for messages: what it has beyond causal softmax attention"""
+    needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:
         raise ValueError(f"{q.shape[1]} queries and query_info of {tokens} tokens")
@@ -691,6 +705,7 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
     if not rate or seeds is None:
         return x
     if slots is None:
+        needs_all_time("dropout without slots")
         time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
         slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
     return dropped(x, rate, seeds, site, jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2]))
@@ -824,8 +839,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
     Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
     part of the time of x and of the batch, and its sum and count are of that part. A head that
-    needs all of the time (it calls whole_time) says all_time=True: then every stage computes the
-    whole head, and it counts once."""
+    needs all of the time (whole_time, attend, slots_of, dropout without slots, a mean over tokens)
+    says all_time=True: then every stage computes the whole head, and it counts once."""
     options = pipeline.options_of(given, fields)
     head = _head_of_stage(likeliest.counted(head) if options.accuracy else head, all_time)
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
@@ -881,12 +896,8 @@ def _head_of_stage(head, all_time):
             sums = keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
         else:
             x = share_time(x)
-            batch = time_of_stage(batch, x)
-            if "whole_time" in names_in(head, params, x, batch):
-                raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss "
-                                  f"calls shard.whole_time, and each stage has a part of the time; "
-                                  f"give pipelined_loss all_time=True; {ANY_LOSS}")
-            sums = head(params, x, batch)
+            with PART_OF_TIME(True):
+                sums = head(params, x, time_of_stage(batch, x))
         return mark_varying(tuple(sums), also={"pipe"})
 
     return of_stage

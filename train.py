@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -243,17 +243,18 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, init: Callable, loss: Callable, shapes: Any,
           overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
           schedule: Callable | None = None, step: Callable | None = None,
-          own_optimizer: Any = None) -> Program:
+          own_optimizer: Any = None, timed: Mapping[str, bool] = {}) -> Program:
     """The program that trains init's weights with `loss` on batches with these shapes. (plan.py
-    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step
-    and own_optimizer are fit's step and optimizer.)"""
+    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step,
+    own_optimizer and timed are fit's step, optimizer and timed.)"""
     transform_of = optimizers.Chosen(own_optimizer, optimizer)
     if step:
         return OwnStep(step, config, mesh, init, loss, shapes, overrides, schedule,
                        functools.partial(learning_rate, config), transform_of,
-                       lambda plan: make_step(plan, None)[1]).program(make_evaluate)
+                       lambda plan: make_step(plan, None)[1], timed).program(make_evaluate)
     own = networks.own_loss(config, loss)   # (a custom one is compared with one device)
-    plan = make_plan(config, mesh, init, loss, shapes, overrides, typed, own, schedule)
+    plan = make_plan(config, mesh, init, loss, shapes, overrides, typed, own, schedule,
+                     timed=timed)
     transform = transform_of(plan.config, plan.trained)
     return make_program(plan, transform, make_step(plan, transform)[0], make_evaluate(plan))
 
@@ -270,7 +271,8 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         step: Callable | None = None, optimizer: Any = None,
         log: Callable | None = None, tokenizer: Any = None,
         record: dict[str, Any] | None = None, flops: float | None = None,
-        bits_per_nat: float | None = None, mesh: Any = None, say: Reporter | None = None) -> Fit:
+        bits_per_nat: float | None = None, timed: dict[str, bool] | None = None,
+        mesh: Any = None, say: Reporter | None = None) -> Fit:
     """Train init(key)'s weights on `examples` (anything with a length and an index; or a function
     (seed, step, weights) that returns those of one update, given the weights before it), for
     config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
@@ -299,20 +301,23 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
         record                      saved in config.json; must be the same when the run continues
         flops                       the arithmetic of an update, for MFU
         bits_per_nat                the held-out loss times this is bits per byte
+        timed                       {name of an array of a batch: whether its second dimension is
+                                    the time}, which seq and pipe ask of arrays of your own
         say                         the Reporter that prints progress"""
     stop: list[int] = []
     schedule = schedule or (optimizers.as_it_is if optimizer else None)
     examples = made.as_sequence(examples, held_out, config)
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},
-                flops=flops, bits_per_nat=bits_per_nat)
+                flops=flops, bits_per_nat=bits_per_nat, timed=timed or {})
     mesh = mesh or commands.machine(config)
     with hosts.exit_together(), hosts.stop_on_signals(stop, config.out), AtTheirLine():
         config = continuing.hold(schedules.with_steps(config, len(examples)), TRAINER.old_config)
         say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
         program = check_program(
             functools.partial(build, config, mesh, init, loss, shapes, overrides,
-                              schedule=schedule, step=step, own_optimizer=optimizer),
+                              schedule=schedule, step=step, own_optimizer=optimizer,
+                              timed=task.timed),
             task, TRAINER, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch,
             say)
         with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, ready):
@@ -366,7 +371,7 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
         segments, positions         [B, T]      with rows of documents
         source, source_mask         [B, S]      with pairs; S is not cut
         seeds                       [B]         for dropout
-        others of your own          [B, ...]    cut over seq only as [B, T, ...]"""
+        others of your own          [B, ...]    cut over seq if `timed` says so"""
     def make(first, last):
         places = at * config.batch + np.arange(first, last)
         indices = numbers_at(task.examples, config.seed, places)

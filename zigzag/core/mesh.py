@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,19 @@ from zigzag.core.errors import ConfigError, did_you_mean
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
 WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is left to the compiler
+# Whether the second dimension of an array of a batch is the time that seq and pipe split, by its
+# name. Other arrays [B, T, ...] are refused there, unless fit's `timed` says it.
+TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
+                          "document"), True),
+         **dict.fromkeys(("encoded", "labels"), False)}     # (and all that begin with "source")
 # The size of the tensor axis while the rule traces a function, which happens without a mesh.
 # (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
 TENSOR_SIZE = jax.make_user_context(1)
 # --overlap, while a loss is traced.
 OVERLAP = jax.make_user_context(False)
+# fit's `timed`, and whether the function that is traced sees only a part of the time: the head of a
+# pipelined loss.
+SAID, PART_OF_TIME = jax.make_user_context(()), jax.make_user_context(False)
 
 
 # -------------------------------------------------------------------------------------------
@@ -267,6 +275,19 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
     if vocab_size and wrong.size:
         raise ConfigError(f"the id {wrong.flat[0]} is not in {where}: expected ids from 0 to "
                           f"{vocab_size - 1}")
+
+
+def has_time(name: str, said: Mapping[str, bool]) -> bool | None:
+    """Whether the array of a batch with this name has time, [B, T, ...]; None if nobody said."""
+    return said.get(name, False if name.startswith("source") else TIMED.get(name))
+
+
+def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
+    """The refusal of an array of a batch of which nobody said whether it has time."""
+    return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
+                       f"{length} entries, as many as the time; say whether it is the time: "
+                       f"timed={{{name!r}: True}} (or False) in train.fit, or an entry of TIMED in "
+                       f"zigzag/core/mesh.py")
 
 
 def split_rows(tree: Any, count: int) -> Any:

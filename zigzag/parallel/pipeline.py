@@ -34,13 +34,16 @@ from jax import Array, lax
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import (
     OVERLAP,
+    SAID,
     add_to,
     ambient,
     axis_size,
     cast,
+    has_time,
     is_split,
     mark_varying,
     split_rows,
+    unknown_time,
     vary_like,
     varying,
     zeros_of,
@@ -225,17 +228,21 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
 
 
 def time_of_stage(tree: Any, x: Array) -> Any:
-    """Arrays [B, T, ...], cut to this stage's part x of the time, as shard.share_time made it.
-    Arrays whose dimension 1 is not that time (a source, a seed for each row) stay as they are."""
+    """The arrays of a batch that have time, [B, T, ...], cut to this stage's part x of it, as
+    shard.share_time made it. Others (a source, a seed for each row) stay as they are."""
     stages, n = axis_size("pipe"), axis_size("tensor") if is_split(x) else 1
 
-    def part(a):
-        if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n:
+    def part(path, a):
+        name = getattr(path[0], "key", "") if path else ""
+        is_timed = has_time(name, dict(SAID.value))
+        if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n or is_timed is False:
             return a
+        if is_timed is None:
+            raise unknown_time(name, a.shape[1], "pipe", stages)
         pieces = time_chunks(a, stages, n)
         return lax.dynamic_index_in_dim(pieces, lax.axis_index("pipe"), 0, False)
 
-    return jax.tree.map(part, tree)
+    return jax.tree.map_with_path(part, tree)
 
 
 def with_aux(sums: tuple, aux: Any) -> tuple:

@@ -90,13 +90,11 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 # -------------------------------------------------------------------------------------------
 # Names, by which a training step sees which of our functions a loss calls
 
-def named(x: jax.Array, name: str, always: bool = False) -> jax.Array:
+def named(x: jax.Array, name: str) -> jax.Array:
     """x with a name that `names_in` finds, and with the name DIFFERENTIATED if a gradient is taken
-    through it. Inside a shard_map x itself, unless `always`: a loss is inspected before it is put
-    into a shard_map."""
-    if ambient()[1]:
-        return checkpoint_name(x, OURS + name) if always else x
-    return _name(x, name)
+    through it. Inside a shard_map x itself: a loss is inspected before it is put into a
+    shard_map."""
+    return x if ambient()[1] else _name(x, name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

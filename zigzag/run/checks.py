@@ -3,12 +3,13 @@
     check_config      values of the configuration, alone and in combination
     check_network     a network that the mesh, or the data, cannot train
     check_batch       a batch that does not divide over the mesh
+    check_time        arrays of a batch that may or may not have time
     check_overrides   --override
     check_corpus      data that is too short, or has ids outside the vocabulary
 """
 
 import re
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -22,7 +23,15 @@ from zigzag.core.errors import (
     nearest_multiple,
 )
 from zigzag.core.flags import change
-from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
+from zigzag.core.mesh import (
+    BATCH_AXES,
+    by_path,
+    entry_axes,
+    has_time,
+    mesh_sizes,
+    row_groups,
+    unknown_time,
+)
 from zigzag.core.options import changes, check_values
 from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
@@ -128,6 +137,23 @@ def check_batch(c: Any, mesh: Any) -> None:
         raise ConfigError(f"--microbatches {c.microbatches} does not divide the {rows} rows that a "
                           f"device has at a time; the nearest that does is --microbatches "
                           f"{nearest_divisor(rows, c.microbatches)}")
+
+
+def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
+    """Refuse arrays of a batch that seq and pipe cannot split, or not split, for certain: their
+    second dimension is as long as the tokens', and nobody `said` whether it is the time."""
+    tokens = batch.get("tokens")
+    axis = next((a for a in ("seq", "pipe") if mesh.shape[a] > 1), "")
+    if not axis or tokens is None or len(tokens.shape) != 2:
+        return
+    T = tokens.shape[1]
+    for name, x in batch.items():
+        is_long = x.shape[1:2] == (T,)
+        if is_long and has_time(name, said) is None:
+            raise unknown_time(name, T, axis, mesh.shape[axis])
+        if said.get(name) and not is_long:
+            raise ConfigError(f"timed={{{name!r}: True}}: collate makes it with rows of "
+                              f"{list(x.shape[1:])}, beside {T} tokens")
 
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,

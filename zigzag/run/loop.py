@@ -74,6 +74,8 @@ class Task:
     samples: Samples | None = None
     flops: float | None = None          # of an update, for MFU
     bits_per_nat: float | None = None   # turns the held-out loss into bits per byte
+    timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of an array of a
+                                        # batch: whether its second dimension is the time}
 
     @functools.cached_property
     def first_row(self) -> dict[str, np.ndarray]:

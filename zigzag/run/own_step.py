@@ -21,7 +21,7 @@ ordinary jax on whole arrays, which the compiler splits. How a step is prepared:
 import dataclasses
 import functools
 import re
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.extend
@@ -74,7 +74,9 @@ class OwnStep:
 
     def __init__(self, step: Callable, config: Any, mesh: Any, init: Callable, loss: Callable,
                  batch: Any, overrides: Sequence[tuple[str, P]], schedule: Callable | None,
-                 default_rate: Callable, make_optimizer: Any, make_gradients: Callable):
+                 default_rate: Callable, make_optimizer: Any, make_gradients: Callable,
+                 timed: Mapping[str, bool] = {}):
+        self.timed = timed
         self.step, self.mesh, self.init, self.schedule = step, mesh, init, schedule
         self.rate, self.make_gradients = schedule or default_rate, make_gradients
         self.config = resolve_dtype(config, mesh)
@@ -217,7 +219,7 @@ class OwnStep:
         with naming(str(call)):
             plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                              call.loss, call.batch, exactly, number not in self.as_one_device,
-                             schedule=self.schedule, learned=call.name)
+                             schedule=self.schedule, learned=call.name, timed=self.timed)
         paths, decisions, tree = flatten(plan.decisions)
         reasons = {path: d.reason for path, d in by_path(known).items()}
         return dataclasses.replace(plan, decisions=jax.tree.unflatten(tree, [

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from zigzag.core.mesh import (
     by_path,
     cast,
     full_spec,
+    has_time,
     row_groups,
     shardings,
     spec_axes,
@@ -43,7 +44,7 @@ from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.run import averages
-from zigzag.run.checks import check_batch, check_overrides, check_rows
+from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 from zigzag.weights import lora
@@ -76,6 +77,7 @@ class Plan:
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
     schedule: Any = None    # update -> learning rate, if fit was given one
+    timed: Any = ()         # ((name of an array of a batch, whether it has time), ...): fit's timed
     strip: int = 0          # the least tokens in a strip of rows (strips.py); 0: no strips
     learned: str | None = None      # in a step of one's own: the one tree that is trained, ""
                                     # where none is (an evaluation); None: all weights are
@@ -124,9 +126,10 @@ class Plan:
 
     @property
     def untimed(self) -> tuple[str, ...]:
-        """The arrays of a batch that seq does not split, because they have a time of their own: an
-        encoder's, by their names (source, source_mask ...)."""
-        return tuple(name for name in self.batch if name.startswith("source"))
+        """The arrays of a batch that seq does not split: their second dimension is not the time of
+        the tokens."""
+        said = dict(self.timed)
+        return tuple(name for name in self.batch if has_time(name, said) is False)
 
     @property
     def row_axes(self) -> Any:
@@ -221,14 +224,15 @@ def in_one(trained: Any, frozen: Any) -> Any:
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,
-              learned: str | None = None) -> Plan:
+              learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
     an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
     the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
     None: the configuration's. learned: the name of the one tree in the weights that is trained,
-    beside others that are constants, or ""."""
+    beside others that are constants, or "". timed: fit's, which arrays of a batch have time."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
+    check_time(batch, mesh, timed)
     if network:
         check_rows(config, network)
     if schedule:
@@ -265,7 +269,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule,
+                config.dtype, config.accumulate, names, schedule, tuple(timed.items()),
                 strips.least(config) if trusted else 0, learned)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
