@@ -679,6 +679,7 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 
     The fused attention kernels of TPUs and GPUs know all of this but `mask` and `scores` (and a
     GPU's knows no softcap). With these, attention is computed from its formula instead."""
+    needs_all_time("self_attend")
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
     asked = {"a mask": mask, "other scores": scores, "documents": documents,

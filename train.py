@@ -54,6 +54,9 @@ from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.trainer import Trainer
 
+# {name for --optimizer: function of (config, decisions)}: optax transformations without a rate.
+OPTIMIZERS = {"adamw": optimizers.adam, "muon": optimizers.muon}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(MoreOptions):
@@ -81,7 +84,7 @@ class Config(MoreOptions):
                                     # weight decay of matrices; scales and biases have none
     clip: float = flag(1.0, least=1e-30, same=True, change="clip")
                                     # clip the gradient's norm to this
-    optimizer: str = flag("adamw", one_of=("adamw", "muon"), same=True)
+    optimizer: str = flag("adamw", one_of=tuple(OPTIMIZERS), same=True)
                                     # adamw, or muon for the matrices of the layers
     accumulate: int = flag(1, least=1)  # parts of a batch that a device computes in turn
     seed: int = flag(0, same=True)  # seed of the weights, the order of the data, and dropout
@@ -109,15 +112,15 @@ class Config(MoreOptions):
 def learning_rate(config: Config, at: jax.Array) -> jax.Array:
     """The learning rate of update `at` (the first is 0): linear warmup to the peak, then what
     --decay says, by default half a cosine, which ends at --final_share of the peak."""
-    return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
+    rate = optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
                                 [schedules.at_peak(config)])(at)
+    return jnp.maximum(rate, 0)     # (rounding may bring the last rates below 0)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW (or Muon) without the learning rate, which the step
-    applies. `decisions` is what the rule knows of each weight."""
-    scaled = (optimizers.muon(config, decisions) if config.optimizer == "muon" else
-              optax.scale_by_adam(config.beta1, config.beta2))
+    """Clipping by the global norm, then one of OPTIMIZERS and weight decay, without the learning
+    rate, which the step applies. `decisions` is what the rule knows of each weight."""
+    scaled = OPTIMIZERS[config.optimizer](config, decisions)
     matrices = jax.tree.map(lambda d: d.is_matrix, decisions)
     return optax.chain(optax.clip_by_global_norm(config.clip), scaled,
                        optax.add_decayed_weights(config.weight_decay, matrices))
@@ -305,7 +308,9 @@ def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
                                     the time}, which seq and pipe ask of arrays of your own
         say                         the Reporter that prints progress"""
     stop: list[int] = []
-    schedule = schedule or (optimizers.as_it_is if optimizer else None)
+    if optimizer is not None:
+        optimizers.check_unused(config)
+        schedule = optimizers.Factor(schedule)
     examples = made.as_sequence(examples, held_out, config)
     task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
                 metric=metric, predicted=predicted, samples=samples, sources=sources or {},

@@ -18,6 +18,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -112,6 +113,40 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
     lines = []
     rows, _ = learn(make(steps=4, save_every=2, out=str(tmp_path / "run")), lines=lines)
     assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2" in lines
+
+
+@pytest.mark.parametrize("kept", [
+    lambda: jnp.arange(5) % 2 == 0, lambda: jnp.bool_(True), lambda: jnp.arange(4) * (1 - 2j),
+    lambda: jnp.arange(4, dtype="float8_e4m3fn")], ids=["bools", "a bool", "complex", "float8"])
+def test_a_state_keeps_what_is_no_float(tmp_path, kept):
+    """45 lines of jax before the first update, for the bool of optax.apply_if_finite; a flipped bit
+    in an imaginary part that restores silently."""
+    keeps = optax.GradientTransformation(lambda params: kept(), lambda g, state, params=None: (
+        jax.tree.map(lambda g: -0.1 * g, g), state))
+    for steps in (2, 3):        # (the second continues the first)
+        learn(make(steps=steps, save_every=1, out=str(tmp_path / "run")), optimizer=keeps)
+    x = np.array(kept())
+    one = x.reshape(-1)[-1:]        # (of a complex number, the sign of its imaginary part)
+    one[:] = ~one if x.dtype == bool else one.conj() if np.iscomplexobj(x) else -one
+    assert checkpoint.checksum(jnp.asarray(x)) != checkpoint.checksum(kept())
+
+
+@pytest.mark.parametrize("kept, says", [
+    (lambda: jax.random.key(1), "key_data"), (lambda: jnp.zeros((0, 3)), "without elements"),
+    (lambda: jnp.zeros(4, "int4"), "fewer than 8 bits")], ids=["key", "empty", "int4"])
+def test_a_state_that_no_checkpoint_holds_is_one_line(tmp_path, kept, says):
+    """A run that trains for an hour, and ends at its first save."""
+    def step(state, batch, gradients, update):
+        grads, numbers = gradients(lambda trees, b: (jnp.sum(trees["net"] * b["x"]), len(b["x"])),
+                                   {"net": state["params"]["net"]}, "net", batch)
+        return update(state, "net", grads), numbers
+
+    with pytest.raises(ConfigError, match=f"params.kept is .*{says}.*--out ''"):
+        learn(make(steps=2, out=str(tmp_path / "run")), step=step,
+              init=lambda key: {"net": jnp.ones(16), "kept": kept()},
+              loss=lambda trees, b: (jnp.sum(trees["net"] * b["x"]), len(b["x"])),
+              examples=[np.ones(16, "float32")] * 16, collate=lambda e: {"x": np.stack(e)})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_save_that_was_not_made_is_said(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Pipelines: the timetable, the memory of each schedule, and the order of layers."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -9,10 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import model
 import shard
+import train
 from tests.common import assert_same_on, full, slow
-from tests.helpers import learn, make, mesh_of, program_of
+from tests.helpers import batch_of, learn, make, mesh_of, program_of
 from zigzag.core.errors import ConfigError
+from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
 from zigzag.parallel.storage import permute_layers
 from zigzag.run.plan import compiled
@@ -191,3 +196,113 @@ def test_zigzag_order_gives_each_device_an_early_and_a_late_part():
     assert shard.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     order = shard.zigzag_order(32, 4).reshape(4, 8)
     assert np.ptp(order.sum(1)) == 0
+
+
+# -------------------------------------------------------------------------------------------
+# What a head is given of the time
+
+PIPED = make(layers=4, batch=16)
+
+
+def attends(p, x, batch):
+    q, k, v = shard.columns(model.norm(x, p["norm"], PIPED), *(p["head_of"][n] for n in "qkv"))
+    return x + shard.row((shard.self_attend(q, k, v, heads=4), p["head_of"]["o"]))
+
+
+def numbers_slots(p, x, batch):
+    slots = jnp.broadcast_to(shard.slots_of(batch["tokens"]), batch["tokens"].shape)
+    return x * (1 + 0.01 * shard.my_time_slice(slots, x)[..., None])
+
+
+def drops(p, x, batch):
+    return shard.dropout(x, 0.3, batch.get("seeds"), 5)
+
+
+def sums_over_time(p, x, batch):
+    total = shard.sum_over_time(model.norm(x, p["norm"], PIPED).sum(1))
+    return x * (1 + 0.1 * jnp.tanh(total / 16))[:, None]
+
+
+def pools(p, x, batch):
+    mean = shard.whole_time(model.norm(x, p["norm"], PIPED)).mean(1)
+    return x * (1 + 0.3 * jnp.tanh(mean))[:, None]
+
+
+HEADS = {"self_attend": attends, "slots_of": numbers_slots, "dropout without slots": drops,
+         "sum_over_time": sums_over_time, "whole_time": pools}
+
+
+def first_update(change, mesh, all_time=False, timed={}, extra={}, **how):
+    """(loss, norm of the gradient) of the plain decoder with `change` at the end of its head."""
+    config = dataclasses.replace(PIPED, **how)
+
+    def head(p, x, batch):
+        given = change(p, x, batch)
+        x, weights = given if isinstance(given, tuple) else (given, batch["weights"])
+        return shard.token_loss(*model.norm_and_head(p, x, PIPED), batch["targets"], weights,
+                                PIPED.vocab_size), jnp.sum(batch["weights"])
+
+    def loss(p, batch, specs=None):
+        others = {name: w for name, w in p.items() if name != "layers"}
+        return shard.pipelined_loss(
+            lambda p, batch: model.embed(p, batch["tokens"], PIPED),
+            functools.partial(model.layer, c=PIPED.network), head, others, p["layers"], batch,
+            specs and specs["layers"], config, all_time=all_time)
+
+    def init(key):
+        own = {n: jax.random.normal(jax.random.fold_in(key, i), (32, 4, 8)) / 5
+               for i, n in enumerate("qkv")}
+        return {**model.init(PIPED.network, key), "head_of": {
+            **own, "o": jax.random.normal(key, (4, 8, 32)) / 5}}
+
+    made = batch_of(PIPED) | extra
+    mesh, shapes = mesh_of(mesh), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+                                               made)
+    program = train.build(config, mesh, init, loss, shapes, timed=timed)
+    with jax.set_mesh(mesh):
+        state = program.permute(program.start(jax.random.key(0), None))
+        batch = place_batch(mesh, lambda a, b: {k: x[a:b] for k, x in made.items()}, 16)
+        numbers = jax.device_get(program.step(state, batch)[1])
+    return float(numbers["loss"]), float(numbers["grad_norm"])
+
+
+@pytest.mark.parametrize("function", HEADS)
+@pytest.mark.parametrize("mesh, how", [
+    ("pipe=2", {}), full("pipe=2,seq=2", dict(schedule="1f1b", microbatches=2)),
+    full("pipe=2", INTERLEAVED), full("pipe=2,tensor=2", {}),
+    full("data=2,pipe=2", dict(schedule="1f1b", microbatches=2))])
+def test_a_head_that_needs_all_of_the_time_is_right_or_refused(function, mesh, how):
+    """Attention, slots or dropout of a stage's part of the time, as if that were all of it: the
+    loss on a pipeline differed in the fifth digit, which no check of values found."""
+    with pytest.raises(ConfigError, match=f"calls shard.{function}, .* all_time=True"):
+        first_update(HEADS[function], mesh, **how)
+    alone = first_update(HEADS[function], "")
+    assert first_update(HEADS[function], mesh, True, **how) == pytest.approx(alone, rel=1e-5)
+
+
+def scaled(p, x, batch):
+    return x, batch["weights"] * batch["scale"] * batch["table"].sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("mesh", ["seq=2", "pipe=2", full("pipe=2,seq=2")])
+def test_an_array_as_long_as_the_time_is_cut_only_if_the_task_says_so(mesh):
+    """A table of 16 numbers for each row, cut and permuted over seq because a row has 16 tokens,
+    too: a wrong loss without a word."""
+    rng = np.random.default_rng(3)
+    extra = {name: rng.uniform(0.5, 2, (16, 16)).astype("float32") for name in ("scale", "table")}
+    extra["table"][:, ::2] *= 9         # (a half of it has not half of its sum)
+    alone = first_update(scaled, "", extra=extra)
+    assert first_update(scaled, "data=2", extra=extra) == pytest.approx(alone, rel=1e-5)
+    said = {"scale": True, "table": False}
+    assert first_update(scaled, mesh, extra=extra, timed=said) == pytest.approx(alone, rel=1e-5)
+    for missing in said:
+        with pytest.raises(ConfigError, match=f"batch's '{missing}' has 16 .*timed="):
+            first_update(scaled, mesh, extra=extra, timed={k: v for k, v in said.items()
+                                                           if k != missing})
+
+
+def test_a_time_that_an_array_does_not_have_is_refused():
+    """timed={"scale": True} for an array of another length, which would stay whole."""
+    with pytest.raises(ConfigError, match="'scale': True}: .*rows of .3., beside 16 tokens"):
+        first_update(scaled, "seq=2", timed={"scale": True},
+                     extra={"scale": np.ones((16, 3), "float32")})

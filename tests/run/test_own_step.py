@@ -2,6 +2,7 @@
 as on one device, continue to the same bits, and are refused where they would not be."""
 
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -16,8 +17,9 @@ import sample
 import shard
 import train
 from tests.common import full, peer, survives_kills
-from tests.helpers import ROOT, KeepRows, StopAt, make, mesh_of, without_times
+from tests.helpers import ROOT, KeepRows, StopAt, learn, make, mesh_of, without_times
 from tests.readme import block
+from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
 
@@ -526,6 +528,30 @@ def test_any_optimizer_and_several_by_path():
                          "other shapes than the gradients")]:
         with pytest.raises(ConfigError, match=says):
             train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))
+
+
+def test_an_optimizer_that_needs_more_than_gradients_is_one_line():
+    """43 lines of optax about keyword-only arguments."""
+    for wrong in (optax.lbfgs(), {"*": optax.contrib.reduce_on_plateau()}):
+        with pytest.raises(ConfigError, match="needs value.*train.fit gives it gradients"):
+            learn(make(steps=1), optimizer=wrong)
+
+
+def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
+    """A run with sgd whose start says adamw, whose steps say lr 1.00, and whose config.json has the
+    muon that was asked for and never ran."""
+    for flags, says in ((dict(optimizer="muon"), "--optimizer muon: fit was"),
+                        (dict(lr=0.5), "--lr 0.5: fit"), (dict(clip=2.0), "--clip 2.0: fit"),
+                        (dict(decay="linear", beta1=0.8), "--decay linear and --beta1 0.8")):
+        with pytest.raises(ConfigError, match=says):
+            learn(make(steps=1, **flags), optimizer=optax.sgd(0.1))
+    for schedule, rate in ((None, None), (lambda step: 0.5, 0.5)):
+        rows, _ = learn(make(steps=2), optimizer=optax.sgd(0.1), schedule=schedule)
+        assert [row["lr"] for row in rows if "lr" in row] == [rate] * 2
+    learn(make(steps=1), optimizer=optax.sgd(0.1), say=report.Reporter(1))
+    said = capsys.readouterr().out
+    assert "fit's optimizer with its own rate" in said
+    assert re.search("^step 1/1 .* grad", said, re.M) and not re.search("adamw|  lr ", said)
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """The learning rate: its schedules are optax's, and follow from the configuration alone."""
 
+import dataclasses
 import json
 import shutil
 
@@ -155,6 +156,19 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     monkeypatch.setattr(continuing, "newest_step", lambda out: 3)
     assert continuing.hold(flags.change(config, steps=6), lambda _: config).decay_steps is None
     assert newest_step(out) == 10
+
+
+def test_no_update_has_a_rate_of_zero_or_less(tmp_path):
+    """50 more updates of a finished run, all with the rate 0 at which its decay had ended; a last
+    rate of -7.5e-11, which climbs."""
+    config = make(steps=4, warmup=1, final_share=0.0, decay="linear", out=str(tmp_path / "run"))
+    assert (rates(dataclasses.replace(config, steps=900, lr=0.0039), 1000) >= 0).all()
+    learn(config)
+    for more in ({}, dict(lr=0.3, change=("lr",))):
+        with pytest.raises(ConfigError, match="rate of 0 .* --change decay spreads"):
+            learn(dataclasses.replace(config, steps=6, **more))
+    rows, _ = learn(dataclasses.replace(config, steps=6, lr=0.3, change=("lr", "decay")))
+    assert rates_of(rows)[0] > 0
 
 
 def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():

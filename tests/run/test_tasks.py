@@ -42,6 +42,18 @@ def test_a_mean_for_a_loss_is_a_clear_error():
         learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
 
 
+def test_small_numbers_of_an_array_are_logged_with_their_digits():
+    """A load of 3e-6 that is logged as 0.0."""
+    def loss(p, b):
+        n = len(b["x"])
+        small = jnp.array([[3.1234567e-6, 0.0], [12345.678, -1]])
+        return jnp.sum(p["w"]) * n, n, {"small": small * n}
+
+    rows, _ = learn(make(steps=1, eval_every=1), loss=loss, held_out=ONE["examples"], **ONE)
+    want = [[3.12346e-6, 0], [12345.7, -1]]
+    assert rows[0]["small"] == want and rows[1]["eval_small"] == want
+
+
 def test_counts_may_be_fractions_and_integers_are_no_weights():
     """A division by max(count, 1), with which a batch of small weights trains too slowly."""
     def loss(p, b):

@@ -156,7 +156,9 @@ class Reporter:
         if abs(computed - learned) > 0.01 * computed:
             speed += f" ({learned / usual:,.0f} learned from)"
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  {speed}  mfu {mfu}"
-                f"  grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
+                f"  grad {row['grad_norm']:.2f}"
+                + (f"  lr {row['lr']:.2e}" if row["lr"] is not None else "")
+                + f"  {human_bytes(memory)}  {left}")
         self.line(text, live=True)
         if self.file and self.is_terminal and is_due:
             self.file.write(text + "\n")

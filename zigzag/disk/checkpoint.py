@@ -495,11 +495,28 @@ def _differences(saved, item):
 def checksum(x: Array) -> Array:
     """A number (uint32) that changes if any one bit of x changes, and that does not depend on the
     mesh: the sum over elements of their bits times (2 * index + 1), modulo 2**32."""
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    if jnp.iscomplexobj(x):
+        return checksum(x.real) + checksum(x.imag) * jnp.uint32(2**16 + 1)
+    bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     index = jnp.uint32(0)
     for d, size in enumerate(x.shape):
         index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
     return jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
+
+
+def check_kept(state: Any) -> None:
+    """Refuse a state with arrays that no checkpoint can hold, before the first update."""
+    for path, x in by_path(state).items():
+        what, instead = f"{path} is {x.dtype}{list(x.shape)}", "or keep nothing, with --out ''"
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise ConfigError(f"{what}: a checkpoint holds numbers; keep jax.random.key_data(key), "
+                              f"and use jax.random.wrap_key_data(...), {instead}")
+        if not x.size:
+            raise ConfigError(f"{what}: a checkpoint holds no array without elements; leave it "
+                              f"out, {instead}")
+        if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
+            raise ConfigError(f"{what}: a checkpoint holds no numbers of fewer than 8 bits; keep "
+                              f"it in 8, {instead}")
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import numpy as np
 from zigzag.core import hosts
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays
-from zigzag.disk.checkpoint import RunFolder, run_record
+from zigzag.disk.checkpoint import RunFolder, check_kept, run_record
 from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files
@@ -51,6 +51,10 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
         return plan.schedule or functools.partial(trainer.learning_rate, config)
 
     continuing.check_rates(config, schedule_of, trainer.old_config)
+    if config.out:
+        check_kept(program.saved(program.state))
+    if not plan.schedule:
+        continuing.check_learns(config, trainer.old_config, trainer.learning_rate)
     first, of_first = frozen_state(program, weights)
     rates = continuing.rates(config, schedule_of(config))
     folder = open_folder(program, trainer, facts | of_first, rates, say, tokenizer)

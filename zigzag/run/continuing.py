@@ -7,11 +7,13 @@
     hold           a warmup or decay that has ended stays ended when a run gets more steps
     rates          some rates of a run, which are recorded
     check_rates    refuse a learning rate that was edited since
+    check_learns   refuse further updates with a rate of 0
     first_lines    the first lines to print: which run continues from which step, and its schedule
     changes_text   the changes made by --change, as text
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -150,6 +152,22 @@ def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
                 f"change=('lr',))")
 
 
+def check_learns(config: Any, read: Callable, learning_rate: Callable) -> None:
+    """Refuse to continue the run in config.out where its rate would be 0 in all updates to come:
+    they would change nothing. learning_rate(config, step) is train.py's."""
+    is_run = config.out and not jax.process_index() and (Path(config.out) / "config.json").exists()
+    at = newest_step(config.out) if is_run else 0
+    if not 0 < at < config.steps:
+        return
+    to_come = jnp.linspace(at, config.steps - 1, min(config.steps - at, 1000)).astype(int)
+    if config.lr and not jnp.any(jax.vmap(functools.partial(learning_rate, config))(to_come) > 0):
+        ended = config.decay_steps or read(config.out).steps
+        raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
+                          f"{ended} with a rate of 0 (--final_share), so further updates would "
+                          f"change nothing; --change decay spreads the decay over all "
+                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
+
+
 def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterator[str]:
     """Yield the lines to print when `config` continues the run in config.out, whose configuration
     so far is read(out). learning_rate(config, step) is train.py's."""
@@ -159,6 +177,7 @@ def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterato
     if at > config.steps:
         raise ConfigError(f"--epochs: {config.steps:,} steps, and --out {config.out} is at step "
                           f"{at:,} already; give more epochs, or leave --epochs out")
+    check_learns(config, read, learning_rate)
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
         "" if at else ", from its beginning")
     of_rate = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]

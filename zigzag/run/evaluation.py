@@ -32,7 +32,7 @@ from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
 from zigzag.run import averages, loggers, metrics
-from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics
+from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program
 
 # The number of new ids in a text that an evaluation shows.
@@ -170,8 +170,7 @@ def _held_out_means(program, task, state):
             parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or 1))} if name else {}
     loss, count, others = total
     return float(loss / (count or 1)), parts | {
-        f"eval_{name}": np.round(x / (count or 1), 5).tolist() if np.ndim(x)
-        else float(x / (count or 1)) for name, x in others.items()}
+        f"eval_{name}": plain(x / (count or 1)) for name, x in others.items()}
 
 
 def _held_out_sums(program, task, state, first, last):

@@ -33,6 +33,7 @@ from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
 from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
+from zigzag.run.optimizers import Factor
 from zigzag.run.plan import Program, compiled
 from zigzag.weights import lora
 
@@ -204,8 +205,9 @@ def flush_metrics(loop: Loop) -> None:
     (at, metrics), loop.pending = loop.pending, None
     say, plan = loop.reporter, loop.program.plan
     watchdog.arm("a step")
-    values = jax.tree.map(lambda v: np.round(np.asarray(v, float), 5).tolist() if np.ndim(v)
-                          else float(v), jax.device_get(metrics))
+    values = jax.tree.map(plain, jax.device_get(metrics))
+    if plan.schedule == Factor(None):       # (the rate is the optimizer's own, and not known)
+        values["lr"] = None
     took, saving = say.lap()
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
     tokens, values["skipped"] = int(np.nan_to_num(values.pop("tokens"))), loop.skipped
@@ -224,6 +226,13 @@ def flush_metrics(loop: Loop) -> None:
     say.note_loss(at, row["loss"])
     if loop.skipped:
         _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")
+
+
+def plain(x: Any) -> Any:
+    """A number as a float, an array as lists of numbers of six significant digits."""
+    if not np.ndim(x):
+        return float(x)
+    return np.vectorize(lambda value: float(f"{value:.6g}"), otypes=[float])(x).tolist()
 
 
 def _report_skipped(loop, at, what):
@@ -385,10 +394,15 @@ def describe_training(plan: Any) -> str:
     batch = f"{c.batch:,} examples"
     if tokens is not None and len(tokens.shape) == 2:
         batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
-    rate = "the learning rate of fit's schedule" if plan.schedule else (
-        f"lr up to {c.lr:.3g} " + (f"after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup"
-                                   if c.warmup else "without warmup"))
-    return f"training {c.steps:,} steps of {batch}, {c.optimizer}, {rate}"
+    how = f"{c.optimizer}, lr up to {c.lr:.3g} " + (
+        f"after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup" if c.warmup else
+        "without warmup")
+    if isinstance(plan.schedule, Factor):
+        how = "fit's optimizer with its own rate" + ", times fit's schedule" * (
+            plan.schedule.schedule is not None)
+    elif plan.schedule:
+        how = f"{c.optimizer}, the learning rate of fit's schedule"
+    return f"training {c.steps:,} steps of {batch}, {how}"
 
 
 def describe_attention(plan: Any) -> str:

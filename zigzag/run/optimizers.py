@@ -1,15 +1,20 @@
 """Optimizers that need to know more of a weight than its shape, and those that fit is given."""
 
 import re
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.flags import is_derived
 from zigzag.core.mesh import flatten
 from zigzag.rule.rule import matrices_of_layers
+
+
+def adam(config: Any, decisions: Any) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2)
 
 
 def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
@@ -55,9 +60,29 @@ class Chosen:
                                   + did_you_mean(pattern, paths))
 
 
-def as_it_is(step: Any) -> float:
-    """The schedule where fit was given an optimizer: its updates are added as they are."""
-    return 1.0
+class Factor(NamedTuple):
+    """The schedule where fit was given an optimizer: a factor on its updates. None: they are added
+    as they are."""
+    schedule: Callable | None
+
+    def __call__(self, step: Any) -> Any:
+        return 1.0 if self.schedule is None else self.schedule(step)
+
+
+# What an optimizer of fit's takes the place of. (Of the options that shape the rate, a warmup is
+# often given in code for all tasks of a script.)
+UNUSED = ("optimizer", "lr", "decay", "decay_steps", "cooldown", "first_share", "final_share",
+          "weight_decay", "clip", "beta1", "beta2")
+
+
+def check_unused(config: Any) -> None:
+    """Refuse options that have no effect beside an optimizer of fit's."""
+    given = [name for name in UNUSED if not is_derived(config, name)]
+    if given:
+        flags = " and ".join(f"--{name} {getattr(config, name)}" for name in given)
+        raise ConfigError(f"{flags}: fit was given an optimizer, which takes the place of it; "
+                          f"leave it out, or let the script that makes the optimizer have flags "
+                          f"of its own")
 
 
 def _checked(pattern, one):
@@ -86,7 +111,7 @@ def _without_rate(optimizer):
     def update(grads, state, params=None):
         # (A new state says which of its leaves are keys. Its values are not used.)
         state = jax.tree.map(_as_key, optimizer.init(grads), state)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = _update(optimizer, grads, state, params)
         if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, grads):
             raise ConfigError("optimizer: its updates have other shapes than the gradients (those "
                               "of optax.contrib.dpsgd want a gradient for each row, and get their "
@@ -94,6 +119,19 @@ def _without_rate(optimizer):
         return jax.tree.map(lambda u: -u, updates), _with_numbers(state)
 
     return optax.GradientTransformation(init, update)
+
+
+def _update(optimizer, *given):
+    """optimizer.update(gradients, state, params), or one line about one that needs more."""
+    try:
+        return optimizer.update(*given)
+    except TypeError as e:
+        if "required keyword-only" not in str(e):
+            raise
+        needs = re.findall(r"'(\w+)'", str(e))
+        raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for example), "
+                          f"and train.fit gives it gradients and weights alone; choose another, or "
+                          f"write the loop yourself (train.make_step has the gradient)") from None
 
 
 def _with_numbers(state):
