@@ -103,7 +103,9 @@ def test_the_pairs_of_axes_are_all_there():
 # The loss and its gradient
 
 def cross_entropy(params, batch, config):
-    """The mean loss, from forward's logits and nothing else of ours."""
+    """The mean loss, from forward's logits and nothing else of ours. (Add a second head's term here
+    where it is in `loss`: if "seeds" in batch. Held-out batches have no seeds, so that their loss
+    and bits per byte stay those of the text.)"""
     logits = model.forward(params, batch["tokens"], config).astype(jnp.float32)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
     return -jnp.sum(log_probs[..., 0] * batch["weights"]) / jnp.sum(batch["weights"])
