@@ -260,8 +260,7 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 # Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
 def cache_layer(config: Config, i: int) -> Layer:
-    """What the cache keeps for layer i: {name of an array: width of a head}, how many heads, and
-    window=256 where attention has that window, so that it keeps no more tokens than needed."""
+    """What the cache keeps for layer i: {array: width of a head}, heads[, window: last tokens]."""
     return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
