@@ -8,7 +8,8 @@
 A network's own loss is not compared at the start of a run, because the tests have compared it on
 every axis. After an edit that no longer holds, until they have passed again.
 
-Where a network's loss, shard.py or train.py was edited, the loss on a mesh may be another one.
+Where a network's loss, shard.py, train.py or the machinery below them (MACHINERY) was edited, the
+loss on a mesh may be another one.
 data.py and sample.py are recorded with them, but no run is compared because of these two: no loss
 imports them, and the mesh and the one device would be given the same batch.
 
@@ -29,7 +30,9 @@ from zigzag.core.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = ".tested"
-FILES = ("model.py", "shard.py", "train.py", "data.py", "sample.py")
+# What every loss on a mesh depends on, below model.py and shard.py.
+MACHINERY = ("zigzag/core/mesh.py", "zigzag/parallel", "zigzag/rule", "zigzag/run/modes.py")
+FILES = ("model.py", "shard.py", "train.py", "data.py", "sample.py", *MACHINERY)
 
 
 def hash_of(path: Path) -> str:

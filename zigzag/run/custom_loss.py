@@ -85,7 +85,8 @@ def _why_untested(plan):
     do, or if it is split by nothing or by the compiler alone. All processes get the same one."""
     if plan.mesh.size == 1 or plan.parts == 1 and not plan.typed:
         return ""
-    why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py"])
+    why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py",
+                               *tested.MACHINERY])
     return next(filter(None, process_allgather(why)), "")
 
 
