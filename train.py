@@ -84,7 +84,7 @@ class Config(MoreOptions):
                                     # weight decay of matrices; scales and biases have none
     clip: float = flag(1.0, least=1e-30, same=True, change="clip")
                                     # clip the gradient's norm to this
-    optimizer: str = flag("adamw", one_of=tuple(OPTIMIZERS), same=True)
+    optimizer: str = flag("adamw", one_of=OPTIMIZERS, same=True)
                                     # adamw, or muon for the matrices of the layers
     accumulate: int = flag(1, least=1)  # parts of a batch that a device computes in turn
     seed: int = flag(0, same=True)  # seed of the weights, the order of the data, and dropout

@@ -18,7 +18,7 @@ import data
 import networks
 import train
 from tests.common import SMALL, check_network, command, full, in_float64, net, order, slow
-from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import ROOT, learn, make, mesh_of, program_of, tokens_of
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
@@ -89,6 +89,19 @@ def test_adamw_schedule_and_clipping_equal_optax():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
     assert rows[-1]["lr"] == pytest.approx(config.lr / 50)
     assert max(r["lr"] for r in rows) == pytest.approx(config.lr)
+
+
+def test_an_optimizer_of_a_new_name_is_the_one_that_trains(monkeypatch):
+    """A name that was added for --optimizer, trains with Adam and is recorded as itself. The entry
+    is README's."""
+    entry = re.search(r'`("lion": lambda .*?)`', (ROOT / "README.md").read_text())[1]
+    monkeypatch.setitem(train.OPTIMIZERS, "lion", eval(f"{{{entry}}}", {"optax": optax})["lion"])
+    config = make(steps=1, warmup=1, weight_decay=0.0, optimizer="lion")
+    before = by_path(train.language(config)[0](jax.random.key(0)))
+    for path, w in by_path(learn(config)[1].params).items():
+        moved = (np.asarray(before[path]) - np.asarray(w)) / config.lr      # (signs, of Lion)
+        used = moved[np.abs(moved) > 1e-3]
+        assert len(used) and np.allclose(np.abs(used), 1, atol=1e-3), path
 
 
 @pytest.mark.parametrize("mesh", ["", full("data=2,tensor=4"), full("fsdp=2,expert=2,tensor=2")])

@@ -42,7 +42,7 @@ def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (),
         beside      another option: when a run continues and one of the two is given, the run's
                     value of the other is dropped"""
     return dataclasses.field(default=default, metadata=dict(
-        least=least, one_of=tuple(one_of), check=check, same=same, change=change, of=tuple(of),
+        least=least, one_of=one_of, check=check, same=same, change=change, of=tuple(of),
         recorded=recorded, beside=beside))
 
 
