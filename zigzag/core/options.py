@@ -21,12 +21,12 @@ import textwrap
 import tokenize
 import types
 import typing
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
 
-def flag(default: Any, *, least: float = 0, one_of: Sequence[Any] = (),
+def flag(default: Any, *, least: float = 0, one_of: Collection[Any] = (),
          check: Callable | None = None, same: bool = False, change: str = "",
          of: Sequence[str] = (), recorded: bool = True, beside: str = "") -> Any:
     """A field of a configuration, and what there is to say about it besides its default:
@@ -53,7 +53,7 @@ class Option(NamedTuple):
     is_optional: bool       # whether it may be None: not given
     default: Any
     least: float = 0
-    one_of: Sequence[Any] = ()
+    one_of: Collection[Any] = ()
     check: Callable | None = None
     same: bool = False
     change: str = ""
