@@ -775,7 +775,7 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     assert not asked and not any("check  " in line for line in lines)
     rows, _ = learn(config, "data=2,tensor=2", lines)
     first, last = [line for line in lines if "check  " in line]
-    assert asked == [["model.py", "shard.py", "train.py"]]
+    assert asked == [["model.py", "shard.py", "train.py", *tested.MACHINERY]]
     assert first == ("check    model.py was edited: comparing the loss and its gradients with one "
                      "device's")
     assert re.fullmatch(r"check    .* are those of one device \(\d+\.\d s\)", last)

@@ -158,11 +158,13 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     assert newest_step(out) == 10
 
 
-def test_no_update_has_a_rate_of_zero_or_less(tmp_path):
+def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
     """50 more updates of a finished run, all with the rate 0 at which its decay had ended; a last
     rate of -7.5e-11, which climbs."""
     config = make(steps=4, warmup=1, final_share=0.0, decay="linear", out=str(tmp_path / "run"))
-    assert (rates(dataclasses.replace(config, steps=300, warmup=15, lr=0.005)) >= 0).all()
+    with monkeypatch.context() as patch:        # (as rounding makes it, in optimized programs)
+        patch.setattr(schedules, "decay", lambda c: lambda step: jnp.float32(-7.5e-11))
+        assert rates(config).min() == 0
     learn(config)
     for more in ({}, dict(lr=0.3, change=("lr",))):
         with pytest.raises(ConfigError, match="rate of 0 .* --change decay spreads"):
