@@ -24,7 +24,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, sha256, taken_back, write_json
+from zigzag.core.files import appears, check_others, sha256, taken_back, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
     begin_folder,
@@ -32,7 +32,7 @@ from zigzag.disk.encoding import (
     new_pieces,
     what_was_skipped,
 )
-from zigzag.disk.output import SPLITS, Output, mapped
+from zigzag.disk.output import SPLITS, Output, is_of_encoding, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
@@ -49,6 +49,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     out, begun = Path(out), time.monotonic()
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
+    check_others(out, "--out", "data.py", is_of_encoding)
     found = find(paths, flag, out, options) if paths else library_sources()
     options = dataclasses.replace(options, form=form_of_files(found.files, options))
     settings = begin_folder(out, found.files, options, vocab_size, tokenizer)
@@ -269,8 +270,12 @@ def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterato
             copy_files(tokenizer, part)
             for file in sorted(part.iterdir()):
                 kept = run / file.name
-                if not kept.exists() or kept.read_bytes() != file.read_bytes():
-                    put(file, file.name)
+                is_there = kept.exists()
+                if is_there and kept.read_bytes() == file.read_bytes():
+                    continue
+                if is_there and not (run / "config.json").exists():
+                    raise ConfigError(f"--out {run} holds another {file.name}; give a new folder")
+                put(file, file.name)
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
         finally:

@@ -22,7 +22,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import lock, write_json
 from zigzag.disk.reading import Task, Trouble
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import FILES, Tokenizer
 
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
@@ -247,6 +247,15 @@ class Output:
             self.part(*name).unlink(missing_ok=True)
         for name in ("progress.json", "stdin"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def is_of_encoding(path: Path) -> bool:
+    """Whether a file may be of an encoding that was interrupted. (Before order.part is there, a
+    file that is not a .part is somebody's own.)"""
+    name = path.name.removesuffix(".part")
+    return name == "stdin" or (name.split(".")[0] in (*SPLITS, "order", "progress", "data")
+                               or name in FILES) and (
+        name != path.name or (path.parent / "order.part").exists())
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
