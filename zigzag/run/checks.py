@@ -164,7 +164,7 @@ def check_corpus(config: Any, sources: Any) -> Any:
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
             if documents.unlearned(config.seq_len) == len(documents):
-                begins = int(np.argmax(documents.learned))
+                begins = int(np.argmax(documents.weights > 0))
                 raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
