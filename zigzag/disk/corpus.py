@@ -38,7 +38,7 @@ from zigzag.disk.output import MARKS, SPLITS, Output, is_of_encoding, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
-from zigzag.disk.tokenizers import KINDS, Bytes, Ids, Tokenizer, copy_files
+from zigzag.disk.tokenizers import FILES, KINDS, Bytes, Ids, Tokenizer, copy_files
 
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
@@ -68,7 +68,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     with Output(out, tokenizer, settings) as output:
         encode_files(found.files, tokenizer, options, output, cores)
         if not sum(output.state["documents"]):
-            output.clean()      # (nothing was learned: other flags are welcome)
+            output.clean(FILES)     # (nothing was learned: other flags are welcome)
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
                 message for _, message in output.state["problems"].values()))

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -62,7 +62,8 @@ class Output:
         self.kinds = {"bin": self.dtype, "docs": np.dtype("uint64")}
         self.is_text = settings["form"] == "text"
         # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
-        self.marks = "weights" if settings.get("weight_field") else "" if self.is_text else "learned"
+        self.marks = ("weights" if settings.get("weight_field") else
+                      "" if self.is_text else "learned")
         if self.marks:
             self.kinds[self.marks] = MARKS[self.marks]
         self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
@@ -81,7 +82,7 @@ class Output:
         for file in self.files.values():
             file.close()
         if self.is_new and kind and issubclass(kind, ConfigError):
-            self.clean()            # refused at once: other flags are welcome
+            self.clean(FILES)       # refused at once: other flags are welcome
 
     def _lock(self):
         """Refuse a folder into which another process encodes."""
@@ -255,11 +256,12 @@ class Output:
             written += end - begin
         return ranges, np.concatenate(starts)
 
-    def clean(self) -> None:
-        """Remove the .part files and what else only an encoding that goes on needs."""
+    def clean(self, more: Sequence[str] = ()) -> None:
+        """Remove the .part files and what else only an encoding that goes on needs; `more`: these
+        files, too."""
         for name in self.files:
             self.part(*name).unlink(missing_ok=True)
-        for name in ("progress.json", "stdin"):
+        for name in ("progress.json", "stdin", *more):
             (self.folder / name).unlink(missing_ok=True)
 
 

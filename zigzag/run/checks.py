@@ -161,6 +161,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
                           "completions (python -m recipes.dpo learns from preferences)")
     for name, corpus in zip(sources.names, sources.corpora):
         count = len(corpus.train)
+        if "weights" in corpus.record and not corpus.record["train"]["learned"]:
+            raise ConfigError(f"{corpus.folder}: all weights are 0, so there is nothing to learn")
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
             if documents.unlearned(config.seq_len) == len(documents):
