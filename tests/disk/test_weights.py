@@ -84,7 +84,7 @@ def test_the_weights_of_lines_are_those_of_their_tokens(tmp_path, text, kind, ca
     assert sorted(documents_of(corpus)) == sorted(want)
     zero = sum(not any(w) for _, w in want)
     assert zero and (f"weights  by 'w': {zero} of 40 documents have weight 0, "
-                     f"{sum(row.get('w') is None for row in rows)} have none and count as 1; "
+                     f"{sum(row.get('w') is None for row in rows)} without it have weight 1; "
                      f"{sum(x > 0 for _, w in want for x in w):,} of ") in capsys.readouterr().out
 
 
@@ -152,7 +152,8 @@ def test_an_edit_of_collate_is_one_of_all_rows(kind):
 @pytest.mark.parametrize("weight, says", [
     ("-1", "is -1"), ("NaN", "is nan"), ("Infinity", "is inf"), ("1e39", "is 1e+39"),
     ("9" * 400, "is 9999"), ('"2"', "is '2'"), ("true", "is True"), ("{}", "is {}"),
-    ("[1, 1]", "has 2 numbers for a text of 3 tokens; expected one for each"), ("[]", "has 0 num"),
+    ("[1, 1]", "is a list of 2 for a text of 3 tokens; expected a number for each"),
+    ("[]", "is a list of 0"),
     ("[1, -2, 1]", "has -2 for token 1"), ("[1, true, 1]", "has True for token 1"),
     ("[1, [1], 1]", "has [1] for token 1")])
 def test_a_wrong_weight_ends_the_command_with_its_line(tmp_path, capsys, weight, says):

@@ -379,7 +379,7 @@ def about_weights(record: dict[str, Any]) -> list[str]:
     tokens, learned = (sum(record[split][name] for split in SPLITS)
                        for name in ("tokens", "learned"))
     return [f"by {record['weights']['field']!r}: {zero:,} of {record['documents']:,} documents "
-            f"have weight 0, {lacking:,} have none and count as 1; {learned:,} of {tokens:,} "
+            f"have weight 0, {lacking:,} without it have weight 1; {learned:,} of {tokens:,} "
             f"tokens have a weight above 0"]
 
 

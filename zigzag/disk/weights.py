@@ -33,8 +33,8 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
                 f"{f'has {x!r:.40} for token {number}' if is_list else f'is {x!r:.40}'}; expected "
                 f"a number of 0 or more" + ", or a list of them" * (count is not None))
     if is_list and len(value) != count:
-        raise WrongWeight(f"has {len(value)} numbers for a text of {count} tokens; expected one "
-                          f"for each")
+        raise WrongWeight(f"is a list of {len(value)} for a text of {count} tokens; expected a "
+                          f"number for each")
     return np.array(value, np.float32)
 
 
