@@ -23,9 +23,10 @@ from zigzag.core.files import read_at_random
 from zigzag.core.flags import from_flags, run_main
 from zigzag.disk.corpus import prepare
 from zigzag.disk.encoding import summary
-from zigzag.disk.packing import Packed, collate_packed
+from zigzag.disk.packing import Packed, Part, parts_of
 from zigzag.disk.reading import Options
 from zigzag.disk.tokenizers import tokenizer_at
+from zigzag.disk.weights import finite_weights
 
 # -------------------------------------------------------------------------------------------
 # Examples, and their order
@@ -44,9 +45,11 @@ class Windows:
     The tokens left over are dropped; a text of T tokens or fewer is one short example."""
 
     def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
-                 vocab_size: int = 2**31):
+                 vocab_size: int = 2**31, weights: np.ndarray | None = None):
         read_at_random(tokens)
+        read_at_random(weights)
         self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
+        self.weights = weights      # of each token as a target
         self.total = max(len(tokens) - 1, 0) // length or int(len(tokens) > 1)
         # With a count: that number of examples, evenly spread, the same ones each time.
         self.count = min(count, self.total)
@@ -54,7 +57,7 @@ class Windows:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, i: int) -> np.ndarray:
+    def __getitem__(self, i: int) -> np.ndarray | Part:
         if not 0 <= i < self.count:
             raise IndexError(i)
         start = i * self.total // self.count * self.length
@@ -65,7 +68,10 @@ class Windows:
             raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
                               f"{self.tokens[position]} at position {position}; the vocabulary has "
                               f"{self.vocab_size}")
-        return found.astype(np.int32)
+        ids = found.astype(np.int32)
+        if self.weights is None:
+            return ids
+        return Part(ids[:-1], ids[1:], finite_weights(self.weights, start + 1, len(ids) - 1))
 
 
 def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> Sequence:
@@ -73,19 +79,28 @@ def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> S
     (pack="stream"), or rows of whole documents ("documents")."""
     if pack == "documents":
         return Packed(corpus.documents(split), length, seed, cut=not corpus.is_learned_in_part)
-    return Windows(getattr(corpus, split), length, vocab_size=corpus.tokenizer.vocab_size)
+    return Windows(getattr(corpus, split), length, vocab_size=corpus.tokenizer.vocab_size,
+                   weights=corpus.weights[split])
 
 
-def collate(examples: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """A batch of examples: tokens, targets and weights [B, T]. Weights are 0 where there is no
-    target. (Rows of documents have segments and positions, too.)"""
-    if isinstance(examples[0], list):
-        return collate_packed(examples, length)
-    tokens, targets, weights = np.zeros((3, len(examples), length), np.int32)
-    for row, e in enumerate(examples):
-        n = len(e) - 1
-        tokens[row, :n], targets[row, :n], weights[row, :n] = e[:-1], e[1:], 1
-    return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
+def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
+            ) -> dict[str, np.ndarray]:
+    """A batch of examples, of any kind: tokens, targets and weights [B, T]. Weights are 0 where
+    there is no target. Rows of documents and conversations (lists) have segments and positions,
+    too, so that attention stays within a document."""
+    batch = {name: np.zeros((len(examples), length), np.int32)
+             for name in ("tokens", "targets", "segments", "positions")}
+    batch["weights"] = np.zeros((len(examples), length), np.float32)
+    for row, example in enumerate(examples):
+        at = 0
+        for number, part in enumerate(parts_of(example), 1):
+            here = row, slice(at, at := at + len(part.tokens))
+            batch["tokens"][here], batch["targets"][here] = part.tokens, part.targets
+            batch["weights"][here] = part.weights
+            batch["segments"][here], batch["positions"][here] = number, np.arange(len(part.tokens))
+    if not isinstance(examples[0], list):
+        del batch["segments"], batch["positions"]
+    return batch
 
 
 # -------------------------------------------------------------------------------------------
@@ -101,6 +116,8 @@ class Flags:
     tokenizer: str = ""         # one that exists already, in place of a new one: a .model of
                                 # sentencepiece, a tokenizer.json, a folder with one, or bytes
     field: str = "text"         # the text in lines of JSON, or the column of .parquet
+    weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: a number for
+                                # a text, or a list with one for each token
     encoding: str = "utf-8"     # how text files are encoded: latin-1, utf-16 ...
     strict: bool = False        # stop at the first thing that cannot be read, not skip it
     cores: int = 0              # processes that encode; 0: as many as there are cores
@@ -119,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if vocab_size and vocab_size < 300:
         raise ConfigError(f"--vocab_size {vocab_size}: at least 300 (256 bytes and some pieces), "
                           f"or 0 for bytes alone")
-    options = Options(flags.field, flags.encoding, flags.strict)
+    options = Options(flags.field, flags.encoding, flags.strict, weight_field=flags.weight_field)
     corpus = prepare(paths, flags.out, vocab_size, tokenizer, "", options, flags.cores)
     print(summary(corpus.record), corpus, sep="\n")
 

@@ -6,15 +6,13 @@ import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-import numpy as np
-
 import data
 import networks
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Sources, opened_sources, tokenizer_record
 from zigzag.disk.mixture import Spread, mixed
-from zigzag.disk.packing import question_in, targets_of
+from zigzag.disk.packing import parts_of, question_in
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
@@ -30,7 +28,8 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     zigzag/disk/corpus.py.)"""
     with opened_sources(
             config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
-            fingerprint, "data" in config.change, config.vocab_size) as sources:
+            fingerprint, "data" in config.change, config.vocab_size,
+            config.weight_field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
                               f"tokenizer of {config.init_from or config.out}; give the text "
@@ -71,9 +70,12 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     held_out = {name: Spread(mixed([data.rows_of(c, split, T, pack, config.seed)
                                     for c, split in parts]), count)
                 for name, parts in sources.evaluated.items()}
-    targets = np.concatenate([np.zeros(0, int), *(
-        targets_of(row) for part in held_out.values() for row in part)])
-    size = round(float(tokenizer.lengths()[targets].sum()) * sources.bytes_per_spelled)
+    # (Their weights together, and the bytes of text that their targets stand for, each as often as
+    # its weight says.)
+    weight, size, lengths = 0.0, 0.0, tokenizer.lengths() * sources.bytes_per_spelled
+    for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
+        weight += part.weights.sum(dtype=float)
+        size += float(lengths[part.targets] @ part.weights)
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
@@ -92,4 +94,4 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
                 show=show, predicted=1, flops=networks.flops_of_update(config),
                 samples=continuations(config.sample_prompts, tokenizer, room, write,
                                       sources.has_chats),
-                bits_per_nat=len(targets) / size / math.log(2) if size else None)
+                bits_per_nat=weight / size / math.log(2) if size else None)

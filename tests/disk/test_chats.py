@@ -56,7 +56,7 @@ def learned_of(corpus):
             start = int(documents.starts[number])
             end = start + int(documents.lengths(np.array([number]))[0])
             found.append((documents.tokens[start:end].tolist(),
-                          documents.learned[start:end].tolist()))
+                          documents.weights[start:end].tolist()))
     return found
 
 
@@ -163,7 +163,7 @@ def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
     tokenizer = tokenizer_at(str(folder))
     path = write_chats(tmp_path / "a.jsonl", [long] * 20)
     corpus = data.prepare([str(path)], tmp_path / "long", tokenizer=tokenizer)
-    begins = int(np.argmax(corpus.documents("train").learned))
+    begins = int(np.argmax(corpus.documents("train").weights))
     for length in (64, begins - 1):
         assert f"comes after {begins:,} tokens" in refused(
             capsys, "--data", tmp_path / "long", "--seq_len", length, "--out", tmp_path / "no")

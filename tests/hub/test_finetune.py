@@ -212,7 +212,7 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
     params, again = networks.load_hf(mine)
     same(params, networks.load_run(out)[0])
     assert again.seq_len == SHAPE["seq_len"] and config.seq_len == 16
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="holds config.json"):
         export(out, mine)
 
 

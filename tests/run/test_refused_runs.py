@@ -2,6 +2,7 @@
 held-out data of one's own."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -10,12 +11,14 @@ import optax
 import pytest
 
 import data
+import networks
 import train
 from tests.common import SMALL, ends, go, hosts, opened, refused
 from tests.helpers import learn, make, run_of, tokens_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
+from zigzag.hub import folders
 from zigzag.run import begin, continuing
 
 
@@ -47,10 +50,45 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path, text, capsys, kind)
     assert all_of(tmp_path) == before
     (tmp_path / "run/data").mkdir(parents=True)
     (tmp_path / "run/data/data.json").write_text("{}")
-    (tmp_path / "run/sentencepiece.model").write_text("of another run")
+    (tmp_path / "run/log.txt").write_text("the output of the command")
     before = all_of(tmp_path)
     assert "nosuch" in refused(capsys, *words, *wrong_best(tmp_path / "run"))
     assert all_of(tmp_path) == before
+
+
+def test_no_command_writes_among_files_that_it_did_not_make(tmp_path, text, capsys):
+    """A run whose tokenizer data.py replaced, so that nothing reads it any more; a run, or tokens,
+    among texts, prepared data or a published model; a folder refused for what harms nobody."""
+    run, tokens = tmp_path / "run", data.prepare([str(text)], tmp_path / "tokens", 300).folder
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a text")
+    words = *SMALL, "--batch", 8, "--steps", 1, "--data", tokens
+    (run / "tokenizer.part").mkdir(parents=True)        # (of a beginning that was killed)
+    (tmp_path / "new").mkdir()
+    for folder in run, tmp_path / "new":
+        for name in ".gitignore", ".DS_Store", "log.txt", "slurm-12.out":
+            (folder / name).touch()
+    go(*words, "--out", run)
+    (run / "notes.md").write_text("a user's own")
+    go(*words, "--out", run)                # a run that continues may have more beside it
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/.profile").touch()
+    (tmp_path / "checkout/.git").mkdir(parents=True)
+    (tmp_path / "older/checkpoints/100").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/tokenizer.model").write_text("another tokenizer")
+    before = all_of(tmp_path)
+    for name in "texts", "tokens", "home", "checkout", "older", "other":
+        assert f"--out {tmp_path / name} holds" in refused(capsys, *words, "--out", tmp_path / name)
+    for name in "run", "texts", "home", "checkout", "older", "other":
+        assert "which data.py did not make" in refused(
+            capsys, text / "1.txt", "--out", tmp_path / name, main=data.main)
+        assert "which this export did not make" in refused(
+            capsys, "--run", run, "--export", tmp_path / name,
+            main=functools.partial(folders.export, networks.network_of_record))
+    assert all_of(tmp_path) == before
+    data.main([str(text / "1.txt"), "--out", str(tmp_path / "new"), "--vocab_size", "0"])
+    assert "already holds prepared data" in refused(capsys, text, "--out", tokens, main=data.main)
 
 
 def test_a_change_of_data_that_is_refused_late_leaves_the_run_as_it_was(tmp_path, text, capsys):

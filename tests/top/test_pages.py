@@ -20,6 +20,7 @@ from tests.helpers import KeepRows, mesh_of
 from tests.readme import PAGES, README, ROOT, block, blocks
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change, from_flags, parse_flags
+from zigzag.disk.corpus import Corpus
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import GROUPS
@@ -200,6 +201,7 @@ RUN_BY = {
     "NETWORK = Network(": "test_a_network_of_your_own",
     "import data, train": "test_a_network_of_your_own",
     "digits.jsonl": "test_the_pairs_of_digits",
+    "scored.jsonl": "test_the_weights_of_the_page",
     "sample.beam_search": "generate/test_load.py",
     "maps.append": "generate/test_load.py",
     "orbax": "top/test_commands.py",
@@ -276,6 +278,15 @@ def test_the_pairs_of_digits(tmp_path, monkeypatch):
     run(block("docs/published.md", "digits.jsonl").replace("20000", "20"))
     pairs = Pairs("digits.jsonl", Bytes())
     assert len(pairs.train) + len(pairs.held_out) == 20
+
+
+def test_the_weights_of_the_page(tmp_path, monkeypatch):
+    """Lists of weights in a form that data.py refuses."""
+    monkeypatch.chdir(tmp_path)
+    run(block("docs/data.md", "scored.jsonl"))
+    data.main("scored.jsonl --out tokens --vocab_size 0 --weight_field weight".split())
+    corpus = Corpus("tokens")
+    assert corpus.weights["train"][:13].tolist() == [0.5] * 5 + [1.0] * 7 + [0.5]
 
 
 def test_the_recipes_are_in_their_table():

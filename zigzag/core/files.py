@@ -1,11 +1,12 @@
 """Files: written whole or not at all, taken back, read as JSON, locked, hashed, awaited on shared
-disks."""
+disks; folders that a command must not fill."""
 
 import contextlib
 import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +18,28 @@ try:
     import fcntl
 except ImportError:         # (not on every system)
     fcntl = None
+
+
+# What does no harm in a folder that a command fills: marks of git, macOS and disks, and logs.
+HARMLESS = re.compile(r"\.git(ignore|keep|attributes)|\.DS_Store|\.nfs\w+|lost\+found"
+                      r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
+
+
+def check_others(folder: Path, flag: str, maker: str,
+                 is_own: Callable[[Path], Any] = lambda path: False) -> None:
+    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor is_own:
+    what `maker`, the command, may have left there."""
+    try:
+        others = sorted(path.name for path in folder.iterdir()
+                        if not HARMLESS.fullmatch(path.name) and not is_own(path))
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise ConfigError(f"{flag} {folder}: {e.strerror}") from None
+    if others:
+        more = f" and {len(others) - 3} more" * (len(others) > 3)
+        raise ConfigError(f"{flag} {folder} holds {', '.join(others[:3])}{more}, which {maker} did "
+                          f"not make; give a new folder")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
 from zigzag.disk.tokenizers import Tokenizer, read_record
+from zigzag.disk.weights import weights_of_answers
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 # Characters for private use, which mark what is learned while a template is rendered.
@@ -107,16 +108,17 @@ def _spans(marked):
     return spans
 
 
-def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer, first: int = 0
-                ) -> tuple[np.ndarray, np.ndarray]:
+def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer, first: int = 0,
+                weight_field: str = "") -> tuple[np.ndarray, np.ndarray]:
     """(ids, which of them are learned) of a conversation, of whose answers those from message
-    number `first` on are learned."""
+    number `first` on are learned: by the weights of those messages, if they have this field."""
     tools = _tools_of(record)
     text, spans = template.learned(record["messages"], first, **({"tools": tools} if tools else {}))
     ids, begins, ends = tokenizer.with_places(text)
-    learned = np.zeros(len(ids), bool)
-    for begin, end in spans:
-        learned |= (begins < end) & (ends > begin)
+    learned = np.zeros(len(ids), np.float32 if weight_field else bool)
+    weights = weights_of_answers(record["messages"][first:], weight_field, len(spans))
+    for (begin, end), weight in zip(spans, weights):
+        learned[(begins < end) & (ends > begin)] = weight
     return ids, learned
 
 

@@ -44,12 +44,19 @@ from jax import Array
 
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
-from zigzag.core.files import appears, lock, run_has_begun, write_json, write_whole
+from zigzag.core.files import (
+    appears,
+    check_others,
+    lock,
+    run_has_begun,
+    write_json,
+    write_whole,
+)
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import fits, options
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import FILES, Tokenizer
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
 # memory and was no faster.)
@@ -160,7 +167,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if not (folder / "config.json").exists():
-        return
+        return check_others(folder, "--out", "train.py", _is_of_beginning)
     old = json.loads(json.dumps(read_old(out)))
     for name in needs:
         if name not in old:
@@ -187,6 +194,16 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
     raise ConfigError(f"--out {out} holds a run {'; '.join(was)}: {how}, or give another --out"
                       + (f"; --change {words} changes that on purpose" if words else ""))
+
+
+def _is_of_beginning(path):
+    """Whether a run whose beginning was interrupted may have left this file or folder."""
+    name = re.sub(r"\.(part|before)$", "", path.name)
+    if re.fullmatch(r"data\d*|held_out", name):
+        return name != path.name or (path / "data.json").exists()
+    if name == "checkpoints":
+        return not any(path.iterdir())
+    return name in ("lock", "config.json", "tokenizer", *FILES)
 
 
 def _other_weights(folder, params):

@@ -8,6 +8,7 @@
     data.json   what the folder has: the tokenizer's kind and digest, counts, what was skipped
     train.bin   tokens, uint16 (uint32 above 65,536 ids)      train.docs    where documents begin
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
+                                                              *.weights     float32, of each token
 
 This file needs numpy, not jax.
 """
@@ -24,19 +25,20 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, sha256, taken_back, write_json
+from zigzag.core.files import appears, check_others, sha256, taken_back, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
+    about_weights,
     begin_folder,
     encode_files,
     new_pieces,
     what_was_skipped,
 )
-from zigzag.disk.output import SPLITS, Output, mapped
+from zigzag.disk.output import MARKS, SPLITS, Output, is_of_encoding, mapped
 from zigzag.disk.packing import Documents
-from zigzag.disk.reading import Options, find, form_of_files, library_sources
+from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
-from zigzag.disk.tokenizers import KINDS, Bytes, Ids, Tokenizer, copy_files
+from zigzag.disk.tokenizers import FILES, KINDS, Bytes, Ids, Tokenizer, copy_files
 
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
@@ -49,8 +51,11 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     out, begun = Path(out), time.monotonic()
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
+    check_others(out, "--out", "data.py", is_of_encoding)
     found = find(paths, flag, out, options) if paths else library_sources()
-    options = dataclasses.replace(options, form=form_of_files(found.files, options))
+    options = dataclasses.replace(
+        options, form=form_of_files(found.files, options), weight_field=options.weight_field
+        if options.weight_field and has_weights(found.files, options, flag) else "")
     settings = begin_folder(out, found.files, options, vocab_size, tokenizer)
     if vocab_size:
         tokenizer = new_pieces(out, vocab_size, found.files, options)
@@ -63,7 +68,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     with Output(out, tokenizer, settings) as output:
         encode_files(found.files, tokenizer, options, output, cores)
         if not sum(output.state["documents"]):
-            output.clean()      # (nothing was learned: other flags are welcome)
+            output.clean(FILES)     # (nothing was learned: other flags are welcome)
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
                 message for _, message in output.state["problems"].values()))
@@ -72,6 +77,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
                   "files": len(found.files), "skipped": found.skipped}
         for split in SPLITS:
             record[split]["digest"] = sha256(out / f"{split}.bin")
+            if "weights" in record:
+                record[split]["weights"] = sha256(out / f"{split}.weights")
         write_json(out / "data.json", {**record, "seconds": round(time.monotonic() - begun, 1)})
         output.clean()
     return Corpus(out)
@@ -83,10 +90,11 @@ def _changed(path, digest):
 
 
 class Corpus:
-    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record."""
+    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record, and .weights, {split:
+    the weight of each of its tokens, or None if all are 1}."""
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder, self.weights = Path(folder), {}
         try:
             self.record = json.loads((self.folder / "data.json").read_text())
             for split in SPLITS:
@@ -99,37 +107,54 @@ class Corpus:
                     raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
                                       f"or is damaged; make the folder again")
                 setattr(self, split, tokens)
-            self.fingerprint = self.record["train"].get("digest") or self.record["train"]["sha256"]
+                self.weights[split] = self._weights(split)
+            self.fingerprint = _fingerprint(self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
 
+    def _weights(self, split):
+        wanted = self.record[split]
+        if "learned" not in wanted:
+            return None
+        kind = "weights" if "weights" in wanted else "learned"
+        file = self.folder / f"{split}.{kind}"
+        weights = mapped(file, MARKS[kind])
+        if len(weights) != wanted["tokens"] or _changed(file, wanted.get("weights")):
+            raise ConfigError(f"{file} is not what data.json says; make the folder again")
+        return weights
+
     def documents(self, split: str) -> Documents:
         """The documents of a split, for --pack documents."""
-        folder, learned = self.folder, None
+        folder = self.folder
         if not (folder / f"{split}.docs").exists():
             raise ConfigError(f"{folder} was made by an earlier version, which did not note where "
                               f"documents begin; make it again, or give --pack stream")
-        if "learned" in self.record[split]:
-            learned = mapped(folder / f"{split}.learned", np.dtype("uint8"))
         starts = mapped(folder / f"{split}.docs", np.dtype("uint64"))
-        if len(starts) != self.record[split]["documents"] or (
-                learned is not None and len(learned) != self.record[split]["tokens"]):
-            raise ConfigError(f"{folder}: {split}.docs or {split}.learned is not what data.json "
-                              f"says; make the folder again")
-        return Documents(getattr(self, split), starts, self.tokenizer.ends[0], learned,
-                         self.tokenizer.vocab_size)
+        if len(starts) != self.record[split]["documents"]:
+            raise ConfigError(f"{folder}: {split}.docs is not what data.json says; make the folder "
+                              f"again")
+        return Documents(getattr(self, split), starts, self.tokenizer.ends[0], self.weights[split],
+                         self.tokenizer.vocab_size, not self.is_learned_in_part)
 
     @property
     def is_learned_in_part(self) -> bool:
         """Whether only some tokens are targets: conversations, or prompts and completions."""
-        return "learned" in self.record["train"]
+        return "learned" in self.record["train"] and self.record.get("form") != "text"
 
     def __repr__(self) -> str:
         r = self.record
         kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
         return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
+
+
+def _fingerprint(record):
+    """A digest of a corpus' tokens, and of their weights if it has any."""
+    train = record["train"]
+    digest = train.get("digest") or train["sha256"]
+    return hashlib.sha256(f"{digest} {train['weights']}".encode()).hexdigest() if (
+        "weights" in train) else digest
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
@@ -162,7 +187,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
 @contextlib.contextmanager
 def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
            fingerprint: str = "", changes: bool = False, vocab_size: int = 0, name: str = "data",
-           flag: str = "--data") -> Iterator["Corpus | TokenFiles"]:
+           flag: str = "--data", options: Options = Options()) -> Iterator["Corpus | TokenFiles"]:
     """The corpus behind --data (or `flag`). A folder made by data.py, and token files (of
     `vocab_size` ids) are used as they are. Text is encoded with the tokenizer (None: as bytes) into
     the folder `name` of the run, when the run begins or when it `changes` its data; the result is
@@ -194,12 +219,13 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
                 made / "data.json").exists() and not changes:
             yield Corpus(made)
         else:
-            with _encoded(path, run, tokenizer, fingerprint, changes, made, flag) as corpus:
+            with _encoded(path, run, tokenizer, fingerprint, changes, made, flag,
+                          options) as corpus:
                 yield corpus
 
 
 @contextlib.contextmanager
-def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
+def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag, options):
     """The corpus of text, encoded beside `made`, and put there for a run that begins."""
     if "-" in paths:
         find(["-"], flag)       # (refused)
@@ -219,7 +245,7 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
     with taken_back(run) as put:
         try:
             try:
-                corpus = _prepared_anew(paths, part, tokenizer, flag)
+                corpus = _prepared_anew(paths, part, tokenizer, flag, options)
             except (KeyboardInterrupt, RunError):   # the same command goes on
                 is_kept = True
                 raise
@@ -237,19 +263,19 @@ def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag):
                 shutil.rmtree(part, ignore_errors=True)
 
 
-def _prepared_anew(paths, part, tokenizer, flag):
+def _prepared_anew(paths, part, tokenizer, flag, options):
     """The corpus of text in `part`, in place of one of other text that was interrupted there."""
     try:
-        return prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
     except InterruptedOther:
         shutil.rmtree(part)
-        return prepare(paths, part, tokenizer=tokenizer, flag=flag)
+        return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
 
 
 def _digest(folder):
-    """The digest of a corpus' tokens; '' if there is no corpus."""
+    """The fingerprint of a corpus; '' if there is no corpus."""
     try:
-        return json.loads((folder / "data.json").read_text())["train"]["digest"]
+        return _fingerprint(json.loads((folder / "data.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -269,8 +295,12 @@ def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterato
             copy_files(tokenizer, part)
             for file in sorted(part.iterdir()):
                 kept = run / file.name
-                if not kept.exists() or kept.read_bytes() != file.read_bytes():
-                    put(file, file.name)
+                is_there = kept.exists()
+                if is_there and kept.read_bytes() == file.read_bytes():
+                    continue
+                if is_there and not (run / "config.json").exists():
+                    raise ConfigError(f"--out {run} holds another {file.name}; give a new folder")
+                put(file, file.name)
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
         finally:
@@ -335,6 +365,7 @@ class Sources:
         for corpus in self.corpora:
             lines.append(str(corpus))
             lines += [f"skipped {line}" for line in what_was_skipped(corpus.record) if line]
+            lines += [f"weights {line}" for line in about_weights(corpus.record)]
             if corpus.is_learned_in_part:
                 lines += _answers(corpus, length)
         if self.held_out:
@@ -356,7 +387,7 @@ def _answers(corpus, length):
     if len(held_out) and held_out.unlearned(length) == len(held_out):
         line += "; no held-out one keeps an answer, so the held-out loss is 0 and says nothing"
     end, text = min(int(lengths[0]), length), ""
-    learned = documents.learned[:end] > 0
+    learned = documents.weights[:end] > 0
     for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):
         part = corpus.tokenizer.spelled(documents.tokens[run[0]:run[-1] + 1].tolist())
         text += f"[[{part}]]" if learned[run[0]] else part
@@ -370,10 +401,12 @@ def _vocabulary(corpus):
 @contextlib.contextmanager
 def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], run: Path,
                    ready: float = 0, tokenizer: Tokenizer | None = None, fingerprint: str = "",
-                   changes: bool = False, vocab_size: int = 0) -> Iterator[Sources]:
+                   changes: bool = False, vocab_size: int = 0, weight_field: str = ""
+                   ) -> Iterator[Sources]:
     """The corpora of --data (one of all paths or, if they are `mixed`, one of each) and of
     --held_out, as `opened` opens them."""
     groups = [[path] for path in paths] if mixed else [list(paths)]
+    options = Options(weight_field=weight_field)
     several = len(groups) + bool(held_out) > 1
     if several and changes:
         raise ConfigError("--change data: only for a run with one source and without --held_out; "
@@ -381,10 +414,15 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
     with contextlib.ExitStack() as stack:
         corpora = [stack.enter_context(opened(
             group, run, ready, tokenizer, "" if several else fingerprint, changes, vocab_size,
-            f"data{i or ''}")) for i, group in enumerate(groups)]
+            f"data{i or ''}", options=options)) for i, group in enumerate(groups)]
         other = stack.enter_context(opened(
             held_out, run, ready, tokenizer or corpora[0].tokenizer, "", False, vocab_size,
-            "held_out", "--held_out")) if held_out else None
+            "held_out", "--held_out", options)) if held_out else None
+        fields = [corpus.record.get("weights", {}).get("field", "") for corpus in corpora]
+        if weight_field and weight_field not in fields:
+            raise ConfigError(f"--weight_field {weight_field}: has no effect on "
+                              f"{' '.join(paths) or 'these data'}, which is not read from lines of "
+                              f"JSON with that field; leave it out (data.py has the flag, too)")
         yield Sources(corpora, _names([group[0] if group else "" for group in groups]), other)
 
 

@@ -38,7 +38,7 @@ from zigzag.disk.chats import (
     split_preference,
 )
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
-from zigzag.disk.reading import File, Options, Task, Trouble, counted, read, tasks
+from zigzag.disk.reading import File, Options, Task, Trouble, counted, place_of, read, tasks
 from zigzag.disk.tokenizers import (
     Pieces,
     Tokenizer,
@@ -47,6 +47,7 @@ from zigzag.disk.tokenizers import (
     is_tenth,
     train_pieces,
 )
+from zigzag.disk.weights import WrongWeight, as_weights
 
 WHOSE_TEMPLATE = ("the chat template of a published model: data.py --tokenizer DIR, or train.py "
                   "--model DIR")
@@ -61,39 +62,70 @@ SAMPLE = 2**27
 
 def encode(task: Task, tokenizer: Tokenizer, options: Options) -> Encoded:
     """Read a task and encode its documents."""
-    texts, begins, held_out, problems = [], [], [], []
+    texts, documents, problems = [], [], []     # (documents: that of each text)
     for document in read(task, options):
         text, problem = document.text, document.problem
         if isinstance(text, dict):
             try:
-                text = encode_record(text, tokenizer, options)
+                with _at_its_place(task, document, options):
+                    text = encode_record(text, tokenizer, options)
+            except WrongWeight:
+                raise
             except ConfigError as e:
                 problem = Trouble(f"{options.form} that cannot be encoded",
                                   f"{task.file.path}: {e}")
         if problem:
             problems.append((problem, document.begins))
         else:
-            documents = text if isinstance(text, list) else [text]
-            texts += documents
-            begins += [document.begins] * len(documents)
-            held_out += [is_tenth(document.where)] * len(documents)
-    begins = np.array(begins, bool)
+            texts += text if isinstance(text, list) else [text]
+            documents += [document] * (len(texts) - len(documents))
+    begins = np.array([document.begins for document in documents], bool)
+    held_out = np.array([is_tenth(document.where) for document in documents], bool)
     if options.form == "text":
         tokens, counts = tokenizer.encode_all(texts)
         tokens = np.insert(tokens.astype(dtype_of(tokenizer)),
                            (np.cumsum(counts) - counts)[begins], tokenizer.separator)
-        counts, learned = counts + begins, None
+        counts, marks = counts + begins, np.ones(len(tokens), bool)
         sizes = [len(text.encode()) for text in texts]
     else:
         counts = np.array([len(ids) for ids, _ in texts], int)
         tokens = np.concatenate([np.zeros(0, int), *(ids for ids, _ in texts)])
-        learned = np.concatenate([np.zeros(0, bool), *(learned for _, learned in texts)])
+        marks = np.concatenate([np.zeros(0, bool), *(marks for _, marks in texts)])
         sizes = [0] * len(texts)
+    noted = [0, 0]
+    if options.weight_field and documents:
+        weights = [_weights_of(task, document, options, count)
+                   for document, count in zip(documents, counts.tolist())]
+        marks = marks * np.concatenate(weights)
+        noted = [sum(not part.any() for part in np.split(marks, np.cumsum(counts)[:-1])),
+                 sum(document.weight is None for document in documents) * (
+                     task.file.kind != "text")]
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
         raise ConfigError(f"{task.file.path}: the tokenizer made an id outside 0 to "
                           f"{tokenizer.vocab_size - 1}")
     return Encoded(tokens.astype(dtype_of(tokenizer)), counts, np.array(sizes, np.int64), begins,
-                   np.array(held_out, bool), problems, learned)
+                   held_out, problems, marks, noted)
+
+
+@contextlib.contextmanager
+def _at_its_place(task, document, options):
+    """A context that adds the field and its place to what is wrong with a weight."""
+    try:
+        yield
+    except WrongWeight as e:
+        place = place_of(task.file, options, document.at)
+        raise WrongWeight(f"{place}: {options.weight_field!r} {e}") from None
+
+
+def _weights_of(task, document, options, count):
+    """The weights of a document's `count` tokens, by its line. (The separator before a text has the
+    weight of the first token.)"""
+    is_text = options.form == "text"
+    with _at_its_place(task, document, options):
+        found = as_weights(document.weight, count - document.begins if is_text else None)
+    if found.ndim:
+        found = np.append(found[:1] if document.begins else found[:0], found)
+    return np.broadcast_to(found, count)
 
 
 def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
@@ -103,7 +135,8 @@ def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
     if options.form == "completion":
         return [encode_completion(record, tokenizer)]
     if options.form == "messages":
-        return [encode_chat(record, template_of(tokenizer.folder), tokenizer)]
+        return [encode_chat(record, template_of(tokenizer.folder), tokenizer,
+                            weight_field=options.weight_field)]
     if isinstance(record["chosen"], str):
         prompt, chosen, rejected = split_preference(record)
         return [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
@@ -200,8 +233,8 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     settings = {"files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
                 "vocab_size": vocab_size, "tokenizer": tokenizer.kind if tokenizer else "",
                 "files of the tokenizer": digest_of_files(tokenizer) if tokenizer else "",
-                "field": options.field,
-                "encoding": options.encoding, "form": options.form}
+                "field": options.field, "encoding": options.encoding, "form": options.form,
+                "weight_field": options.weight_field}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -211,7 +244,7 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
             old = dict(json.loads((out / "progress.json").read_text())["settings"])
         except (ValueError, KeyError, TypeError):
             old = {}
-        if other := [name for name in settings if old.get(name) != settings[name]]:
+        if other := [name for name in settings if old.get(name, "") != settings[name]]:
             raise InterruptedOther(f"--out {out} holds an encoding that was interrupted, and that "
                                    f"had other {', '.join(other)}; give another --out or remove it")
     return settings
@@ -338,13 +371,26 @@ def what_was_skipped(record: dict[str, Any]) -> list[str]:
               for kind, (count, first) in record.get("problems", {}).items())]
 
 
+def about_weights(record: dict[str, Any]) -> list[str]:
+    """From data.json: a line on the weights of --weight_field, if there are any."""
+    if "weights" not in record:
+        return []
+    zero, lacking = record["weights"]["noted"]
+    tokens, learned = (sum(record[split][name] for split in SPLITS)
+                       for name in ("tokens", "learned"))
+    return [f"by {record['weights']['field']!r}: {zero:,} of {record['documents']:,} documents "
+            f"have weight 0, {lacking:,} without it have weight 1; {learned:,} of {tokens:,} "
+            f"tokens have a weight above 0"]
+
+
 def summary(record: dict[str, Any]) -> str:
     """What a prepared folder was made of, from its data.json: lines to print."""
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)
     lines = [f"read     {some(record['files'], 'file')}" + (files and f"; skipped {files}"),
              *(f"skipped  {line}" for line in lines)]
-    if "learned" in record["train"]:
+    lines += [f"weights  {line}" for line in about_weights(record)]
+    if "learned" in record["train"] and record["form"] != "text":
         count = sum(record[split]["learned"] for split in SPLITS)
         lines.append(f"learned  {count:,} of {tokens:,} tokens are answers")
     longest = ", ".join(f"{length:,} ({name})" for length, name in record["longest"])

@@ -2,6 +2,7 @@
 
     train.bin.part   tokens              train.docs.part      where each document begins
     *.learned.part   which are targets   order.part           the split of each document
+    *.weights.part   or their weights
     progress.json    up to which task all of this is on disk
 
 The .part files only grow, or are cut back to an earlier size after progress.json says so. `finish`
@@ -15,18 +16,20 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import lock, write_json
 from zigzag.disk.reading import Task, Trouble
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import FILES, Tokenizer
 
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
 COUNTS = ("tokens", "bytes", "spelled", "documents", "learned")
+# {file beside the tokens: what it has for each token}
+MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
 
 
 class Encoded(NamedTuple):
@@ -39,7 +42,8 @@ class Encoded(NamedTuple):
     begins: np.ndarray
     held_out: np.ndarray
     problems: list[tuple[Trouble, bool]]    # (and whether its document begins here)
-    learned: np.ndarray | None      # which tokens are targets; None: all
+    marks: np.ndarray       # which tokens are targets; with --weight_field, their weights
+    noted: list[int]        # how many documents have the weight 0, and how many have none
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
@@ -54,15 +58,19 @@ class Output:
         self.dtype, self.lengths = dtype_of(tokenizer), tokenizer.lengths().astype(np.int32)
         # (For each split a count. `open`: split, tokens and bytes of the document that goes on.)
         self.state = {"settings": settings, "tasks": 0, "problems": {}, "longest": [],
-                      "open": None, **{name: [0, 0] for name in COUNTS}}
+                      "open": None, "noted": [0, 0], **{name: [0, 0] for name in COUNTS}}
         self.kinds = {"bin": self.dtype, "docs": np.dtype("uint64")}
-        if settings["form"] != "text":
-            self.kinds["learned"] = np.dtype("uint8")
+        self.is_text = settings["form"] == "text"
+        # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
+        self.marks = ("weights" if settings.get("weight_field") else
+                      "" if self.is_text else "learned")
+        if self.marks:
+            self.kinds[self.marks] = MARKS[self.marks]
         self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
         self._lock()
         is_new = not self.path.exists()
         if not is_new:
-            self.state = json.loads(self.path.read_text())
+            self.state |= json.loads(self.path.read_text())     # (an earlier version had less)
         self._cut()
         self.save(at_once=True)
         self.is_new = is_new        # nothing was saved but its beginning
@@ -74,7 +82,7 @@ class Output:
         for file in self.files.values():
             file.close()
         if self.is_new and kind and issubclass(kind, ConfigError):
-            self.clean()            # refused at once: other flags are welcome
+            self.clean(FILES)       # refused at once: other flags are welcome
 
     def _lock(self):
         """Refuse a folder into which another process encodes."""
@@ -92,8 +100,8 @@ class Output:
 
     def _sizes(self):
         """The size of each file, {(kind, split): bytes}."""
-        counts = {"bin": "tokens", "docs": "documents", "learned": "tokens"}
-        sizes = {(kind, split): dtype.itemsize * self.state[counts[kind]][split]
+        sizes = {(kind, split): dtype.itemsize * self.state[
+            "documents" if kind == "docs" else "tokens"][split]
                  for kind, dtype in self.kinds.items() for split in range(2)}
         return {**sizes, ("order",): sum(self.state["documents"])}
 
@@ -120,6 +128,7 @@ class Output:
                     self._write(found, split, is_here)
             found.held_out[found.begins].astype(np.uint8).tofile(self.files["order",])
             self._note(task, found)
+            state["noted"] = [a + int(b) for a, b in zip(state["noted"], found.noted)]
         state["tasks"] += 1
         if drops:       # (first the state: a file may be too long, and not too short)
             self.save(at_once=True)
@@ -135,9 +144,12 @@ class Output:
             self.files["docs", split])
         new = {"tokens": len(tokens), "bytes": found.sizes[is_here].sum(),
                "spelled": self.lengths[tokens].sum(dtype=int), "documents": begins.sum()}
-        if "learned" in self.kinds:
-            found.learned[chosen].astype(np.uint8).tofile(self.files["learned", split])
-            new |= {"learned": found.learned[chosen].sum(), "bytes": new["spelled"]}
+        if self.marks:
+            marks = found.marks[chosen]
+            marks.astype(MARKS[self.marks]).tofile(self.files[self.marks, split])
+            new["learned"] = (marks > 0).sum()
+        if not self.is_text:
+            new["bytes"] = new["spelled"]
         for name, more in new.items():
             self.state[name][split] += int(more)
 
@@ -164,8 +176,8 @@ class Output:
         last = mapped(self.part("bin", split), self.dtype)[-length:]
         spelled = sum(int(self.lengths[part].sum()) for part in _parts(last))
         for name, less in (("tokens", length), ("bytes", size), ("documents", 1),
-                           ("spelled", spelled)):
-            self.state[name][split] -= less
+                           ("spelled", spelled), ("learned", length if self.marks else 0)):
+            self.state[name][split] -= less     # (weights of a text file are 1)
 
     def save(self, at_once: bool = False) -> None:
         """Make what is written safe, if the last time was a while ago."""
@@ -186,11 +198,14 @@ class Output:
                 _link(self.part(kind, split), self.folder / f"{SPLITS[split]}.{kind}")
         else:
             counts = self._hold_out_the_end()
-        names = COUNTS if "learned" in self.kinds else COUNTS[:-1]
-        return {**{split: {name: counts[name][i] for name in names}
-                   for i, split in enumerate(SPLITS)},
-                "form": self.state["settings"]["form"], "documents": sum(self.state["documents"]),
-                **{name: self.state[name] for name in ("problems", "longest")}}
+        names, settings = COUNTS if self.marks else COUNTS[:-1], self.state["settings"]
+        record = {**{split: {name: counts[name][i] for name in names}
+                     for i, split in enumerate(SPLITS)},
+                  "form": settings["form"], "documents": sum(self.state["documents"]),
+                  **{name: self.state[name] for name in ("problems", "longest")}}
+        if self.marks == "weights":
+            record["weights"] = {"field": settings["weight_field"], "noted": self.state["noted"]}
+        return record
 
     def _hold_out_the_end(self):
         """Write all documents in their order, and hold out the last tenth of their tokens (of
@@ -200,14 +215,13 @@ class Output:
         ranges, starts = self._in_order(arrays)
         total = sum(self.state["tokens"])
         keep = total - total // 10
-        if "learned" in self.kinds and len(starts) > 1:
+        if not self.is_text and len(starts) > 1:
             # (The two documents of a preference stay together.)
             firsts = starts[::2 if self.state["settings"]["form"] == "preference" else 1]
             keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
         counts = {"tokens": [keep, total - keep], "spelled": [0, 0], "learned": [0, 0]}
         for kind in self.kinds.keys() - {"docs"}:
-            table, name = ((self.lengths, "spelled") if kind == "bin" else
-                           (np.arange(2), "learned"))
+            name = "spelled" if kind == "bin" else "learned"
             with (open(self.folder / f"train.{kind}", "wb") as train,
                   open(self.folder / f"held_out.{kind}", "wb") as held_out):
                 at = 0
@@ -217,7 +231,8 @@ class Output:
                     for i, (file, a, b) in enumerate(((train, begin, cut), (held_out, cut, end))):
                         for part in _parts(arrays[kind, split][a:b]):
                             part.tofile(file)
-                            counts[name][i] += int(table[part].sum())
+                            counts[name][i] += int((self.lengths[part] if kind == "bin" else
+                                                    part > 0).sum())
         begun = int(np.searchsorted(starts, keep))          # documents that begin before the cut
         after = np.unique(np.append(0, starts[begun:] - keep)) if keep < total else starts[:0]
         starts[:begun].astype(np.uint64).tofile(self.folder / "train.docs")
@@ -241,12 +256,22 @@ class Output:
             written += end - begin
         return ranges, np.concatenate(starts)
 
-    def clean(self) -> None:
-        """Remove the .part files and what else only an encoding that goes on needs."""
+    def clean(self, more: Sequence[str] = ()) -> None:
+        """Remove the .part files and what else only an encoding that goes on needs; `more`: these
+        files, too."""
         for name in self.files:
             self.part(*name).unlink(missing_ok=True)
-        for name in ("progress.json", "stdin"):
+        for name in ("progress.json", "stdin", *more):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def is_of_encoding(path: Path) -> bool:
+    """Whether a file may be of an encoding that was interrupted. (Before order.part is there, a
+    file that is not a .part is somebody's own.)"""
+    name = path.name.removesuffix(".part")
+    return name == "stdin" or (name.split(".")[0] in (*SPLITS, "order", "progress", "data")
+                               or name in FILES) and (
+        name != path.name or (path.parent / "order.part").exists())
 
 
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:

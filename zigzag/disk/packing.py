@@ -28,19 +28,28 @@ class Part(NamedTuple):
     """Some tokens of a document, which stand together in a row."""
     tokens: np.ndarray
     targets: np.ndarray     # the token after each
-    weights: np.ndarray     # whether it is learned
+    weights: np.ndarray     # of each target in the loss; 0: it is not learned
+
+
+def parts_of(example: Any) -> Sequence[Part]:
+    """The parts of an example: a row of documents, one part, or the ids of running text."""
+    if isinstance(example, np.ndarray):
+        return [Part(example[:-1], example[1:], np.ones(len(example) - 1, np.float32))]
+    return [example] if isinstance(example, Part) else example
 
 
 class Documents:
     """Documents on disk, one after the other: number i begins at starts[i]. After its last token
-    comes `end`. `learned`, if given, has 1 for the tokens that are targets."""
+    comes `end`, which has the weight of that token, or 0 if not `ends_learned`. `weights`, if
+    given, are those of the tokens as targets."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, end: int,
-                 learned: np.ndarray | None = None, vocab_size: int = 2**31):
-        read_at_random(tokens)
-        read_at_random(starts)
+                 weights: np.ndarray | None = None, vocab_size: int = 2**31,
+                 ends_learned: bool = False):
+        for array in (tokens, starts, weights):
+            read_at_random(array)
         self.tokens, self.starts, self.end = tokens, starts, end
-        self.learned, self.vocab_size = learned, vocab_size
+        self.weights, self.vocab_size, self.ends_learned = weights, vocab_size, ends_learned
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -59,8 +68,8 @@ class Documents:
         if not len(starts):
             return 0
         bounds = np.stack([starts + 1, starts + length + 1], 1).ravel()
-        bounds = bounds[bounds < len(self.learned)]     # (the last part goes on to the end)
-        return int((np.maximum.reduceat(self.learned, bounds)[::2] == 0).sum())
+        bounds = bounds[bounds < len(self.weights)]     # (the last part goes on to the end)
+        return int((np.maximum.reduceat(self.weights, bounds)[::2] == 0).sum())
 
     def part(self, number: int, first: int, length: int) -> Part:
         """`length` tokens of a document, from token number `first` on."""
@@ -73,10 +82,11 @@ class Documents:
                               f"{tokens[bad][0]} in document {number}; the vocabulary has "
                               f"{self.vocab_size}")
         weights = np.ones(length, np.float32)
-        if self.learned is not None:
-            # (The end after a document is not learned: a template's answers have their own.)
-            learned = np.asarray(self.learned[begin + 1:min(begin + length + 1, end)], np.float32)
-            weights = np.append(learned, np.zeros(length, np.float32))[:length]
+        if self.weights is not None:
+            # (The end after a conversation is not learned: a template's answers have their own.)
+            weights = np.asarray(self.weights[begin + 1:min(begin + length + 1, end)], np.float32)
+            last = self.weights[end - 1] * self.ends_learned
+            weights = np.append(weights, np.float32(last))[:length]
         if len(tokens) == length:       # it is the end of the document
             tokens = np.append(tokens, self.end)
         return Part(tokens[:-1].astype(np.int32), tokens[1:].astype(np.int32), weights)
@@ -137,19 +147,12 @@ class Packed:
             len(rows) * self.length, 1)
 
 
-def targets_of(example: Any) -> np.ndarray:
-    """The targets of an example that are learned: of a packed row, or of a row of running text."""
-    if isinstance(example, np.ndarray):
-        return example[1:]
-    return np.concatenate([part.targets[part.weights > 0] for part in example])
-
-
 def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
     """The ids of a question in packed rows: a document up to where its first answer begins. They
     are those of the first document with an answer (none: empty), the last `most` of them."""
     for part in (part for row in rows for part in row):
         if part.weights.any():
-            return part.tokens[:int(part.weights.argmax()) + 1][-most:]
+            return part.tokens[:int((part.weights > 0).argmax()) + 1][-most:]
     return np.zeros(0, np.int32)
 
 
@@ -169,21 +172,3 @@ def best_fit(parts: Sequence[tuple[int, int, int]], length: int
         if left > size:
             bisect.insort(room, (left - size, row))
     return rows
-
-
-def collate_packed(examples: Sequence[Sequence[Part]], length: int) -> dict[str, Any]:
-    """A batch of packed rows: tokens, targets, segments, positions and weights [B, T]. A weight is
-    0 where there is no target, or where it is not learned."""
-    shape = len(examples), length
-    batch = {name: np.zeros(shape, np.int32)
-             for name in ("tokens", "targets", "segments", "positions")}
-    batch["weights"] = np.zeros(shape, np.float32)
-    for row, parts in enumerate(examples):
-        at = 0
-        for number, part in enumerate(parts, 1):
-            here = slice(at, at := at + len(part.tokens))
-            batch["tokens"][row, here], batch["targets"][row, here] = part.tokens, part.targets
-            batch["weights"][row, here] = part.weights
-            batch["segments"][row, here] = number
-            batch["positions"][row, here] = np.arange(len(part.tokens))
-    return batch

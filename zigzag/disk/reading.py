@@ -15,11 +15,13 @@ What cannot be read does not stop a corpus: it is skipped, counted, and named in
 
 import bz2
 import codecs
+import contextlib
 import dataclasses
 import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -34,6 +36,7 @@ from typing import Any, BinaryIO, Iterator, NamedTuple, Sequence
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line, optional_package
 from zigzag.disk.chats import check_record, form_of
 from zigzag.disk.examples import lacks, texts_of
+from zigzag.disk.weights import weight_in
 
 PIECE = 2**20           # bytes of a task, about: a task ends at the end of a line
 MOST = 2**26            # bytes of a line: a longer line of JSON is skipped, one of text is cut
@@ -57,6 +60,7 @@ class Options:
     encoding: str = "utf-8"     # of text files
     strict: bool = False        # stop at the first thing that cannot be read
     form: str = "text"          # what lines of JSON are, by chats.form_of
+    weight_field: str = ""      # of lines of JSON and of .parquet
 
 
 class File(NamedTuple):
@@ -90,6 +94,8 @@ class Document(NamedTuple):
     text: Any           # str, or a line's dict
     where: str          # its name, by which it is held out or not
     problem: Trouble | None = None      # why it cannot be read
+    weight: Any = None  # what its line or row has in the field of weights
+    at: int = 0         # the first byte of its line, or its row
 
 
 class Found(NamedTuple):
@@ -456,12 +462,15 @@ def _rows(file, options):
             f"names it{did_you_mean(options.field, names)}"))
         return
     row, count = 0, max(table.metadata.num_rows, 1)
+    columns = [name for name in names if name in (options.field, options.weight_field)]
     try:
-        texts, size = [], 0
-        for batch in table.iter_batches(64, columns=[options.field]):
-            for value in batch.column(0):
-                texts.append(_text_of(value))
-                size += len(texts[-1] or "")
+        texts, size = [], 0         # (texts: each with its weight)
+        for batch in table.iter_batches(64, columns=columns):
+            weights = (batch.column(options.weight_field).to_pylist()
+                       if options.weight_field in columns else itertools.repeat(None))
+            for value, weight in zip(batch.column(options.field), weights):
+                texts.append((_text_of(value), weight))
+                size += len(texts[-1][0] or "")
                 if size >= PIECE:
                     end = row + len(texts)
                     yield Task(file, row, end, texts, file.size * end // count)
@@ -492,9 +501,9 @@ def read(task: Task, options: Options) -> Iterator[Document]:
     if task.problem:
         yield Document(task.problem.drops and task.start == 0, "", file.name, task.problem)
     elif file.kind == "parquet":
-        for row, text in enumerate(task.content, task.start):
+        for row, (text, weight) in enumerate(task.content, task.start):
             if isinstance(text, str):
-                yield Document(True, text, f"{file.name}:{row}")
+                yield Document(True, text, f"{file.name}:{row}", weight=weight, at=row)
             else:
                 what = "no text in" if text is None else f"{text.decode()}, which is not text, in"
                 yield Document(True, "", file.name, Trouble(
@@ -535,19 +544,20 @@ def _lines(task, options):
     """The documents of a piece of lines of JSON."""
     start = task.start
     for raw in _raw_lines(task):
-        where = f"{task.file.path} at byte {start:,}"
+        where, at = f"{task.file.path} at byte {start:,}", start
         start += len(raw) if isinstance(raw, bytes) else raw
         if isinstance(raw, int):
             yield Document(True, "", task.file.name, _too_long(task.file, start - raw))
         elif raw.strip() and options.form != "text":
-            yield _record(task, raw, where, options)
+            yield _record(task, raw, where, options)._replace(at=at)
         elif raw.strip():
             try:
                 text, = texts_of(raw, where, (options.field,))
             except ConfigError as e:
                 yield Document(True, "", task.file.name, Trouble("lines without a text", str(e)))
             else:
-                yield Document(True, text, text)
+                weight = options.weight_field and weight_in(json.loads(raw), options.weight_field)
+                yield Document(True, text, text, weight=weight, at=at)
 
 
 def _record(task, raw, where, options):
@@ -560,7 +570,8 @@ def _record(task, raw, where, options):
     if wrong:
         return Document(True, "", task.file.name,
                         Trouble(f"lines without {options.form}", f"{where}: {wrong}"))
-    return Document(True, record, raw.decode(errors="replace").strip())
+    return Document(True, record, raw.decode(errors="replace").strip(),
+                    weight=weight_in(record, options.weight_field))
 
 
 def form_of_files(files: Sequence[File], options: Options) -> str:
@@ -584,6 +595,42 @@ def form_of_files(files: Sequence[File], options: Options) -> str:
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --weights")
     return next(iter(forms), "text")
+
+
+def has_weights(files: Sequence[File], options: Options, flag: str) -> bool:
+    """Whether one of the files has the field of weights, in the examples with which it begins. For
+    `flag`, where it must have one, it is refused otherwise."""
+    field, other = options.weight_field, None
+    for file in files:
+        records = _first_objects(file, options) if file.kind == "lines" else []
+        if file.kind == "parquet":
+            package = optional_package("pyarrow.parquet", f"{file.path}")
+            with contextlib.suppress(Exception):        # (`_rows` says what is wrong)
+                records = [dict.fromkeys(package.read_schema(file.path).names, 1)]
+        for record in records:
+            if weight_in(record, field) is not None:
+                return True
+            other = other or (file.path, record)
+    if other and flag != "--held_out":
+        raise ConfigError(f"{other[0]}: {lacks(field, other[1])} (--weight_field {field})")
+    if not flag:
+        raise ConfigError(f"--weight_field {field}: is for lines of JSON and .parquet; there are "
+                          f"none")
+    return False
+
+
+def place_of(file: File, options: Options, at: int) -> str:
+    """A document's place in words: its row, or its line, which begins at byte `at`."""
+    if file.kind == "parquet":
+        return f"{file.path} row {at:,}"
+    line = 1
+    with open(file.path, "rb") as raw:
+        for block in _blocks(file, options, raw):
+            line += block[:at].count(b"\n")
+            at -= min(at, len(block))
+            if not at:
+                break
+    return f"{file.path} line {line:,}"
 
 
 def _first_objects(file, options):

@@ -5,7 +5,8 @@
 
 A file, several, or those that match a pattern or lie in a folder, in the order of their names;
 those with val, valid, test or held_out in their names are held out, else the last tenth. Such files
-do not say which ids exist, nor where documents begin.
+do not say which ids exist, nor where documents begin. Next to a.bin or a.npy, a.weights.npy has the
+weight of each token as a target, float16 or float32; without it, all are 1.
 """
 
 import glob
@@ -20,11 +21,15 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random, sha256
 from zigzag.disk.tokenizers import Ids, Tokenizer
+from zigzag.disk.weights import finite_weights
 
 # llm.c's header: 256 numbers of 32 bits, {magic: (version, type of the tokens)}.
 HEADER = 1024
 MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|held_out)([^a-z]|$)", re.I)
+
+
+WEIGHTS = ".weights.npy"
 
 
 class Joined:
@@ -78,6 +83,7 @@ def files_of(path: str | Path) -> list[Path]:
 
 def _chosen(there):
     """The token files among files that lie, or were named, together."""
+    there = [file for file in there if not file.name.endswith(WEIGHTS)]
     files = [file for file in there if file.suffix in (".bin", ".npy")]
     is_prepared = any(file.name == "data.json" for file in there)
     has_train = any("train" in file.stem for file in files)
@@ -94,25 +100,33 @@ class TokenFiles:
         self.folder = path = " ".join(map(str, paths))      # (for messages)
         files = token_files(paths)
         arrays = {file: _open(file) for file in files}
-        held_out = [a for file, a in arrays.items()
-                    if HELD_OUT.search(file.stem) and flag == "--data"]
-        train = [a for a in arrays.values() if all(a is not b for b in held_out)]
-        if not train:
+        held_out = {file for file in files if HELD_OUT.search(file.stem) and flag == "--data"}
+        if files and len(held_out) == len(files):
             raise ConfigError(f"{path}: all of its files are held out, by their names; expected "
                               f"one to learn from")
-        self.train, self.held_out = Joined(train), Joined(held_out)
-        if not held_out and flag == "--data":
-            total = len(self.train)
-            keep = total - total // 10
-            self.train, self.held_out = (Joined(_between(train, a, b))
-                                         for a, b in ((0, keep), (keep, total)))
+
+        def splits(arrays):
+            """What is learned of the arrays of all files, and what is held out."""
+            train, held = ([a for file, a in arrays.items() if (file in held_out) == is_held]
+                           for is_held in (False, True))
+            if not held and flag == "--data":
+                total = sum(map(len, train))
+                keep = total - total // 10
+                train, held = _between(train, 0, keep), _between(train, keep, total)
+            return Joined(train), Joined(held)
+
+        self.train, self.held_out = splits(arrays)
         self.train.filename = self.held_out.filename = path
+        weighted, weights = _weights(arrays)
+        self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
+                                (None, None)))
+        self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
         if not vocab_size:
             raise ConfigError(f"{flag} {path}: its files do not say how many ids there are; give "
                               f"--vocab_size (50257 for GPT-2's tokens)")
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.fingerprint = hashlib.sha256("".join(
-            file.name + sha256(file) for file in files).encode()).hexdigest()
+            file.name + sha256(file) for file in (*files, *weighted)).encode()).hexdigest()
         self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
         if tokenizer and hasattr(tokenizer, "path"):
             self.record["tokenizer_sha256"] = sha256(tokenizer.path)
@@ -135,7 +149,8 @@ class TokenFiles:
     def __str__(self) -> str:
         kind = "" if self.tokenizer.kind == "ids" else f" of {self.tokenizer.kind}"
         return (f"{self.folder}: {len(self.train):,} tokens to learn from, {len(self.held_out):,} "
-                f"held out; {self.train.dtype} ids{kind}, of {self.record['vocab_size']:,}")
+                f"held out; {self.train.dtype} ids{kind}, of {self.record['vocab_size']:,}"
+                f"{self.weighted}")
 
 
 def _between(arrays, first, last):
@@ -147,18 +162,46 @@ def _between(arrays, first, last):
     return [a for a in found if len(a)]
 
 
+def _weights(arrays):
+    """(the files of weights next to token files, {token file: its weights}) for {token file: its
+    tokens}. Without a file, they are 1, and take no memory."""
+    for path in {path for file in arrays for path in file.parent.glob(f"*{WEIGHTS}")}:
+        name = path.name.removesuffix(WEIGHTS)
+        if not any(path.with_name(f"{name}{end}").exists() for end in (".bin", ".npy")):
+            raise ConfigError(f"{path}: weights of no token file; expected {name}.bin or "
+                              f"{name}.npy next to it")
+    files, found = [], {}
+    for file, tokens in arrays.items():
+        path, count = file.with_suffix(WEIGHTS), len(tokens)
+        found[file] = np.broadcast_to(np.float32(1), count)
+        if path.exists():
+            files.append(path)
+            found[file] = _npy(path, ("float16", "float32"), "float16 or float32")
+            if len(found[file]) != count:
+                raise ConfigError(f"{path}: {len(found[file]):,} weights for the {count:,} tokens "
+                                  f"of {file.name}; expected one for each")
+            for start in (0, max(count - 10**6, 0)):        # (the others when they are read)
+                finite_weights(found[file], start, 10**6)
+    return files, found
+
+
+def _npy(path, dtypes, expected):
+    """The array of one dimension in a file, mapped into memory."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as e:
+        raise ConfigError(f"{path}: damaged, or not what numpy writes ({e})") from None
+    if found.ndim != 1 or not {found.dtype.name, found.dtype.kind} & {*dtypes}:
+        raise ConfigError(f"{path}: {found.dtype}{list(found.shape)}; expected one dimension of "
+                          f"{expected}")
+    return found
+
+
 def _open(path: Path) -> np.ndarray:
     """The tokens of a file, mapped into memory."""
     size = path.stat().st_size
     if path.suffix == ".npy":
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as e:
-            raise ConfigError(f"{path}: damaged, or not what numpy writes ({e})") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ConfigError(f"{path}: {tokens.dtype}{list(tokens.shape)}; expected one dimension "
-                              f"of whole numbers")
-        return tokens
+        return _npy(path, "iu", "whole numbers")
     header = np.fromfile(path, "<i4", 256) if size >= HEADER else np.zeros(1, int)
     if header[0] in MAGIC:
         if header[1] != MAGIC[header[0]][0]:

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import read_json, write_json
+from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
 from zigzag.weights.table import layer_counts
@@ -517,9 +517,8 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     """Write a folder that transformers reads: weights in this dtype, in files of FILE_BYTES. Every
     process must call this; process 0 writes. `forward` is the network's, for family.differs."""
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
-    is_taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if process_allgather(is_taken)[0]:      # (process 0 checked before it writes)
-        raise ConfigError(f"{path} is not empty; give a new folder")
+    check_others(path, "export", "this export")
+    process_allgather(0)        # (process 0 writes after all have looked)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)

@@ -187,15 +187,17 @@ def check_corpus(config: Any, sources: Any) -> Any:
                           "completions (python -m recipes.dpo learns from preferences)")
     for name, corpus in zip(sources.names, sources.corpora):
         count = len(corpus.train)
+        what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
+        if "weights" in corpus.record and not corpus.record["train"]["learned"]:
+            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
             if documents.unlearned(config.seq_len) == len(documents):
-                begins = int(np.argmax(documents.learned))
+                begins = int(np.argmax(documents.weights > 0))
                 raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
         if count <= config.seq_len and not corpus.is_learned_in_part:
-            what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
             raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
                               f"train on; give more data or a --seq_len below {count}")
     return config

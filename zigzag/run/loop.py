@@ -210,7 +210,8 @@ def flush_metrics(loop: Loop) -> None:
         values["lr"] = None
     took, saving = say.lap()
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    tokens, values["skipped"] = int(np.nan_to_num(values.pop("tokens"))), loop.skipped
+    tokens, values["skipped"] = float(np.nan_to_num(values.pop("tokens"))), loop.skipped
+    tokens = int(tokens) if tokens.is_integer() else tokens     # (a sum of weights)
     computed, learned = tokens_of(plan.batch, tokens)
     row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
            "tokens": tokens, "tokens_per_second": round(computed / took, 1),

@@ -52,6 +52,9 @@ class MoreOptions:
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
                                     # rows of running text (stream), or of whole documents, which do
                                     # not see each other (documents); '': stream, except for chats
+    weight_field: str = flag("", same=True, change="data", of=("text",))
+                                    # weights in lines of JSON: a number for a line, or a list with
+                                    # one for each token
     fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
                                     # names of the two texts in a file of pairs
 

@@ -1,0 +1,68 @@
+"""What --weight_field names: weights in lines of JSON, and in columns of .parquet.
+
+    a number    of a whole document; of a conversation, it multiplies the weights of its answers
+    a list      a number for each token of a text (not of a conversation)
+    nothing     1
+
+The weight of a token is the weight of predicting it. A wrong one ends the command: another weight
+in its place would be learned unseen. This file needs numpy, not jax.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+
+
+class WrongWeight(ConfigError):
+    """A weight that is not a number of 0 or more, or a list of another length than the tokens."""
+
+
+def as_weights(value: Any, count: int | None = None) -> np.ndarray:
+    """The weight of a line in float32: one for all of its tokens or, if `count` is given, an array
+    of `count`, one for each."""
+    if value is None or count == 0 and value == []:
+        return np.ones((), np.float32)
+    is_list = isinstance(value, list) and count is not None
+    numbers = value if is_list else [value]
+    for number, x in enumerate(numbers):
+        # (float32's largest number. A boolean is an int, too.)
+        if type(x) not in (int, float) or not 0 <= x < 3.4e38:
+            raise WrongWeight(
+                f"{f'has {x!r:.40} for token {number}' if is_list else f'is {x!r:.40}'}; expected "
+                f"a number of 0 or more" + ", or a list of them" * (count is not None))
+    if is_list and len(value) != count:
+        raise WrongWeight(f"is a list of {len(value)} for a text of {count} tokens; expected a "
+                          f"number for each")
+    return np.array(value, np.float32)
+
+
+def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
+    """`count` weights of a file, from token number `start` on, in float32."""
+    found = np.asarray(weights[start:start + count], np.float32)
+    if (wrong := ~((found >= 0) & (found < np.inf))).any():
+        at = int(wrong.argmax())
+        raise ConfigError(f"{getattr(weights, 'filename', None) or 'the weights'}: "
+                          f"{found[at]} for token {start + at}; expected numbers of 0 or more")
+    return found
+
+
+def weight_in(record: dict[str, Any], field: str) -> Any:
+    """The weight in a line; None if neither the line nor one of its messages has one."""
+    messages = record.get("messages")
+    is_inside = isinstance(messages, list) and any(
+        field in message for message in messages if isinstance(message, dict))
+    return record.get(field, 1 if is_inside else None) if field else None
+
+
+def weights_of_answers(messages: list[dict[str, Any]], field: str, count: int) -> list[Any]:
+    """The weights of the answers among these messages, which have fields of their own, for the
+    `count` parts of their text that are learned."""
+    found = [message.get(field) for message in messages if message["role"] == "assistant"]
+    if not field or not any(x is not None for x in found):
+        return [1] * count
+    if len(found) != count:
+        raise WrongWeight(f"is of {len(found)} answers, of which the chat template marks {count}; "
+                          f"give the whole line one weight")
+    return [as_weights(x) for x in found]
