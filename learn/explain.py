@@ -5,8 +5,10 @@
     python -m learn.explain out.html --run out/one --run out/two --shards 2
 
 The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
-of --topology, and does not run. With --run, the page has the curves of these runs. All other flags
-are train.py's. The page needs no network, and has no scripts.
+of --topology, and does not run. All other flags are train.py's. With --run, the page has the curves
+of these runs, and is about the step of the first: its model, batch and mesh. Flags beside --run may
+change what leaves the run's numbers as they are (--mesh, --remat, --topology ...). The page needs
+no network, and has no scripts.
 """
 
 import html
@@ -22,6 +24,9 @@ import networks
 import shard
 import train
 from learn import draw, walk
+from zigzag.core.errors import as_given
+from zigzag.core.flags import flat
+from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.measure import chips, forecast, hlo
 
 STYLE = draw.STYLE + """
@@ -235,8 +240,9 @@ SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline
             "A block, line by line": block}
 
 
-def page(run: Run, of_runs: str = "") -> str:
-    """The whole page; of_runs: its section about runs that were made."""
+def page(run: Run, of_runs: str = "", name: str = "") -> str:
+    """The whole page; of_runs: its section about runs that were made; name: the run whose step it
+    is about."""
     c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
     if of_runs:
         parts["Curves"] = of_runs
@@ -251,7 +257,9 @@ def page(run: Run, of_runs: str = "") -> str:
             f"<style>{STYLE}</style></head><body><header><h1>{title}</h1><p>An update has "
             f"{c.batch:,} rows of {c.seq_len:,} tokens, in {c.accumulate} part"
             f"{'s' * (c.accumulate > 1)}; {c.dtype}; --remat "
-            f"{html.escape(c.remat)}; {run.program.mesh.size:,} devices.</p></header>"
+            f"{html.escape(c.remat)}; {run.program.mesh.size:,} device"
+            f"{'s' * (run.program.mesh.size > 1)}"
+            f"{name and f'; the step of the run {html.escape(name)}'}.</p></header>"
             f'<nav aria-label="sections"><ul>{links}</ul></nav><main>{body}</main></body></html>\n')
 
 
@@ -286,6 +294,24 @@ def _bytes(size):
     return forecast.human_bytes(size)
 
 
+def config_of_run(run: str, given: dict[str, Any]) -> Any:
+    """The configuration of a run, with the flags that were given beside it. Those that contradict
+    what decides its numbers are refused."""
+    if run_record(run).get("own_weights"):
+        raise shard.ConfigError(f"--run {run}: its weights are those of a custom task, and the "
+                                f"page is about a network of train.py's; give a run of that first")
+    old = run_config(run, train.Config, network=networks.config_of_run(run))
+    facts = train.TRAINER.facts_of(old) | {"model": old.model, "init_from": old.init_from}
+    for name, value in given.items():
+        if facts.get(name, value) != value:
+            raise shard.ConfigError(f"--{name} {as_given(value)}: the page is about --run {run}, "
+                                    f"which has {name} {as_given(facts[name]) or '(none)'}; leave "
+                                    f"out one of them")
+    values = train.continuing.left_out(given, flat(old), type(old), type(old.network))
+    return train.command_line.make_config(
+        train.Config, networks, networks.network_of(old), values | given, given)
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
@@ -305,11 +331,12 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(argv[at + 1])
         del argv[at:at + 2]
     of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
-    config = train.parse(argv)
-    if config.data:
+    given = train.command_line.read_flags(argv, train.Config, networks)
+    if given.get("data"):
         raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
                                 "vocabulary can be given by --vocab_size")
-    text = page(compiled(config), of_runs)
+    config = config_of_run(runs[0], given) if runs else train.TRAINER.config_of_flags(given)
+    text = page(compiled(config), of_runs, *runs[:1])
     try:
         out.write_text(text)
     except OSError as e:
