@@ -24,9 +24,6 @@ import networks
 import shard
 import train
 from learn import draw, walk
-from zigzag.core.errors import as_given
-from zigzag.core.flags import flat
-from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.measure import chips, forecast, hlo
 
 STYLE = draw.STYLE + """
@@ -294,24 +291,6 @@ def _bytes(size):
     return forecast.human_bytes(size)
 
 
-def config_of_run(run: str, given: dict[str, Any]) -> Any:
-    """The configuration of a run, with the flags that were given beside it. Those that contradict
-    what decides its numbers are refused."""
-    if run_record(run).get("own_weights"):
-        raise shard.ConfigError(f"--run {run}: its weights are those of a custom task, and the "
-                                f"page is about a network of train.py's; give a run of that first")
-    old = run_config(run, train.Config, network=networks.config_of_run(run))
-    facts = train.TRAINER.facts_of(old) | {"model": old.model, "init_from": old.init_from}
-    for name, value in given.items():
-        if facts.get(name, value) != value:
-            raise shard.ConfigError(f"--{name} {as_given(value)}: the page is about --run {run}, "
-                                    f"which has {name} {as_given(facts[name]) or '(none)'}; leave "
-                                    f"out one of them")
-    values = train.continuing.left_out(given, flat(old), type(old), type(old.network))
-    return train.command_line.make_config(
-        train.Config, networks, networks.network_of(old), values | given, given)
-
-
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
@@ -335,7 +314,8 @@ def main(argv: list[str] | None = None) -> None:
     if given.get("data"):
         raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
                                 "vocabulary can be given by --vocab_size")
-    config = config_of_run(runs[0], given) if runs else train.TRAINER.config_of_flags(given)
+    config = (train.continuing.of_run(runs[0], given, train.TRAINER) if runs else
+              train.TRAINER.config_of_flags(given))
     text = page(compiled(config), of_runs, *runs[:1])
     try:
         out.write_text(text)

@@ -112,7 +112,7 @@ def test_a_page_about_a_run(tmp_path, capsys):
     assert f"{count:,} parameters on data=2 fsdp=4" in page.text
     assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
         page.text)
-    assert "--layers 2: the page is about --run" in refused(
+    assert f"--layers 2: --run {run} has layers 1; leave" in refused(
         capsys, tmp_path / "page.html", "--run", run, "--layers", 2, main=explain.main)
     assert "which has model tiny; leave out" in refused(
         capsys, tmp_path / "page.html", "--run", run, "--model", "1.2b", main=explain.main)

@@ -168,6 +168,26 @@ OF_SKLEARN = {"classify", "contrastive", "diffusion", "fedavg", "regress"}    # 
 MESHES = ["data=4", "tensor=2", "fsdp=2,tensor=2"]
 
 
+@pytest.mark.slow
+def test_the_help_of_a_recipe_is_its_own(monkeypatch, capsys):
+    """train.py's help, with values that the recipe does not have, and no word of what it does; a
+    distill that asks for a teacher first; a shell script that takes --help for a file's name."""
+    for name in "dpo", "distill":
+        module = importlib.import_module(f"recipes.{name}")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        with pytest.raises(SystemExit) as e:
+            module.main(["--seq_len", "77", "--help"])
+        says, _, options = capsys.readouterr().out.partition("its own defaults:")
+        assert not e.value.code and says.strip() == module.__doc__.strip()
+        assert "training example  [77]" in options and "--optimizer" not in options
+        assert ("updates of the weights  [600]" in options) == (name == "dpo")
+        assert "python train.py --help" in options
+    for path in (ROOT / "recipes").glob("*.sh"):
+        done = subprocess.run([path, "--help"], text=True, capture_output=True)
+        assert done.returncode == 0 and not done.stderr and "pipefail" not in done.stdout
+        assert len(done.stdout.splitlines()) > 3, (path, done)
+
+
 @pytest.fixture
 def recipe(monkeypatch, tmp_path, text):
     """recipe(name, mesh, *flags, stop): the rows of its updates, and its metrics.jsonl."""

@@ -155,13 +155,13 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
-              values: dict[str, Any] = {}) -> str:
+              values: dict[str, Any] = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
-    last line. `values` replace defaults."""
+    last line. `values` replace defaults; `about` replaces the docstring of the last class."""
     classes = cls if isinstance(cls, tuple) else (cls,)
     rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
             for name, default, text in reversed(flag_rows(cls))}
-    lines = [inspect.cleandoc(classes[-1].__doc__)]
+    lines = [about.strip() if about else inspect.cleandoc(classes[-1].__doc__)]
     for group, names in (groups or {"": list(reversed(rows))}).items():
         found = [rows[name] for name in names if name in rows]
         lines += ["", *([f"{group}:"] if group else []), *map(_help_line, found)] if found else []

@@ -1,6 +1,7 @@
 """Continuing a run: its folder has the values that the command line does not give.
 
     continued      the configuration for flags where --out may hold a run
+    of_run         the configuration of a run, to look at its step (learn.explain)
     left_out       the values that a command takes from the run that it continues
     check_change   refuse a --change that changes nothing
     check_steps    refuse fewer steps than the run has made
@@ -19,11 +20,17 @@ from typing import Any, Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import OF_DATA, check_run_folder, newest_step, run_record
+from zigzag.disk.checkpoint import (
+    OF_DATA,
+    check_run_folder,
+    newest_step,
+    run_config,
+    run_record,
+)
 from zigzag.run import command_line, schedules
 from zigzag.run.trainer import Trainer
 
@@ -57,6 +64,23 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
         raise
     check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
     return config
+
+
+def of_run(run: str, given: dict[str, Any], trainer: Trainer) -> Any:
+    """The configuration of a run, to look at its step, with the flags that were given with it.
+    Flags that contradict what decides its numbers are refused."""
+    if run_record(run).get("own_weights"):
+        raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
+                          f"a network of train.py's; give a run of one first")
+    old = run_config(run, trainer.config, network=trainer.networks.config_of_run(run))
+    facts = trainer.facts_of(old) | {"model": old.model, "init_from": old.init_from}
+    for name, value in given.items():
+        if facts.get(name, value) != value:
+            raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "
+                              f"{as_given(facts[name]) or '(none)'}; leave out one of them")
+    values = left_out(given, flat(old), type(old), type(old.network)) | given
+    return command_line.make_config(trainer.config, trainer.networks, trainer.network(old),
+                                    values, given)
 
 
 def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
