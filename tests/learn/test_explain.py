@@ -114,7 +114,7 @@ def test_a_page_about_a_run(tmp_path, capsys):
         page.text)
     assert f"--layers 2: --run {run} has layers 1; leave" in refused(
         capsys, tmp_path / "page.html", "--run", run, "--layers", 2, main=explain.main)
-    assert "which has model tiny; leave out" in refused(
+    assert f"--run {run} has model tiny; leave out" in refused(
         capsys, tmp_path / "page.html", "--run", run, "--model", "1.2b", main=explain.main)
 
 

@@ -229,7 +229,15 @@ def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
     rows, _ = recipe(name, "fsdp=2,tensor=2", "--steps", 2, "--eval_every", 0, "--metric", "",
                      out="run" if name == "distill" else "")        # (it opens --data for a run)
     assert len(rows) == 2 and np.isfinite([row["loss"] for row in rows]).all()
-    assert name != "grpo" or max(row["moved"] for row in rows) < 1e-4
+    assert name != "grpo" or max(row["shift_since_drawn"] for row in rows) < 1e-4
+
+
+@pytest.mark.full
+def test_grpo_says_when_there_is_nothing_to_learn_from(recipe, monkeypatch, capfd):
+    """Hours in which no answer is better than another, without a word."""
+    monkeypatch.setattr(grpo, "advantages", lambda rewards: rewards * 0.0)
+    recipe("grpo", "", "--steps", 20, "--batch", 8, "--eval_every", 0)
+    assert capfd.readouterr().out.count("step 20: in the last 20 updates all answers") == 1
 
 
 def test_devices_do_not_wait_for_each_other(tmp_path):
