@@ -161,7 +161,8 @@ class Reporter:
         numbers = "".join(f"  {name} {own[name]:.3g}" for i, name in enumerate(names)
                           if i == 0 or len("".join(names[:i + 1])) <= 13)
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}{numbers}  "
-                f"{speed}{mfu}  grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  {human_bytes(memory)}  {left}")
+                f"{speed}{mfu}  grad {row['grad_norm']:.2f}  lr {row['lr']:.2e}  "
+                f"{human_bytes(memory)}  {left}")
         self.line(text, live=True)
         if self.file and self.is_terminal and is_due:
             self.file.write(text + "\n")
