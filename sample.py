@@ -239,12 +239,12 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     hosts.end_at_sigterm()
     if flags.model:
         c = networks.hf_config(flags.model)
-        check_writes(networks.network_of(c), c, f"--model {flags.model}")
+        check_writes(networks.network_of(c), c, f"--model {flags.model}", mesh)
         tokenizer = published_tokenizer(flags.model, c.vocab_size)
         params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
         return params, c, tokenizer
     c = networks.config_of_run(flags.run)
-    check_writes(networks.network_of(c), c, f"--run {flags.run}")
+    check_writes(networks.network_of(c), c, f"--run {flags.run}", mesh)
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer

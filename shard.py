@@ -105,7 +105,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ANY_LOSS, ConfigError, count_of_other_time
+from zigzag.core.errors import ConfigError, any_loss, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     BATCH_AXES,
@@ -885,7 +885,7 @@ def _head_of_stage(head, all_time):
             if "whole_time" in names_in(head, params, x, batch):
                 raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss "
                                   f"calls shard.whole_time, and each stage has a part of the time; "
-                                  f"give pipelined_loss all_time=True; {ANY_LOSS}")
+                                  f"give pipelined_loss all_time=True; {any_loss()}")
             sums = head(params, x, batch)
         return mark_varying(tuple(sums), also={"pipe"})
 

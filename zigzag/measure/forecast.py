@@ -135,7 +135,8 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
     for one, cost in costs[:SHOWN]:
         say(f"         {one.mesh:36} {_in_units(cost.arithmetic + cost.links, TIMES):>11}: "
             f"arithmetic {_in_units(cost.arithmetic, TIMES)}, links "
-            f"{_in_units(cost.links, TIMES)}; about {_gib(cost.memory)} of {chip.memory / 2**30:.0f} GiB")
+            f"{_in_units(cost.links, TIMES)}; about {_gib(cost.memory)} of "
+            f"{chip.memory / 2**30:.0f} GiB")
     for one, _ in costs[:COMPILED]:
         try:
             ready = compile_program(one)
@@ -171,8 +172,8 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
                   f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
                   + fits)
     frozen = "; 4 per frozen weight" if config.lora_rank else ""
-    reporter.line(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the usual "
-                  f"count ({USUAL_COUNT}{frozen})")
+    reporter.line(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the "
+                  f"usual count ({USUAL_COUNT}{frozen})")
     reporter.line(f"links    {_gib(sent)} sent by a device")
     if not chip:
         return

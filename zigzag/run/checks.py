@@ -24,6 +24,7 @@ from zigzag.core.errors import (
 from zigzag.core.flags import change
 from zigzag.core.mesh import BATCH_AXES, by_path, entry_axes, mesh_sizes, row_groups
 from zigzag.core.options import changes, check_values
+from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
 from zigzag.run import averages, schedules
@@ -170,6 +171,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
                                   f"one comes after {begins:,} tokens")
         if count <= config.seq_len and not corpus.is_learned_in_part:
             what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
+            skipped = "; ".join(filter(None, what_was_skipped(corpus.record)))
             raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
-                              f"train on; give more data or a --seq_len below {count}")
+                              f"train on; give more data or a --seq_len below {count}"
+                              + (skipped and f" (skipped: {skipped})"))
     return config

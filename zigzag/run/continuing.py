@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError, as_given
+from zigzag.core.files import check_can_make
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
@@ -43,6 +44,8 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
     if given.get("bench") or given.get("topology"):
         return trainer.config_of_flags(given)
     out = given.get("out", trainer.config.out)
+    if out and "://" not in out:
+        check_can_make(out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     check_change(given, out, is_run, trainer)
     if not is_run:
@@ -124,6 +127,8 @@ def hold(config: Any, read: Callable) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
+    if config.out:
+        check_can_make(config.out)
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
         old, at = read(config.out), newest_step(config.out)
