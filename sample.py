@@ -44,6 +44,7 @@ from jax import Array
 
 import networks
 import shard
+from zigzag.core import hosts
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
@@ -235,14 +236,15 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
+    hosts.end_at_sigterm()
     if flags.model:
         c = networks.hf_config(flags.model)
-        check_writes(networks.network_of(c), c, f"--model {flags.model}")
+        check_writes(networks.network_of(c), c, f"--model {flags.model}", mesh)
         tokenizer = published_tokenizer(flags.model, c.vocab_size)
         params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
         return params, c, tokenizer
     c = networks.config_of_run(flags.run)
-    check_writes(networks.network_of(c), c, f"--run {flags.run}")
+    check_writes(networks.network_of(c), c, f"--run {flags.run}", mesh)
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer

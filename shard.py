@@ -105,7 +105,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ANY_LOSS, ConfigError, count_of_other_time
+from zigzag.core.errors import ConfigError, any_loss, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     BATCH_AXES,
@@ -526,7 +526,7 @@ def needs_all_time(function: str) -> None:
     if PART_OF_TIME.value:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
                           f"shard.{function}, and each stage has a part of the time; give "
-                          f"pipelined_loss all_time=True; {ANY_LOSS}")
+                          f"pipelined_loss all_time=True; {any_loss()}")
 
 
 def slots_of(tokens: Array) -> Array:

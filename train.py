@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
+import sys
 from typing import Any, Callable, Mapping, Sequence
 
 import jax
@@ -397,8 +398,9 @@ TRAINER = Trainer(config=Config, networks=networks, optimizer=optimizer, build=b
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. (It does not look at --out; `main` does.)"""
-    return TRAINER.parse(argv)
+    """train.py's command line as a Config. (It does not look at --out; `main` does.) In a script,
+    --help prints the script's docstring, and what else is in argv: its defaults."""
+    return TRAINER.parse(argv, sys.modules["__main__"].__doc__)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:

@@ -5,8 +5,10 @@
     python -m learn.explain out.html --run out/one --run out/two --shards 2
 
 The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
-of --topology, and does not run. With --run, the page has the curves of these runs. All other flags
-are train.py's. The page needs no network, and has no scripts.
+of --topology, and does not run. All other flags are train.py's. With --run, the page has the curves
+of these runs, and is about the step of the first: its model, batch and mesh. Flags beside --run may
+change what leaves the run's numbers as they are (--mesh, --remat, --topology ...). The page needs
+no network, and has no scripts.
 """
 
 import html
@@ -235,8 +237,9 @@ SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline
             "A block, line by line": block}
 
 
-def page(run: Run, of_runs: str = "") -> str:
-    """The whole page; of_runs: its section about runs that were made."""
+def page(run: Run, of_runs: str = "", name: str = "") -> str:
+    """The whole page; of_runs: its section about runs that were made; name: the run whose step it
+    is about."""
     c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
     if of_runs:
         parts["Curves"] = of_runs
@@ -251,7 +254,9 @@ def page(run: Run, of_runs: str = "") -> str:
             f"<style>{STYLE}</style></head><body><header><h1>{title}</h1><p>An update has "
             f"{c.batch:,} rows of {c.seq_len:,} tokens, in {c.accumulate} part"
             f"{'s' * (c.accumulate > 1)}; {c.dtype}; --remat "
-            f"{html.escape(c.remat)}; {run.program.mesh.size:,} devices.</p></header>"
+            f"{html.escape(c.remat)}; {run.program.mesh.size:,} device"
+            f"{'s' * (run.program.mesh.size > 1)}"
+            f"{name and f'; the step of the run {html.escape(name)}'}.</p></header>"
             f'<nav aria-label="sections"><ul>{links}</ul></nav><main>{body}</main></body></html>\n')
 
 
@@ -305,11 +310,13 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(argv[at + 1])
         del argv[at:at + 2]
     of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
-    config = train.parse(argv)
-    if config.data:
+    given = train.command_line.read_flags(argv, train.Config, networks)
+    if given.get("data"):
         raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
                                 "vocabulary can be given by --vocab_size")
-    text = page(compiled(config), of_runs)
+    config = (train.continuing.of_run(runs[0], given, train.TRAINER) if runs else
+              train.TRAINER.config_of_flags(given))
+    text = page(compiled(config), of_runs, *runs[:1])
     try:
         out.write_text(text)
     except OSError as e:

@@ -189,6 +189,7 @@ def make_decoder(rng, L=2, D=64, H=4, F=128, V=64):
 
 
 def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     rng, ones = np.random.default_rng(0), np.ones((16, 32), np.float32)

@@ -23,14 +23,15 @@ import train
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--teacher" not in argv[:-1]:
-        sys.exit(__doc__)
-    alone = "--alone" in argv
-    at = argv.index("--teacher")
-    folder, argv = argv[at + 1], [word for word in argv[:at] + argv[at + 2:] if word != "--alone"]
+    alone, argv = "--alone" in argv, [word for word in argv if word != "--alone"]
+    at = argv.index("--teacher") if "--teacher" in argv[:-1] else len(argv)
+    folder = "".join(argv[at + 1:at + 2])
+    config = train.parse(["--out", "student", "--steps", "2000", "--layers", "2", *argv[:at],
+                          *argv[at + 2:]])
+    if not folder:
+        sys.exit("error: give --teacher FOLDER, the --out of a train.py (--help says more)")
     teacher, teacher_config, _ = sample.load(folder)
     teacher = jax.device_get(teacher)
-    config = train.parse(["--out", "student", "--steps", "2000", "--layers", "2", *argv])
     with tasks.opened(config, train.TRAINER) as learned:
         config, task = learned.config, learned.task
         init_student, own_loss, _ = train.language(config)

@@ -7,6 +7,7 @@
 # usual arithmetic, 6.4 GiB sent per GPU per update. The first command compiles it again, without
 # the GPUs; if its figures are others on your version, trust those.
 set -euo pipefail
+case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 mapfile -t text < <(realpath "$@")
 cd "$(dirname "$0")/.."
 

@@ -6,6 +6,7 @@ al., 2024). No right answer is ever shown to it.
                 answers
     loss        minus that advantage, times a digit's probability now over that when it was drawn;
                 and minus a little entropy, without which all answers are soon the same
+    logged      reward, the share of right digits
     metric      exact, the share of greedy answers that are right, to sums that were never asked,
                 in either order
 
@@ -82,8 +83,11 @@ def main(argv=None):
             sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
         return prompt, right
 
+    equal = 0           # updates in a row in which no answer was better than another
+
     def drawn(seed, step, weights):
         """The examples of one update."""
+        nonlocal equal
         rng = np.random.default_rng((seed, step))
         asked = [ids(*choices[i]) for i in rng.integers(len(choices), size=c.batch // GROUP)]
         asked = [one for one in asked for _ in range(GROUP)]
@@ -92,6 +96,11 @@ def main(argv=None):
                                   batch=c.batch)
         rewards = np.array([np.equal(new, right) for (new, _), (_, right) in zip(written, asked)])
         found = advantages(rewards.reshape(-1, GROUP, LENGTH)).reshape(-1, LENGTH)
+        equal = 0 if found.any() else equal + 1
+        if equal and equal % 20 == 0 and jax.process_index() == 0:
+            print(f"\nstep {step + 1}: in the last {equal} updates all answers to a sum had the "
+                  f"same reward (now {rewards.mean():.2g}), from which nothing is learned",
+                  flush=True)
         return [(prompt, new, logs, advantage, right.mean())
                 for (prompt, _), (new, logs), advantage, right in zip(
                     asked, written, found, rewards)]
@@ -109,7 +118,8 @@ def main(argv=None):
         if "seeds" not in batch:        # held out: only the metric means something
             return losses.sum(), len(losses)
         return (losses.sum(), len(losses), {
-            "reward": batch["reward"].sum(), "moved": jnp.abs(logs - batch["drawn"]).mean(1).sum()})
+            "reward": batch["reward"].sum(),
+            "shift_since_drawn": jnp.abs(logs - batch["drawn"]).mean(1).sum()})
 
     def predict(params, batch):
         return sample.generate_ids(params, {"tokens": batch["prompt"]}, c.network, LENGTH, 0.0)

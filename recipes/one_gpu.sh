@@ -7,6 +7,7 @@
 # tokens a second. The held-out loss is lowest at step 500, 1.5301, and ends at 1.7294: 1,500 steps
 # are 24 times through the text, and the model overfits.
 set -euo pipefail
+case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 text=$(realpath "$1")
 cd "$(dirname "$0")/.."
 

@@ -7,6 +7,7 @@
 # held-out loss is lowest at step 600, 3.4829, and ends at 3.5358 (2.2382 bits per byte). README has
 # a sample.
 set -euo pipefail
+case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 text=$(realpath "$1")
 cd "$(dirname "$0")/.."
 

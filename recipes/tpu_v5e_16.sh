@@ -10,6 +10,7 @@
 #
 #   python train.py --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32 --remat full
 set -euo pipefail
+case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 text=$(realpath "$1")
 cd "$(dirname "$0")/.."
 

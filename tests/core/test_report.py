@@ -180,13 +180,25 @@ def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):
                        "lr": 0.5}, 60.0 if at == 1 else 0.5, 2 * 10**6)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 21
-    assert lines[-1] == ("step 100/100  loss 2.0000  200 tokens/s  mfu n/a  grad 1.00  "
+    assert lines[-1] == ("step 100/100  loss 2.0000  200 tokens/s  grad 1.00  "
                          "lr 5.00e-01  2.0 MB  0 s left")
     reporter.is_terminal = True
     reporter.step({"step": 7, "loss": 2.0, "mfu": 0.25, "tokens": 100, "grad_norm": 1.0,
                    "lr": 0.5}, 0.5, 10)
     said = capsys.readouterr().out
     assert said.startswith("\r\x1b[Kstep   7/100") and "mfu 25.0%" in said and "\n" not in said
+
+
+def test_a_step_shows_what_the_loss_logs(capsys):
+    """A reward that is in metrics.jsonl alone; a line that a few numbers make too long to read."""
+    reporter = report.Reporter(steps=100)
+    row = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr": 0.5}
+    own = {"reward": 1 / 3, "load": [1.0, 2.0], "acc": 0.5, "shift": 1e-9}
+    reporter.step(row, 0.5, 10, own=own)
+    reporter.step(row, 0.5, 10, own={"name" * 9: 1.0, "other": 2.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "  loss 2.0000  acc 0.5  reward 0.333  60 tokens/s" in first and len(first) <= 100
+    assert f"{'name' * 9} 1  60 tokens/s" in second
 
 
 def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
@@ -197,8 +209,8 @@ def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):
     reporter.step(row, 0.5, 10, (100, 100))
     reporter.step(row, 0.5, 10)
     lines = capsys.readouterr().out.splitlines()
-    assert "  200 tokens/s (60 learned from)  mfu" in lines[0]
-    assert "  200 tokens/s  mfu" in lines[1] and "  60 tokens/s  mfu" in lines[2]
+    assert "  200 tokens/s (60 learned from)  grad" in lines[0]
+    assert "  200 tokens/s  grad" in lines[1] and "  60 tokens/s  grad" in lines[2]
 
 
 def test_the_time_left_has_the_evaluations_and_saves_to_come(capsys, monkeypatch):

@@ -53,16 +53,22 @@ def written(tmp_path, *flags):
     return text, Page(text)
 
 
+def write_run(folder, *flags):
+    """A run as explain reads it, of FLAGS and these flags."""
+    folder.mkdir()
+    config = train.parse([*FLAGS.split(), *flags])
+    (folder / "config.json").write_text(json.dumps(train.TRAINER.record_of(config)))
+    rows = [{"step": i, "loss": 5 / i} for i in (1, 2)] + [{"eval_loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
 def test_a_page(tmp_path):
     """A weight's part or a collective's bytes that are not the program's; something that is loaded;
     a picture without words, a table without headings, a place that no key reaches."""
-    runs = [tmp_path / "one", tmp_path / "two"]
-    for number, folder in enumerate(runs):
-        folder.mkdir()
-        rows = [{"step": i, "loss": 5 / (i + number)} for i in (1, 2)] + [{"eval_loss": 1.0}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
     text, page = written(tmp_path, "--mesh", "data=2,fsdp=2,tensor=2",
-                         *(word for folder in runs for word in ("--run", str(folder))))
+                         *(word for folder in runs for word in ("--run", folder)))
     program = train.commands.program_of(train.parse(
         ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]), train.TRAINER)
     for path, x in jax.tree.leaves_with_path(program.state["params"]):
@@ -92,6 +98,24 @@ def test_a_page(tmp_path):
         assert "wide" not in attrs.get("class", "") or attrs["tabindex"] == "0"
     assert "prefers-color-scheme: dark" in text and 'lang="en"' in text
     assert "model.py:block" in page.text and "q, k, v = shard.columns" in page.text
+
+
+def test_a_page_about_a_run(tmp_path, capsys):
+    """The default model beside the curves of another; a flag that is ignored, or that the curves
+    were not made with; 1 devices."""
+    run = write_run(tmp_path / "small", "--layers", "1", "--batch", "8", "--mesh", "tensor=8")
+    explain.main([str(tmp_path / "page.html"), "--run", run, "--mesh", "data=2,fsdp=4",
+                  "--layers", "1"])
+    page = Page((tmp_path / "page.html").read_text())
+    config = train.parse([*FLAGS.split(), "--layers", "1"])
+    count, _ = train.TRAINER.network(config).parameters(config.network)
+    assert f"{count:,} parameters on data=2 fsdp=4" in page.text
+    assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
+        page.text)
+    assert f"--layers 2: --run {run} has layers 1; leave" in refused(
+        capsys, tmp_path / "page.html", "--run", run, "--layers", 2, main=explain.main)
+    assert f"--run {run} has model tiny; leave out" in refused(
+        capsys, tmp_path / "page.html", "--run", run, "--model", "1.2b", main=explain.main)
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shard
-from tests.common import SMALL, check_network, command, full, net, peer, refused, slow
+from tests.common import SMALL, check_network, command, full, net, peer, refused, slow, started
 from tests.helpers import make, program_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -90,6 +90,20 @@ def test_hardware_that_is_not_known_is_one_line(capsys):
     assert "--topology v9z:4x4: not known" in refused(capsys, "--topology", "v9z:4x4")
 
 
+@pytest.mark.slow
+def test_a_dry_run_says_what_it_does_and_ends_at_sigterm():
+    """Minutes in which nothing is printed; a page of addresses, by libtpu, for whoever stops it."""
+    peer("libtpu")
+    run = started("--topology", "v5e:4x4", "--mesh", "fsdp=16", "--layers", 24, "--d_model", 1024,
+                  "--batch", 16)
+    lines = []
+    while not lines or lines[-1] not in ("", "compiling ...\n"):
+        lines.append(run.stdout.readline())
+    run.terminate()
+    assert run.communicate() == ("", "stopped by SIGTERM\n") and run.returncode == 1
+    assert lines[0].startswith("=== zigzag on 16 x TPU v5 lite that are not here")
+
+
 @pytest.mark.parametrize("sizes", [dict(fsdp=32, tensor=2),
                                    dict(data=2, fsdp=2, pipe=2, tensor=8)])
 def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
@@ -121,6 +135,17 @@ def test_bias_and_activation_and_dropout_and_sum_are_fused():
     made = re.findall(r"= (?:bf16|f32)\[4,256,(?:512|2048)\]\S* ([\w-]+)\(", entry)
     made = [kind for kind in made if kind != "parameter"]
     assert made and set(made) == {"fusion"} and len(made) <= 2, made
+
+
+def test_a_small_programs_numbers_are_not_all_zero():
+    """memory 0.00 GiB, 0.00 Tflop, 0.0 ms, 161,635,550 tokens/s; other units for a large one, which
+    the docs quote."""
+    assert [forecast._gib(2**30 * x) for x in (2.15, 0.29, 0.01)] == [
+        "2.15 GiB", "0.29 GiB", "10.7 MB"]
+    assert [forecast._in_units(x, forecast.FLOPS, 2) for x in (2.4e11, 2.4e8, 2.4e3)] == [
+        "0.24 Tflop", "0.24 Gflop", "0.00 Mflop"]
+    assert [forecast._in_units(x, forecast.TIMES) for x in (12.0, 1e-4, 9.8e-6)] == [
+        "12,000.0 ms", "0.1 ms", "9.8 us"]
 
 
 def read_size(text):

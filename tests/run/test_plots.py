@@ -39,7 +39,7 @@ def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     assert second == f"o {runs / 'b'}: step 50, loss 3.0000"
     panels = {panel.splitlines()[0]: panel.splitlines() for panel in text.split("\n\n")[1:]}
     assert list(panels) == ["loss", "held-out loss", "learning rate",
-                            "gradient norm (logarithmic)", "tokens/s",
+                            "gradient norm (logarithmic)", plots.SPEED,
                             "expert load: smallest and largest share", "right"]
     loss = panels["loss"]
     width = len(loss[-2]) - 12

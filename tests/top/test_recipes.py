@@ -168,6 +168,26 @@ OF_SKLEARN = {"classify", "contrastive", "diffusion", "fedavg", "regress"}    # 
 MESHES = ["data=4", "tensor=2", "fsdp=2,tensor=2"]
 
 
+@pytest.mark.slow
+def test_the_help_of_a_recipe_is_its_own(monkeypatch, capsys):
+    """train.py's help, with values that the recipe does not have, and no word of what it does; a
+    distill that asks for a teacher first; a shell script that takes --help for a file's name."""
+    for name in "dpo", "distill":
+        module = importlib.import_module(f"recipes.{name}")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        with pytest.raises(SystemExit) as e:
+            module.main(["--seq_len", "77", "--help"])
+        says, _, options = capsys.readouterr().out.partition("its own defaults:")
+        assert not e.value.code and says.strip() == module.__doc__.strip()
+        assert "training example  [77]" in options and "--optimizer" not in options
+        assert ("updates of the weights  [600]" in options) == (name == "dpo")
+        assert "python train.py --help" in options
+    for path in (ROOT / "recipes").glob("*.sh"):
+        done = subprocess.run([path, "--help"], text=True, capture_output=True)
+        assert done.returncode == 0 and not done.stderr and "pipefail" not in done.stdout
+        assert len(done.stdout.splitlines()) > 3, (path, done)
+
+
 @pytest.fixture
 def recipe(monkeypatch, tmp_path, text):
     """recipe(name, mesh, *flags, stop): the rows of its updates, and its metrics.jsonl."""
@@ -209,7 +229,15 @@ def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
     rows, _ = recipe(name, "fsdp=2,tensor=2", "--steps", 2, "--eval_every", 0, "--metric", "",
                      out="run" if name == "distill" else "")        # (it opens --data for a run)
     assert len(rows) == 2 and np.isfinite([row["loss"] for row in rows]).all()
-    assert name != "grpo" or max(row["moved"] for row in rows) < 1e-4
+    assert name != "grpo" or max(row["shift_since_drawn"] for row in rows) < 1e-4
+
+
+@pytest.mark.full
+def test_grpo_says_when_there_is_nothing_to_learn_from(recipe, monkeypatch, capfd):
+    """Hours in which no answer is better than another, without a word."""
+    monkeypatch.setattr(grpo, "advantages", lambda rewards: rewards * 0.0)
+    recipe("grpo", "", "--steps", 20, "--batch", 8, "--eval_every", 0)
+    assert capfd.readouterr().out.count("step 20: in the last 20 updates all answers") == 1
 
 
 def test_devices_do_not_wait_for_each_other(tmp_path):

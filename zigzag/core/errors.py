@@ -20,12 +20,17 @@ HERE = Path(__file__).parents[1]        # zigzag/; beside it, the files that cal
 INSTALLED = tuple({*sysconfig.get_paths().values(), "<"})       # where others' code lies
 OURS = {"train.py", "shard.py", "sample.py", "data.py"}
 
-# Said where a loss cannot run on an axis.
-ANY_LOSS = "any loss that is a sum over rows trains on data, fsdp and tensor"
-
 
 class ConfigError(ValueError):
     """A refusal: the message says what was given and what would be accepted."""
+
+
+def any_loss(*axes: str) -> str:
+    """Said where a loss cannot run on these axes (tensor, or tensor=2): on which others it can."""
+    others = [axis for axis in ("data", "fsdp", "tensor")
+              if axis not in {text.partition("=")[0] for text in axes}]
+    where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"
+    return f"any loss that is a sum over rows trains on {where}"
 
 
 def count_of_other_time(seq: int) -> ConfigError:
@@ -34,7 +39,7 @@ def count_of_other_time(seq: int) -> ConfigError:
         f"mesh axis seq={seq}: this loss's sum is of a device's part of the time, and its count is "
         f"not: it divides by a constant or by its rows, as a pooled one does, or by a sum over all "
         f"of the time; let it pool what shard.whole_time gives, or count the sum of the batch's "
-        f"weights [B, T], and multiply each row's loss by the sum of the row's; {ANY_LOSS}")
+        f"weights [B, T], and multiply each row's loss by the sum of the row's; {any_loss()}")
 
 
 class RunError(RuntimeError):
@@ -108,7 +113,7 @@ def derive(config: Any, **values: Any) -> None:
 
 def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr) -> str:
     """'; did you mean X?' for the known name closest to `word`, or nothing."""
-    close = difflib.get_close_matches(word, known, 1, 0.5)
+    close = difflib.get_close_matches(word, known, 1, 0.7)
     return f"; did you mean {spell(close[0])}?" if close else ""
 
 

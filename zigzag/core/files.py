@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any, Callable, Iterator
@@ -54,6 +55,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, record: dict) -> None:
     write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def check_can_make(out: str, flag: str = "--out") -> None:
+    """Refuse a folder that cannot be made, or in which nothing can be written, before work is
+    spent on what it is to hold. (Only making something there shows it, also to root.)"""
+    path = Path(out).absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if path.is_file():
+        return                  # (the message that it is a file comes later)
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there))
+    except OSError as e:
+        raise ConfigError(f"{flag} {out}: cannot be made there ({there}: {e.strerror})") from None
 
 
 class Placed:

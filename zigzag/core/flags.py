@@ -135,7 +135,8 @@ def _value(name, kind, values, given):
         raise ConfigError(f"--{name} needs a value ({kind.__name__})")
     text = values[0] if values else "true"
     try:
-        value = BOOLS[text.lower()] if kind is bool else kind(text)
+        value = BOOLS[text.lower()] if kind is bool else (
+            _integer(text) if kind is int else kind(text))
     except (ValueError, KeyError):
         expected = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
         raise ConfigError(f"--{name} {text}: expected {expected}") from None
@@ -144,6 +145,16 @@ def _value(name, kind, values, given):
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"--{name} {text}: expected a finite number")
     return value
+
+
+def _integer(text):
+    """The integer that is written as 1000, 1_000 or 1e3."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
@@ -155,13 +166,13 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
-              values: dict[str, Any] = {}) -> str:
+              values: dict[str, Any] = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
-    last line. `values` replace defaults."""
+    last line. `values` replace defaults; `about` replaces the docstring of the last class."""
     classes = cls if isinstance(cls, tuple) else (cls,)
     rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
             for name, default, text in reversed(flag_rows(cls))}
-    lines = [inspect.cleandoc(classes[-1].__doc__)]
+    lines = [about.strip() if about else inspect.cleandoc(classes[-1].__doc__)]
     for group, names in (groups or {"": list(reversed(rows))}).items():
         found = [rows[name] for name in names if name in rows]
         lines += ["", *([f"{group}:"] if group else []), *map(_help_line, found)] if found else []

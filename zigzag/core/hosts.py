@@ -4,6 +4,7 @@
     process_allgather        exchange values, through process 0
     assert_same_everywhere   refuse to train with processes that have another configuration
     watchdog                 end a process that waits too long, with a message
+    end_at_sigterm           end with a line at SIGTERM
     stop_on_signals          let the loop finish its step and save after Ctrl-C or SIGTERM
     exit_together            end a process that fails at once, so that the others notice
 
@@ -187,6 +188,20 @@ class Watchdog:
 
 
 watchdog = Watchdog()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_sigterm(_):
+    os.write(2, b"stopped by SIGTERM\n")
+    os._exit(1)
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process with a line and status 1, also while jax compiles, unless
+    somebody else handles it. Call it when the devices are known: libtpu, which finds some of them,
+    would print a page of addresses."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not jax.distributed.is_initialized():
+        ctypes.CDLL(None).signal(signal.SIGTERM, _on_sigterm)
 
 
 # Signals within so many seconds count as one: a launcher (timeout, uv) passes on to this process

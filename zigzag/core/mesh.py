@@ -99,7 +99,8 @@ def _wrong_size(sizes, needed, devices):
     else:
         advice = "use --shards 1, or set JAX_PLATFORMS=cpu to simulate the devices"
     text = " x ".join(f"{a}={sizes[a]}" for a in AXES if a in sizes)
-    return f"mesh {text} is {needed} devices and there are {count} ({platform}): {advice}"
+    number = f"{needed} device{'s' * (needed > 1)}"
+    return f"mesh {text} is {number} and there are {count} ({platform}): {advice}"
 
 
 def _divisors(count):

@@ -137,11 +137,13 @@ class Reporter:
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
     def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
-             others: Callable[[float], float] = lambda usual: 0.0, what: str = "tokens") -> None:
+             others: Callable[[float], float] = lambda usual: 0.0, what: str = "tokens",
+             own: Mapping[str, Any] = {}) -> None:
         """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use. `tokens`
         are how many were computed and how many learned from, where row["tokens"] does not say
         both; `what` says what they are. others(seconds of a usual step): how long evaluations and
-        saves to come will take."""
+        saves to come will take. `own` are the row's numbers that the loss itself logs: the first
+        by name is printed, and those after it while their names have 13 letters in all."""
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
             self.times.append(took)
@@ -150,15 +152,18 @@ class Reporter:
             return
         usual = statistics.median(self.times) if self.times else took
         left = f"{(total - at) * usual + others(usual):.0f} s left" if self.times else "-"
-        mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
         computed, learned = tokens if tokens[0] else (row["tokens"],) * 2
         speed = f"{computed / usual:,.0f} {what}/s"
         if abs(computed - learned) > 0.01 * computed:
             speed += f" ({learned / usual:,.0f} learned from)"
-        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}  {speed}  mfu {mfu}"
-                f"  grad {row['grad_norm']:.2f}"
-                + (f"  lr {row['lr']:.2e}" if row["lr"] is not None else "")
-                + f"  {human_bytes(memory)}  {left}")
+        names = sorted(name for name, x in own.items() if isinstance(x, float))
+        numbers = "".join(f"  {name} {own[name]:.3g}" for i, name in enumerate(names)
+                          if i == 0 or len("".join(names[:i + 1])) <= 13)
+        rate = f"  lr {row['lr']:.2e}" if row["lr"] is not None else ""
+        text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}{numbers}  "
+                f"{speed}{mfu}  grad {row['grad_norm']:.2f}{rate}  "
+                f"{human_bytes(memory)}  {left}")
         self.line(text, live=True)
         if self.file and self.is_terminal and is_due:
             self.file.write(text + "\n")

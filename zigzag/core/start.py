@@ -3,13 +3,17 @@
     begin       end in one line at Ctrl-C, and restart with large pages
     has_begun   from here on Ctrl-C is the command's own business
 
+Importing this file also silences libtpu, for a process that is no command of ours, too.
+
 Large pages of memory, on Linux: glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES
 asks for them when a process starts. So a command that finds the variable unset restarts itself with
 it. It does not under a debugger or tracer, which would lose it; ZIGZAG_LARGE_PAGES=0 switches it
 off.
 
-libtpu, which --topology needs, complains in five lines where there is no TPU, also when a command
-only computes on the CPU. Its settings for such a machine keep it quiet.
+libtpu, which --topology needs, prints five lines of errors where there is no TPU, even if a process
+only computes on the CPU. Its settings for such a machine keep it quiet. They have to be there when
+jax first looks for devices, so this file sets them when it is imported: model.py, shard.py and
+train.py all import it, and so does a user's script or a notebook that imports one of them.
 """
 
 import glob
@@ -30,14 +34,17 @@ GOOGLE = "0x1ae0"       # the vendor of a TPU, as PCI names it
 
 def begin() -> None:
     """Prepare a command: at Ctrl-C it ends with status 130 and one line, not with a page of
-    imports; it has large pages, and a quiet libtpu."""
+    imports; it has large pages."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    _restart_with_large_pages()
+
+
+def _quiet_libtpu():
     if importlib.util.find_spec("libtpu") and not _may_have_tpu():
         for name, value in LIBTPU.items():
             os.environ.setdefault(name, value)
-    _restart_with_large_pages()
 
 
 def _may_have_tpu():
@@ -86,3 +93,6 @@ def _glibc_version():
         return tuple(map(int, version.split("."))) if name == "glibc" else (0,)
     except (AttributeError, OSError, ValueError):
         return (0,)
+
+
+_quiet_libtpu()

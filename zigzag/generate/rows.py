@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
-from zigzag.weights.network import Network
+from zigzag.weights.network import Network, check_tensor
 from zigzag.weights.positions import scaled_length
 
 
@@ -64,8 +64,10 @@ def check_ids(what, rows, c):
     return max(map(len, rows))
 
 
-def check_writes(network: Network, c: Any, what: str) -> None:
-    """Refuse a model that writes no text."""
+def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
+    """Refuse a model that writes no text, or that this mesh cannot split."""
+    if mesh is not None and mesh.shape["tensor"] > 1:
+        check_tensor(c, mesh, network.weight_specs(c, mesh))
     if (gives := network.gives(c)) != "text":
         raise ConfigError(f"{what}: this model gives {gives} and writes no text")
 

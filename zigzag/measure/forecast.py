@@ -133,9 +133,10 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
         say("         (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight devices "
             "here)")
     for one, cost in costs[:SHOWN]:
-        say(f"         {one.mesh:36} {1e3 * (cost.arithmetic + cost.links):8.1f} ms: arithmetic "
-            f"{1e3 * cost.arithmetic:.1f}, links {1e3 * cost.links:.1f}; about "
-            f"{cost.memory / 2**30:.1f} of {chip.memory / 2**30:.0f} GiB")
+        say(f"         {one.mesh:36} {_in_units(cost.arithmetic + cost.links, TIMES):>11}: "
+            f"arithmetic {_in_units(cost.arithmetic, TIMES)}, links "
+            f"{_in_units(cost.links, TIMES)}; about {_gib(cost.memory)} of "
+            f"{chip.memory / 2**30:.0f} GiB")
     for one, _ in costs[:COMPILED]:
         try:
             ready = compile_program(one)
@@ -143,7 +144,7 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
         except jax.errors.JaxRuntimeError as e:
             say(f"         {one.mesh} does not compile: {one_line(e)}")
             continue
-        say(f"         {one.mesh} compiled: {peak / 2**30:.2f} GiB a device")
+        say(f"         {one.mesh} compiled: {_gib(peak)} a device")
         if peak < chip.memory:
             return one.mesh, ready
     raise ConfigError(f"--mesh auto: among {len(costs)} meshes of {len(devices)} devices, none of "
@@ -171,8 +172,8 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
                   f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
                   + fits)
     frozen = "; 4 per frozen weight" if config.lora_rank else ""
-    reporter.line(f"compute  {done / 1e12:.2f} Tflop a device, {done / flops:.3f} times the usual "
-                  f"count ({USUAL_COUNT}{frozen})")
+    reporter.line(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the "
+                  f"usual count ({USUAL_COUNT}{frozen})")
     reporter.line(f"links    {_gib(sent)} sent by a device")
     if not chip:
         return
@@ -180,10 +181,12 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
              "links": sent / chip.links}
     worst = max(takes, key=takes.get)
     least = takes[worst]
+    speed = config.batch * config.seq_len / least
+    speed = f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:,.1f} million"
     reporter.line(
-        "bound    " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in takes.items())
-        + f": a step takes at least {least * 1e3:.1f} ms ({worst}), "
-        f"{config.batch * config.seq_len / least:,.0f} tokens/s, mfu at most "
+        "bound    " + ", ".join(f"{k} {_in_units(v, TIMES)}" for k, v in takes.items())
+        + f": a step takes at least {_in_units(least, TIMES)} ({worst}), "
+        f"{speed} tokens/s, mfu at most "
         f"{flops / chip.flops / least:.1%}, if each runs at its published rate "
         f"({chip.flops / 1e12:.0f} Tflop/s, {chip.bandwidth / 1e9:.0f} GB/s, "
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
@@ -208,8 +211,19 @@ def bytes_moved(step: jax.stages.Compiled) -> int:
     return m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
 
 
+# Units from the largest to the smallest, with which a small model's numbers are not all 0.00.
+FLOPS = {"Tflop": 1e12, "Gflop": 1e9, "Mflop": 1e6}
+TIMES = {"ms": 1e-3, "us": 1e-6}
+
+
+def _in_units(x, units, digits=1):
+    """The number in the largest of these units of which it is at least a tenth."""
+    name, unit = next((pair for pair in units.items() if 10 * x >= pair[1]), [*units.items()][-1])
+    return f"{x / unit:,.{digits}f} {name}"
+
+
 def _gib(size):
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if 10 * size >= 2**30 else human_bytes(size)
 
 
 def _share_in_groups(config, mesh):

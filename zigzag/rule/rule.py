@@ -77,6 +77,8 @@ NARROW, SHORT, ENDS = 4, 16, 1 / 8
 NONE, BY_RULE = -1, -2
 # The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
+# Why a weight is whole if no axis could split it.
+WHOLE = "whole: nothing to split it over"
 # The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
 MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
@@ -547,7 +549,7 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
     if "indexed" in matrix_roles or set(contracted) & set(free):
         contracted = free = ()
     return Decision(drop_trivial_axes(P(*entries), mesh),
-                    "; ".join(filter(None, why)) or "whole: nothing to split it over",
+                    "; ".join(filter(None, why)) or WHOLE,
                     bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
@@ -619,7 +621,7 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     puts all small unsplit weights into one line."""
     paths, leaves, _ = flatten(params)
     sizes = _axis_sizes(mesh)
-    table, total = [], 0
+    table, total, is_one = [], 0, math.prod(sizes.values()) == 1
     gradients = moments = 0     # bytes, for trained weights only
     copies = {a: defaultdict(list)      # {why: sizes}
               for a in ("tensor", "fsdp", "pipe") if sizes[a] > 1}
@@ -638,7 +640,7 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
         is_small = not (spec_axes(d.spec) or d.is_matrix)
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
-                      here, d.reason, is_small))
+                      here, "" if is_one and d.reason == WHOLE else d.reason, is_small))
     lines = _aligned(table, total / 100 if is_short else 0)
     what = "AdamW's two moments" if state is None else "the optimizer's state"
     if state is not None:
@@ -669,7 +671,8 @@ def _aligned(rows, most):
     weight). Several small ones of at most `most` bytes share the last line."""
     small = [row for row in rows if row[5] and row[3] <= most]
     small = small if len(small) > 1 else []
-    table = [("weight", "shape", "split", "per device", "why"),
+    why = "why" if small or any(row[4] for row in rows) else ""
+    table = [("weight", "shape", "split", "per device", why),
              *((*row[:3], human_bytes(row[3]), row[4]) for row in rows if row not in small)]
     if small:
         names = [*dict.fromkeys(path.split(".")[-1] for path, *_ in small)]

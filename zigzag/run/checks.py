@@ -33,6 +33,7 @@ from zigzag.core.mesh import (
     unknown_time,
 )
 from zigzag.core.options import changes, check_values
+from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
 from zigzag.rule.rule import apply_overrides, parse_overrides
 from zigzag.run import averages, schedules
@@ -198,6 +199,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
         if count <= config.seq_len and not corpus.is_learned_in_part:
+            skipped = "; ".join(filter(None, what_was_skipped(corpus.record)))
             raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
-                              f"train on; give more data or a --seq_len below {count}")
+                              f"train on; give more data or a --seq_len below {count}"
+                              + (skipped and f" (skipped: {skipped})"))
     return config

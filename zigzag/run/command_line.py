@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from typing import Any, Sequence
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import comments, options
 from zigzag.run import help, plots
@@ -33,8 +33,11 @@ def names_of(cls: type) -> set[str]:
     return set(options(cls))
 
 
-def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str, Any]:
-    """The flags that were given, by name. With --help or --plot, print that and exit."""
+def read_flags(argv: Sequence[str] | None, run: type, networks: Any, script: str | None = None
+               ) -> dict[str, Any]:
+    """The flags that were given, by name. With --help or --plot, print that and exit. `script` is
+    the docstring of the script that calls train.parse: its --help shows this and the flags that
+    were given, which are the script's own defaults."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
     is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
@@ -49,11 +52,14 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any) -> dict[str
         sys.exit(0)
     if asks_help is not None:
         network, fields, source = networks.chosen(given)
-        of_run = {name: value for name, value in given.items() if name in names_of(run)}
-        values = dataclasses.asdict(network.config(**fields)) | of_run | source if of_run else {}
+        values = dataclasses.asdict(network.config(**fields)) | source if given else {}
+        values |= {name: as_given(value) for name, value in given.items()}
         others = networks.NETWORKS.values() if is_all else [network]
-        show_help(help_text((*(network.config for network in others), run), help.groups_of(
-            classes[0], run, others, is_all), help.LAST, values | {"published": ""}))
+        plain, classes = classes[0], (*(network.config for network in others), run)
+        groups, last = help.groups_of(plain, run, others, is_all), help.LAST
+        if script and not is_all:
+            groups, last = {"its own defaults": list(given)}, help.IN_A_SCRIPT
+        show_help(help_text(classes, groups, last, values | {"published": ""}, script))
     _check_commands(given, run)
     return given
 
@@ -99,14 +105,10 @@ def _is(names):
 
 def _refuse(names, given, why):
     if names:
-        flags = " and ".join(f"--{name} {_shown(given[name])}" for name in names)
+        flags = " and ".join(f"--{name} {as_given(given[name])}" for name in names)
         verb = "has" if len(names) == 1 else "have"
         raise ConfigError(f"{flags} {verb} no effect {why}; leave "
                           f"{'it' if len(names) == 1 else 'them'} out")
-
-
-def _shown(value):
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def make_config(run: type, networks: Any, network: Network, values: dict[str, Any],

@@ -58,7 +58,9 @@ def machine(config: Any) -> Any:
 def _devices(config):
     """The devices of --topology, or all devices of this run, after its processes have met."""
     hosts.init_distributed(config)
-    return chips.topology_devices(config.topology) if config.topology else jax.devices()
+    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
+    hosts.end_at_sigterm()
+    return devices
 
 
 def choose_mesh(config: Any, trainer: Trainer
@@ -119,9 +121,12 @@ def dry_run(config: Any, trainer: Trainer, is_short: bool = True) -> None:
     """Compile the real step for the hardware of --topology, and print its memory, arithmetic and
     collectives."""
     begin = time.perf_counter()
-    program, step = ready_to_run(config, trainer)
+    config, ready = choose_mesh(config, trainer)
+    program = ready[0] if ready else program_of(config, trainer)
     config, say = program.config, Reporter(config.steps)
     report_header(program, say, trainer.hidden(), trainer.networks.describe(config), is_short)
+    say.line("compiling ...", live=True)
+    step = ready[1] if ready else compiled(program)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say,
                      flops=trainer.networks.flops_of_update(config),

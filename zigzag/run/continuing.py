@@ -1,6 +1,7 @@
 """Continuing a run: its folder has the values that the command line does not give.
 
     continued      the configuration for flags where --out may hold a run
+    of_run         the configuration of a run, to look at its step (learn.explain)
     left_out       the values that a command takes from the run that it continues
     check_change   refuse a --change that changes nothing
     check_steps    refuse fewer steps than the run has made
@@ -21,11 +22,18 @@ from typing import Any, Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, as_given
+from zigzag.core.files import check_can_make
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import OF_DATA, check_run_folder, newest_step, run_record
+from zigzag.disk.checkpoint import (
+    OF_DATA,
+    check_run_folder,
+    newest_step,
+    run_config,
+    run_record,
+)
 from zigzag.run import command_line, schedules
 from zigzag.run.trainer import Trainer
 
@@ -38,6 +46,8 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
     if given.get("bench") or given.get("topology"):
         return trainer.config_of_flags(given)
     out = given.get("out", trainer.config.out)
+    if out and "://" not in out:
+        check_can_make(out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     check_change(given, out, is_run, trainer)
     if not is_run:
@@ -59,6 +69,23 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
         raise
     check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
     return config
+
+
+def of_run(run: str, given: dict[str, Any], trainer: Trainer) -> Any:
+    """The configuration of a run, to look at its step, with the flags that were given with it.
+    Flags that contradict what decides its numbers are refused."""
+    if run_record(run).get("own_weights"):
+        raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
+                          f"a network of train.py's; give a run of one first")
+    old = run_config(run, trainer.config, network=trainer.networks.config_of_run(run))
+    facts = trainer.facts_of(old) | {"model": old.model, "init_from": old.init_from}
+    for name, value in given.items():
+        if facts.get(name, value) != value:
+            raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "
+                              f"{as_given(facts[name]) or '(none)'}; leave out one of them")
+    values = left_out(given, flat(old), type(old), type(old.network)) | given
+    return command_line.make_config(trainer.config, trainer.networks, trainer.network(old),
+                                    values, given)
 
 
 def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
@@ -102,6 +129,8 @@ def hold(config: Any, read: Callable) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
+    if config.out:
+        check_can_make(config.out)
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
         old, at = read(config.out), newest_step(config.out)

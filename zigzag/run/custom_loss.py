@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core import tested
 from zigzag.core.compiler import LOOP_BESIDE_GATHERS
-from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
+from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import BATCH_AXES, by_path, cast, platform, row_groups, shardings, untyped
 from zigzag.parallel.storage import permute_layers
@@ -437,7 +437,8 @@ def check_traceable(program: Program) -> None:
 def _not_traceable(plan, e):
     if plan.needs:
         return ConfigError(f"mesh axis {' and '.join(plan.needs)}: this loss cannot be computed "
-                           f"over it ({one_line(e)}){_by_hand(plan)}; {ANY_LOSS}")
+                           f"over it ({one_line(e)}){_by_hand(plan)}; "
+                           f"{any_loss(*plan.needs)}")
     return ConfigError(f"this loss cannot be computed inside a shard_map ({one_line(e)}); what it "
                        f"closes over must not lie on a mesh (jax.device_get takes it off), nor may "
                        f"it say where arrays lie; or use --step jit")
@@ -509,7 +510,7 @@ def _not_this_mesh(plan, found, rows):
     return ConfigError(
         f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} {what} is {got} (sum / "
         f"count), on one device {wanted}; these differ: {found.differ}; {_partly_seen(plan)}: "
-        f"{ANY_LOSS}")
+        f"{any_loss(*axes)}")
 
 
 def _partly_seen(plan):

@@ -5,6 +5,8 @@ from typing import Any, Sequence
 
 from zigzag.core.options import comments
 
+IN_A_SCRIPT = ("All flags of train.py change this script's run, too: python train.py --help lists "
+               "them")
 LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "
         "network of NAME")
 

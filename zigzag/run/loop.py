@@ -34,7 +34,7 @@ from zigzag.rule.rule import explain
 from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
-from zigzag.run.plan import Program, compiled
+from zigzag.run.plan import LOGGED, Program, compiled
 from zigzag.weights import lora
 
 # How many examples' outputs an evaluation shows.
@@ -212,6 +212,7 @@ def flush_metrics(loop: Loop) -> None:
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
     tokens, values["skipped"] = float(np.nan_to_num(values.pop("tokens"))), loop.skipped
     tokens = int(tokens) if tokens.is_integer() else tokens     # (a sum of weights)
+    own = {name: value for name, value in values.items() if name not in LOGGED}
     computed, learned = tokens_of(plan.batch, tokens)
     row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
            "tokens": tokens, "tokens_per_second": round(computed / took, 1),
@@ -223,7 +224,7 @@ def flush_metrics(loop: Loop) -> None:
         what, computed = "examples", plan.config.batch
         learned = computed
     say.step(row, took, chips.memory_in_use(), (computed, learned),
-             functools.partial(seconds_of_others, loop, at), what)
+             functools.partial(seconds_of_others, loop, at), what, own)
     say.note_loss(at, row["loss"])
     if loop.skipped:
         _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")

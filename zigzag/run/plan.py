@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.compiler import compiler_options
-from zigzag.core.errors import ANY_LOSS, ConfigError, one_line
+from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
@@ -48,6 +48,7 @@ from zigzag.run.checks import check_batch, check_overrides, check_rows, check_ti
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 from zigzag.weights import lora
+from zigzag.weights.network import check_tensor
 from zigzag.weights.table import count
 
 # The names in a step's line of metrics.jsonl.
@@ -256,6 +257,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims, fsdp_dims=fsdp_dims)
+    if network:
+        check_tensor(config.network, mesh, jax.tree.map(lambda d: d.spec, decisions))
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
@@ -382,12 +385,12 @@ def _check_axes(plan, names, why):
             continue
         if function not in names:
             raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
-                              f"which is what splits {what} over it; {ANY_LOSS}")
+                              f"which is what splits {what} over it; {any_loss(axis)}")
         # A gradient inside the loss would be the gradient of this device's part alone.
         if DIFFERENTIATED in names:
             raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself "
                               f"(or another derivative), which over {axis} would be the gradient "
-                              f"of one device's part; {ANY_LOSS}")
+                              f"of one device's part; {any_loss(axis)}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
                           f"compiler may split it beside {plan.needs[0]}; give a mesh without "

@@ -23,11 +23,13 @@ from zigzag.core import start
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.flags import parse_flags, run_main
 
+MEDIAN = 25     # steps whose median is the speed at one of them: single steps are noise
+SPEED = f"tokens/s (running median of {MEDIAN} steps)"
 # The two units of held-out numbers, of which a chart has one.
 PER_TOKEN, PER_BYTE = "held-out loss", "held-out bits per byte"
 # {title: the name of its number in a line of metrics.jsonl}
 PANELS = {"loss": "loss", PER_TOKEN: "eval_loss", PER_BYTE: "bits_per_byte", "learning rate": "lr",
-          "gradient norm": "grad_norm", "tokens/s": "tokens_per_second",
+          "gradient norm": "grad_norm", SPEED: "tokens_per_second",
           "expert load: smallest and largest share": "expert_load"}
 # What is not drawn. Every other number of a run, such as its metric, has a panel of its own name.
 HIDDEN = {"step", "train_loss", "tokens", "mfu", "skipped", "save_seconds"}
@@ -79,6 +81,11 @@ def series(run: str) -> dict[str, list[np.ndarray]]:
                      if row.get(name)]
             loads = [(step, load) for step, load in loads if np.isfinite(load).all()]
             curves = [[(step, which(load)) for step, load in loads] for which in (np.min, np.max)]
+        if name == "tokens_per_second" and points:
+            steps, speeds = zip(*points)
+            near = np.lib.stride_tricks.sliding_window_view(
+                np.pad(speeds, MEDIAN // 2, constant_values=np.nan), MEDIAN)
+            curves = [list(zip(steps, np.nanmedian(near, 1)))]
         if curves[0]:
             found[title] = [np.array(curve, float) for curve in curves]
     if not found:

@@ -23,9 +23,11 @@ class Trainer(NamedTuple):
     language: Callable          # config -> its network's init, loss and batch shapes
     build: Callable             # (config, mesh, init, loss, batch shapes, ...) -> Program
 
-    def parse(self, argv: Sequence[str] | None = None) -> Any:
-        """The configuration of a new run with the flags of a command line."""
-        return self.config_of_flags(command_line.read_flags(argv, self.config, self.networks))
+    def parse(self, argv: Sequence[str] | None = None, script: str | None = None) -> Any:
+        """The configuration of a new run with the flags of a command line; script: the docstring of
+        the script that asks for it."""
+        return self.config_of_flags(
+            command_line.read_flags(argv, self.config, self.networks, script))
 
     def config_of_flags(self, given: dict[str, Any]) -> Any:
         """The configuration of a new run. --model and --init_from choose the network and its

@@ -20,7 +20,7 @@ from zigzag.core.errors import (
     check_length,
     nearest_divisor,
 )
-from zigzag.core.mesh import make_mesh, shardings
+from zigzag.core.mesh import is_spec, make_mesh, shardings, spec_axes
 from zigzag.core.options import check_values, flag, options
 from zigzag.parallel.remat import remat_of
 from zigzag.rule.rule import plan_sharding
@@ -144,6 +144,18 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
     if ring > 1:
         check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
                      " (each device has an early and a late part)")
+
+
+def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
+    """Refuse an axis tensor that splits no weight of the model: each of its devices would do what
+    one device does. `specs` are those of its weights."""
+    size = mesh.shape["tensor"]
+    if size > 1 and not any("tensor" in spec_axes(spec)
+                            for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+        heads = getattr(c, "heads", 1)
+        raise ConfigError(f"mesh axis tensor={size} divides no weight of this model, nor its "
+                          f"{heads} heads, so each device would do all of the work; the nearest "
+                          f"that divides the heads is tensor={nearest_divisor(heads, size)}")
 
 
 class Layer(NamedTuple):

@@ -6,9 +6,10 @@
 """
 
 import dataclasses
+import difflib
 from typing import Any
 
-from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.errors import ConfigError
 from zigzag.weights.network import COMPUTED, Network
 
 # The default seq_len when a published model is fine-tuned, whose own may be far longer.
@@ -135,8 +136,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a preset, except fields that depend on a given width."""
     if name not in PRESETS:
-        raise ConfigError(f"--model {name}: expected a folder with a published model, or one of "
-                          f"{', '.join(PRESETS)}" + did_you_mean(name, PRESETS))
+        nearest = difflib.get_close_matches(name, PRESETS, 5, 0)
+        raise ConfigError(f"--model {name}: no such folder with a published model, and no preset "
+                          f"has this name; the nearest of {len(PRESETS)}, which "
+                          f"zigzag/weights/presets.py lists, are {', '.join(nearest)}")
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     return {k: v for k, v in PRESETS[name].items() if k not in dropped}
