@@ -42,7 +42,8 @@ from zigzag.disk.weights import finite_weights
 
 class Windows:
     """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one token later.
-    The tokens left over are dropped; a text of T tokens or fewer is one short example."""
+    The tokens left over are dropped; a text of T tokens or fewer is one short example. With
+    weights, an example is a Part: inputs, targets and their weights."""
 
     def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
                  vocab_size: int = 2**31, weights: np.ndarray | None = None):

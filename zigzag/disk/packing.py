@@ -33,9 +33,10 @@ class Part(NamedTuple):
 
 def parts_of(example: Any) -> Sequence[Part]:
     """The parts of an example: a row of documents, one part, or the ids of running text."""
-    if isinstance(example, np.ndarray):
-        return [Part(example[:-1], example[1:], np.ones(len(example) - 1, np.float32))]
-    return [example] if isinstance(example, Part) else example
+    if isinstance(example, list):
+        return example
+    return [example if isinstance(example, Part) else Part(
+        example[:-1], example[1:], np.ones(max(len(example) - 1, 0), np.float32))]
 
 
 class Documents:
