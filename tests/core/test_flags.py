@@ -57,7 +57,7 @@ class More(Few):
     (["--mesh", "pipe=2,tensor=4", "--seq_len", 63], "--seq_len 64"),
     (["--chunks", 2], "interleaved"), (["--zero", 2], "fsdp"),
     (["--schedule", "interleaved"], "--chunks"), (["--schedule", "1f1"], "'1f1b'"),
-    (["--model", "tinny"], "'tiny'"), (["--dtype", "float16"], "bfloat16"),
+    (["--model", "tinny"], "are tiny, "), (["--dtype", "float16"], "bfloat16"),
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
     (["--data", "no/such/file"], "no such file"), (["--batch", 5, "--accumulate", 2], "accumulate"),
     (["--tied", "maybe"], "true or false"),
@@ -87,7 +87,9 @@ class More(Few):
     (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),
     (["--override", "_norm=-,data", "w_up=data", "--mesh", "data=8"], "splits 4 into 8"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"),
-    (["--seq_len", "1e3"], "whole number")])
+    (["--seq_len", "1.5e0"], "1.5e0: expected a whole number"),
+    (["--out", "/proc/no/run"], "/proc/no/run: cannot be made there (/proc: "),
+    (["extra", "words"], "--name value\n")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     """A traceback, or a folder left behind by a run that was refused."""
     monkeypatch.chdir(tmp_path)
@@ -100,9 +102,19 @@ def test_dashes_equals_and_presets():
     a = train.parse(["--d-model=64", "--heads", "4", "--data", "a", "b", "--tied",
                      "--mesh=tensor=2"])
     assert (a.d_model, a.head_dim, a.data, a.tied, a.mesh) == (64, 16, ("a", "b"), True, "tensor=2")
+    c = train.parse(["--steps", "2.5e4", "--batch", "1_000", "--seed", "7.0"])
+    assert (c.steps, c.batch, c.seed) == (25_000, 1000, 7)      # (1e3 was refused)
     b = train.parse(["--model", "llama-7b", "--layers", "2"])
     assert (b.d_model, b.d_ff, b.layers, b.lr) == (4096, 11008, 2, 0.5 / 4096)
     assert train.parse(["--tied", "false"]).tied is False
+
+
+def test_a_refusal_advises_no_axis_that_it_refused():
+    """A refusal over tensor that ends with: trains on data, fsdp and tensor."""
+    assert errors.any_loss("pipe=2").endswith("on data, fsdp and tensor")
+    assert errors.any_loss("tensor=2", "seq=2").endswith("on data and fsdp")
+    assert errors.any_loss("data=2", "tensor=2").endswith("on fsdp")
+    assert errors.any_loss("data=2", "fsdp=2", "tensor=2").endswith("on one device")
 
 
 def test_flags_of_any_dataclass():

@@ -160,6 +160,9 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
     assert "the source short has only" in refused(
         capsys, *SMALL, "--data", a, tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
         "--out", split)
+    (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"txt": "no"}\n{broken\n')
+    assert "(skipped: 2 lines without a text; the first is" in refused(
+        capsys, *SMALL, "--data", tmp_path / "bad.jsonl", "--batch", 8, "--out", split)
     go(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
     assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= set(last)

@@ -862,6 +862,14 @@ def test_small_leaves_are_whole_over_fsdp_and_data():
         assert state["down"] == (P("data") if fsdp_min == 4096 else P())
 
 
+def test_the_table_of_one_device_has_no_reasons():
+    """Nine times: whole, nothing to split it over."""
+    network, c = net, config_of(vocab_size=257)
+    shapes, mesh = network.weight_shapes(c), abstract_mesh({})
+    text = explain(network.plan_weights(c, mesh), shapes, mesh)
+    assert "layers.w_up" in text and "whole" not in text and "why" not in text
+
+
 def test_the_table_tells_what_a_device_holds_and_why():
     """A table that hides the cost of an unsplit weight, or the reason for not splitting it."""
     params, mesh = {"table": floats(50257, 64), "norm": floats(64), "mlp": MLP}, mesh_of("tensor=4")

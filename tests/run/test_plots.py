@@ -29,6 +29,18 @@ def runs(tmp_path):
     return tmp_path
 
 
+def test_the_speed_is_a_running_median(runs):
+    """A curve of tokens/s that is the noise of single steps, or that the slow first step bends."""
+    path = runs / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if "tokens_per_second" in row:
+            row["tokens_per_second"] = 100 if row["step"] == 1 else 5000 + 900 * (row["step"] % 3)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve, = plots.series(str(runs / "a"))[plots.SPEED]
+    assert len(curve) == 100 and {*curve[:, 1]} <= {5900.0, 5450.0} and "median" in plots.SPEED
+
+
 def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     """A curve upside down, or stretched over the width of another run; a line that is being
     written, and ends in a traceback."""

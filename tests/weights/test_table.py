@@ -8,7 +8,9 @@ import pytest
 
 import model
 import networks
+from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
+from zigzag.weights.network import check_tensor
 from zigzag.weights.table import Table, parameters, product_flops
 
 DENSE = dict(layers=4, d_model=256, heads=8, kv_heads=4, d_ff=1024, vocab_size=512)
@@ -69,6 +71,21 @@ def test_what_a_row_may_name():
         make("D/tensor F", None, "F")
     with pytest.raises(ValueError):
         make("D F", None, "H")
+
+
+def test_a_tensor_axis_that_splits_nothing_is_refused():
+    """99 devices that all do the work of one; a size that divides the MLP and not the heads, which
+    is of use."""
+    config = model.Config(vocab_size=257)
+
+    def check(size):
+        mesh = abstract_mesh({"tensor": size})
+        check_tensor(config, mesh, model.NETWORK.weight_specs(config, mesh))
+
+    for size in (1, 3, 8):
+        check(size)
+    with pytest.raises(ConfigError, match="tensor=99 .* nor its 8 heads.* heads is tensor=8$"):
+        check(99)
 
 
 def test_letters_say_which_rows_are_looked_up_and_which_are_experts():

@@ -111,9 +111,11 @@ def derive(config: Any, **values: Any) -> None:
             object.__setattr__(config, name, value)
 
 
-def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr) -> str:
-    """'; did you mean X?' for the known name closest to `word`, or nothing."""
-    close = difflib.get_close_matches(word, known, 1, 0.7)
+def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr, near: float = 0.7
+                 ) -> str:
+    """'; did you mean X?' for the known name closest to `word`, or nothing if none is as near (1:
+    the same)."""
+    close = difflib.get_close_matches(word, known, 1, near)
     return f"; did you mean {spell(close[0])}?" if close else ""
 
 

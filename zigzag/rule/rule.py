@@ -230,7 +230,7 @@ def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tupl
             raise ConfigError(f"override {pattern!r} is not a regular expression: {e}") from None
         if not hits:
             raise ConfigError(f"override {pattern!r} matches no parameter"
-                              + did_you_mean(pattern, shapes))
+                              + did_you_mean(pattern, shapes, near=0.5))
         for path in hits:
             _check_spec(path, shapes[path], spec, sizes)
             found.append((path, pattern, spec))

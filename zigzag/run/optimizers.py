@@ -57,7 +57,7 @@ class Chosen:
         for pattern in self.each or ():
             if pattern not in self.matched and pattern != "*":
                 raise ConfigError(f"optimizer: {pattern!r} is the first match of no weight"
-                                  + did_you_mean(pattern, paths))
+                                  + did_you_mean(pattern, paths, near=0.5))
 
 
 class Factor(NamedTuple):

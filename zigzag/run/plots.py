@@ -84,7 +84,7 @@ def series(run: str) -> dict[str, list[np.ndarray]]:
         if name == "tokens_per_second" and points:
             steps, speeds = zip(*points)
             near = np.lib.stride_tricks.sliding_window_view(
-                np.pad(speeds, MEDIAN // 2, constant_values=np.nan), MEDIAN)
+                np.pad(np.array(speeds, float), MEDIAN // 2, constant_values=np.nan), MEDIAN)
             curves = [list(zip(steps, np.nanmedian(near, 1)))]
         if curves[0]:
             found[title] = [np.array(curve, float) for curve in curves]
