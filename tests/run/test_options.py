@@ -23,7 +23,8 @@ from zigzag.run import command_line, schedules
 KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.
 VALUES = {
-    "data": "a", "held_out": "a", "weights": "1", "pack": "stream", "fields": "a b",
+    "data": "a", "held_out": "a", "weights": "1", "weight_field": "w", "pack": "stream",
+    "fields": "a b",
     "steps": "7", "epochs": "1", "lr": "0.5", "warmup": "2", "decay": "linear", "cooldown": "0.5",
     "decay_steps": "5", "first_share": "0.1", "final_share": "0.1", "weight_decay": "0.2",
     "clip": "2", "optimizer": "muon", "beta1": "0.8", "beta2": "0.8", "accumulate": "2",
@@ -38,7 +39,8 @@ VALUES = {
     "distributed": "true", "patience": "9"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
-    "text": {"weights", "pack", "eval_tokens", "sample_temperature", "sample_prompts"},
+    "text": {"weights", "weight_field", "pack", "eval_tokens", "sample_temperature",
+             "sample_prompts"},
     "pairs": {"fields", "metric", "beams", "sample_prompts"},
     "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())

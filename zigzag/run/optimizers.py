@@ -10,6 +10,7 @@ import optax
 from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.flags import is_derived
 from zigzag.core.mesh import flatten
+from zigzag.core.options import changes
 from zigzag.rule.rule import matrices_of_layers
 
 
@@ -69,16 +70,12 @@ class Factor(NamedTuple):
         return 1.0 if self.schedule is None else self.schedule(step)
 
 
-# What an optimizer of fit's takes the place of. (Of the options that shape the rate, a warmup is
-# often given in code for all tasks of a script.)
-UNUSED = ("optimizer", "lr", "decay", "decay_steps", "cooldown", "first_share", "final_share",
-          "weight_decay", "clip", "beta1", "beta2")
-
-
 def check_unused(config: Any) -> None:
-    """Refuse options that have no effect beside an optimizer of fit's."""
-    given = [name for name in UNUSED if not is_derived(config, name)]
-    if given:
+    """Refuse options that have no effect beside an optimizer of fit's: those of the optimizer, and
+    those of the rate that --change names."""
+    replaced = ["optimizer", "beta1", "beta2", *(
+        name for name, word in changes(type(config)).items() if word != "data" and name != "steps")]
+    if given := [name for name in replaced if not is_derived(config, name)]:
         flags = " and ".join(f"--{name} {getattr(config, name)}" for name in given)
         raise ConfigError(f"{flags}: fit was given an optimizer, which takes the place of it; "
                           f"leave it out, or let the script that makes the optimizer have flags "
