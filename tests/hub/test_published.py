@@ -283,7 +283,7 @@ def written(name, text):
 
 
 HOSTILE = {
-    "no folder": (shutil.rmtree, "no such folder with a published model"),
+    "no folder": (shutil.rmtree, "expected a folder with a published model"),
     "no config.json": (lambda f: (f / "config.json").unlink(), "expected a folder"),
     "config.json is a folder": (lambda f: [(f / "config.json").unlink(), (
         f / "config.json").mkdir()], "Is a directory"),
