@@ -89,8 +89,9 @@ def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
     """A batch of examples, of any kind: tokens, targets and weights [B, T]. Weights are 0 where
     there is no target. Rows of documents and conversations (lists) have segments and positions,
     too, so that attention stays within a document."""
-    batch = {name: np.zeros((len(examples), length), np.int32)
-             for name in ("tokens", "targets", "segments", "positions")}
+    is_packed = isinstance(examples[0], list)
+    names = ("tokens", "targets", "segments", "positions")[:4 if is_packed else 2]
+    batch = {name: np.zeros((len(examples), length), np.int32) for name in names}
     batch["weights"] = np.zeros((len(examples), length), np.float32)
     for row, example in enumerate(examples):
         at = 0
@@ -98,9 +99,9 @@ def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
             here = row, slice(at, at := at + len(part.tokens))
             batch["tokens"][here], batch["targets"][here] = part.tokens, part.targets
             batch["weights"][here] = part.weights
-            batch["segments"][here], batch["positions"][here] = number, np.arange(len(part.tokens))
-    if not isinstance(examples[0], list):
-        del batch["segments"], batch["positions"]
+            if is_packed:
+                batch["segments"][here] = number
+                batch["positions"][here] = np.arange(len(part.tokens))
     return batch
 
 

@@ -113,9 +113,8 @@ class Config(MoreOptions):
 def learning_rate(config: Config, at: jax.Array) -> jax.Array:
     """The learning rate of update `at` (the first is 0): linear warmup to the peak, then what
     --decay says, by default half a cosine, which ends at --final_share of the peak."""
-    rate = optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
+    return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
                                 [schedules.at_peak(config)])(at)
-    return jnp.maximum(rate, 0)     # (rounding may bring the last rates below 0)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:

@@ -76,6 +76,10 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
         weight += part.weights.sum(dtype=float)
         size += float(lengths[part.targets] @ part.weights)
+    if config.eval_every and not weight and any(map(len, held_out.values())) and not (
+            sources.is_learned_in_part):
+        raise ConfigError("all held-out weights are 0, so there is nothing to evaluate; give "
+                          "--held_out other data, or --eval_every 0")
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)

@@ -305,9 +305,10 @@ def test_weights_beside_token_files(tmp_path, capsys):
         assert f"x.weights.npy: {says}" in refused(
             capsys, *SMALL, "--batch", 8, "--data", whole, "--vocab_size", 300, "--out",
             tmp_path / "o")
-    (tmp_path / "x.weights.npy").rename(tmp_path / "y.weights.npy")
+    (tmp_path / "x.weights.npy").rename(folder / "y.weights.npy")
+    TokenFiles(whole, 300)
     with pytest.raises(ConfigError, match="weights of no token file; expected y.bin or y.npy"):
-        TokenFiles(whole, 300)
+        TokenFiles(folder, 300)
 
 
 @pytest.fixture(scope="module")

@@ -358,7 +358,7 @@ def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_pa
     assert "give one of them" in says("--model", published, "--init_from", "run")
     assert "--init_from nowhere: no run there" in says("--init_from", "nowhere")
     assert "give it as --model" in says("--init_from", published)
-    assert "a folder with a published model, or one of tiny" in says("--model", "nowhere")
+    assert "no such folder with a published model, and no preset" in says("--model", "nowhere")
     assert "pip install" not in says("--model", tmp_path)
     (published / "model.safetensors").rename(tmp_path / "model.safetensors")
     try:

@@ -542,7 +542,7 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
     muon that was asked for and never ran."""
     for flags, says in ((dict(optimizer="muon"), "--optimizer muon: fit was"),
                         (dict(lr=0.5), "--lr 0.5: fit"), (dict(clip=2.0), "--clip 2.0: fit"),
-                        (dict(decay="linear", beta1=0.8), "--beta1 0.8 and --decay linear")):
+                        (dict(weight_decay=0.2, beta1=0.8), "--beta1 0.8 and --weight_decay 0.2")):
         with pytest.raises(ConfigError, match=says):
             learn(make(steps=1, **flags), optimizer=optax.sgd(0.1))
     for schedule, rate in ((None, None), (lambda step: 0.5, 0.5)):

@@ -163,8 +163,8 @@ def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
     rate of -7.5e-11, which climbs."""
     config = make(steps=4, warmup=1, final_share=0.0, decay="linear", out=str(tmp_path / "run"))
     with monkeypatch.context() as patch:        # (as rounding makes it, in optimized programs)
-        patch.setattr(schedules, "decay", lambda c: lambda step: jnp.float32(-7.5e-11))
-        assert rates(config).min() == 0
+        patch.setattr(optax, "linear_schedule", lambda *_: lambda step: jnp.float32(-7.5e-11))
+        assert rates(config).min() == 0 == rates(dataclasses.replace(config, decay="wsd")).min()
     learn(config)
     for more in ({}, dict(lr=0.3, change=("lr",))):
         with pytest.raises(ConfigError, match="rate of 0 .* --change decay spreads"):

@@ -21,8 +21,8 @@ except ImportError:         # (not on every system)
     fcntl = None
 
 
-# What does no harm in a folder that a command fills: marks of git, macOS and disks, and logs.
-HARMLESS = re.compile(r"\.git(ignore|keep|attributes)|\.DS_Store|\.nfs\w+|lost\+found"
+# What does no harm in a folder that a command fills: hidden files (not git's), and logs.
+HARMLESS = re.compile(r"\.(?!git$).*|lost\+found"
                       r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
 
 
@@ -60,12 +60,12 @@ def write_json(path: Path, record: dict) -> None:
 def check_can_make(out: str, flag: str = "--out") -> None:
     """Refuse a folder that cannot be made, or in which nothing can be written, before work is
     spent on what it is to hold. (Only making something there shows it, also to root.)"""
-    path = Path(out).absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if path.is_file():
-        return                  # (the message that it is a file comes later)
+    path = there = Path(out).absolute()
     try:
-        os.rmdir(tempfile.mkdtemp(dir=there))
+        if path.is_file():
+            return              # (the message that it is a file comes later)
+        there = next(p for p in (path, *path.parents) if p.exists())
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix="."))
     except OSError as e:
         raise ConfigError(f"{flag} {out}: cannot be made there ({there}: {e.strerror})") from None
 

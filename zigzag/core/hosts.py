@@ -190,18 +190,27 @@ class Watchdog:
 watchdog = Watchdog()
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _on_sigterm(_):
-    os.write(2, b"stopped by SIGTERM\n")
-    os._exit(1)
-
-
 def end_at_sigterm() -> None:
     """Let SIGTERM end this process with a line and status 1, also while jax compiles, unless
     somebody else handles it. Call it when the devices are known: libtpu, which finds some of them,
     would print a page of addresses."""
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not jax.distributed.is_initialized():
-        ctypes.CDLL(None).signal(signal.SIGTERM, _on_sigterm)
+    if (threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            or jax.distributed.is_initialized()):
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)      # (a thread sees it, as in stop_on_signals)
+
+    def listen():
+        while signal.SIGTERM not in os.read(reader, 512):
+            pass
+        take_back_all()
+        _say("stopped by SIGTERM")
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
 
 
 # Signals within so many seconds count as one: a launcher (timeout, uv) passes on to this process

@@ -30,7 +30,7 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is lef
 # name. Other arrays [B, T, ...] are refused there, unless fit's `timed` says it.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
                           "document"), True),
-         **dict.fromkeys(("encoded", "labels"), False)}     # (and all that begin with "source")
+         "encoded": False}      # (an encoder's output; and all that begin with "source")
 # The size of the tensor axis while the rule traces a function, which happens without a mesh.
 # (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
 TENSOR_SIZE = jax.make_user_context(1)

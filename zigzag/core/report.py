@@ -143,7 +143,7 @@ class Reporter:
         are how many were computed and how many learned from, where row["tokens"] does not say
         both; `what` says what they are. others(seconds of a usual step): how long evaluations and
         saves to come will take. `own` are the row's numbers that the loss itself logs: the first
-        by name is printed, and those after it while their names have 13 letters in all."""
+        two by name are printed."""
         total, at = self.steps, row["step"]
         if at > 1:              # the first step is slow
             self.times.append(took)
@@ -155,11 +155,10 @@ class Reporter:
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
         computed, learned = tokens if tokens[0] else (row["tokens"],) * 2
         speed = f"{computed / usual:,.0f} {what}/s"
-        if abs(computed - learned) > 0.01 * computed:
+        if 0 < learned < 0.99 * computed and learned == int(learned):   # (no sum of weights)
             speed += f" ({learned / usual:,.0f} learned from)"
-        names = sorted(name for name, x in own.items() if isinstance(x, float))
-        numbers = "".join(f"  {name} {own[name]:.3g}" for i, name in enumerate(names)
-                          if i == 0 or len("".join(names[:i + 1])) <= 13)
+        names = sorted(name for name, x in own.items() if isinstance(x, float))[:2]
+        numbers = "".join(f"  {name} {own[name]:.3g}" for name in names)
         rate = f"  lr {row['lr']:.2e}" if row["lr"] is not None else ""
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}{numbers}  "
                 f"{speed}{mfu}  grad {row['grad_norm']:.2f}{rate}  "

@@ -86,8 +86,9 @@ class Documents:
         if self.weights is not None:
             # (The end after a conversation is not learned: a template's answers have their own.)
             weights = np.asarray(self.weights[begin + 1:min(begin + length + 1, end)], np.float32)
-            last = self.weights[end - 1] * self.ends_learned
-            weights = np.append(weights, np.float32(last))[:length]
+            if len(weights) < length:
+                last = self.weights[end - 1] if self.ends_learned else 0
+                weights = np.append(weights, np.float32(last))
         if len(tokens) == length:       # it is the end of the document
             tokens = np.append(tokens, self.end)
         return Part(tokens[:-1].astype(np.int32), tokens[1:].astype(np.int32), weights)

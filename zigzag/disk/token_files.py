@@ -117,7 +117,7 @@ class TokenFiles:
 
         self.train, self.held_out = splits(arrays)
         self.train.filename = self.held_out.filename = path
-        weighted, weights = _weights(arrays)
+        weighted, weights = _weights(arrays, [Path(p) for p in paths if os.path.isdir(p)])
         self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
                                 (None, None)))
         self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
@@ -162,10 +162,11 @@ def _between(arrays, first, last):
     return [a for a in found if len(a)]
 
 
-def _weights(arrays):
+def _weights(arrays, folders):
     """(the files of weights next to token files, {token file: its weights}) for {token file: its
-    tokens}. Without a file, they are 1, and take no memory."""
-    for path in {path for file in arrays for path in file.parent.glob(f"*{WEIGHTS}")}:
+    tokens}. Without a file, they are 1, and take no memory. In `folders` given as a whole, weights
+    of no token file are refused."""
+    for path in (path for folder in folders for path in folder.glob(f"*{WEIGHTS}")):
         name = path.name.removesuffix(WEIGHTS)
         if not any(path.with_name(f"{name}{end}").exists() for end in (".bin", ".npy")):
             raise ConfigError(f"{path}: weights of no token file; expected {name}.bin or "

@@ -517,8 +517,14 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     """Write a folder that transformers reads: weights in this dtype, in files of FILE_BYTES. Every
     process must call this; process 0 writes. `forward` is the network's, for family.differs."""
     path, package = Path(path), optional_package("safetensors.numpy", "a published model")
-    check_others(path, "export", "this export")
-    process_allgather(0)        # (process 0 writes after all have looked)
+    refusal = ""                # (process 0 looks before it writes)
+    if jax.process_index() == 0:
+        try:
+            check_others(path, "export", "this export")
+        except ConfigError as e:
+            refusal = str(e)
+    if refusal := process_allgather(refusal)[0]:
+        raise ConfigError(refusal)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     expected, weights = published_arrays(family, config, table), by_path(params)

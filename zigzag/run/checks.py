@@ -143,6 +143,9 @@ def check_batch(c: Any, mesh: Any) -> None:
 def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
     """Refuse arrays of a batch that seq and pipe cannot split, or not split, for certain: their
     second dimension is as long as the tokens', and nobody `said` whether it is the time."""
+    if unknown := said.keys() - batch.keys():
+        raise ConfigError(f"timed={{{min(unknown)!r}: ...}}: collate makes no such array"
+                          + did_you_mean(min(unknown), batch))
     tokens = batch.get("tokens")
     axis = next((a for a in ("seq", "pipe") if mesh.shape[a] > 1), "")
     if not axis or tokens is None or len(tokens.shape) != 2:
@@ -189,7 +192,9 @@ def check_corpus(config: Any, sources: Any) -> Any:
     for name, corpus in zip(sources.names, sources.corpora):
         count = len(corpus.train)
         what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
-        if "weights" in corpus.record and not corpus.record["train"]["learned"]:
+        weights = corpus.weights["train"]
+        if weights is not None and not corpus.is_learned_in_part and not any(
+                np.any(weights[i:i + 2**20]) for i in range(0, count, 2**20)):
             raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")

@@ -14,7 +14,6 @@
 """
 
 import dataclasses
-import functools
 import math
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -129,7 +128,7 @@ def hold(config: Any, read: Callable) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
-    if config.out:
+    if config.out and jax.process_index() == 0:
         check_can_make(config.out)
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
@@ -182,15 +181,16 @@ def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
 
 
 def check_learns(config: Any, read: Callable, learning_rate: Callable) -> None:
-    """Refuse to continue the run in config.out where its rate would be 0 in all updates to come:
-    they would change nothing. learning_rate(config, step) is train.py's."""
+    """Refuse more updates for the run in config.out if its rate would be 0 in all of them: they
+    would change nothing. learning_rate(config, step) is train.py's."""
     is_run = config.out and not jax.process_index() and (Path(config.out) / "config.json").exists()
     at = newest_step(config.out) if is_run else 0
     if not 0 < at < config.steps:
         return
-    to_come = jnp.linspace(at, config.steps - 1, min(config.steps - at, 1000)).astype(int)
-    if config.lr and not jnp.any(jax.vmap(functools.partial(learning_rate, config))(to_come) > 0):
-        ended = config.decay_steps or read(config.out).steps
+    old, to_come = read(config.out), (at, (at + config.steps) // 2)
+    if config.lr and config.steps > old.steps and not any(
+            float(learning_rate(config, jnp.int32(step))) > 0 for step in to_come):
+        ended = config.decay_steps or old.steps
         raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
                           f"{ended} with a rate of 0 (--final_share), so further updates would "
                           f"change nothing; --change decay spreads the decay over all "

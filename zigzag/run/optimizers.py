@@ -71,10 +71,10 @@ class Factor(NamedTuple):
 
 
 def check_unused(config: Any) -> None:
-    """Refuse options that have no effect beside an optimizer of fit's: those of the optimizer, and
-    those of the rate that --change names."""
+    """Refuse options that have no effect beside an optimizer of fit's. (Those that only shape the
+    rate over a run, as --decay, may stand in a script for all of its runs.)"""
     replaced = ["optimizer", "beta1", "beta2", *(
-        name for name, word in changes(type(config)).items() if word != "data" and name != "steps")]
+        name for name, word in changes(type(config)).items() if word not in ("data", "decay"))]
     if given := [name for name in replaced if not is_derived(config, name)]:
         flags = " and ".join(f"--{name} {getattr(config, name)}" for name in given)
         raise ConfigError(f"{flags}: fit was given an optimizer, which takes the place of it; "

@@ -91,14 +91,20 @@ def decay(c: Any) -> Callable:
     if c.decay == "cosine":
         return optax.cosine_decay_schedule(c.lr, length, c.final_share)
     if c.decay == "linear":
-        return optax.linear_schedule(c.lr, last, length)
+        return _linear(c.lr, last, length)
     if c.decay == "exponential":
         return optax.exponential_decay(c.lr, length, c.final_share, end_value=last)
     if c.decay == "constant":
         return optax.constant_schedule(c.lr)
     falls = min(updates(c.cooldown, _end(c)), length)
     return optax.join_schedules(
-        [optax.constant_schedule(c.lr), optax.linear_schedule(c.lr, last, falls)], [length - falls])
+        [optax.constant_schedule(c.lr), _linear(c.lr, last, falls)], [length - falls])
+
+
+def _linear(first, last, length):
+    falls = optax.linear_schedule(first, last, length)
+    # (Rounding brings the last rates below 0, to -7.5e-11 for example.)
+    return falls if last else lambda step: jnp.maximum(falls(step), 0)
 
 
 def _end(c):
