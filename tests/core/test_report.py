@@ -198,7 +198,7 @@ def test_a_step_shows_what_the_loss_logs(capsys):
     reporter.step(row, 0.5, 10, own={"name" * 9: 1.0, "other": 2.0})
     first, second = capsys.readouterr().out.splitlines()
     assert "  loss 2.0000  acc 0.5  reward 0.333  60 tokens/s" in first and len(first) <= 100
-    assert f"{'name' * 9} 1  60 tokens/s" in second
+    assert f"{'name' * 9} 1  other 2  60 tokens/s" in second
 
 
 def test_tokens_learned_from_are_told_where_they_are_fewer(capsys):

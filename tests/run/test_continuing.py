@@ -1,5 +1,6 @@
 """Continuing a run by its folder: flags that are not given are the run's, given ones must agree."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import data
 import networks
 import train
 from tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
+from tests.helpers import StopAt, learn, make
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.corpus import opened_sources
@@ -182,7 +184,8 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
     before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
     data.prepare([str(text)], tmp_path / "bytes")
     for words, says in (
-            (("--change", "lr"), "give --lr too"), (("--change", "lrr"), "'lr'"),
+            (("--change", "lr"), "give --lr too"),
+            (("--lr", 1, "--change", "lr"), "has made its 4 steps, so nothing"), (("--change", "lrr"), "'lr'"),
             (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
             (("--change", "data", "--data", tmp_path / "nosuch"), "no such file"),
             (("--change", "data", "--data", text, "--lr", 1), "lr 0.004, and 1.0 was given")):
@@ -223,3 +226,14 @@ def test_several_processes_change_the_data_of_a_run(tmp_path, text):
     assert results[0][1].startswith("continuing ") and "continuing" not in results[1][1]
     with pytest.raises(ConfigError, match="data .*, and .* was given"):
         continued("--out", out, "--data", text)
+
+
+def test_a_script_that_continues_with_other_steps_is_told(tmp_path):
+    """A recipe's default of 400 steps that silently ends a run of 1,500 at the step where it was
+    stopped, or gives it another schedule without a line."""
+    config, lines = make(steps=6, save_every=4, warmup=1, out=str(tmp_path / "run")), []
+    learn(config, say=StopAt(4))
+    with pytest.raises(ConfigError, match="--steps 3: --out .* is at step [45] already"):
+        learn(dataclasses.replace(config, steps=3))
+    learn(dataclasses.replace(config, steps=9), lines=lines)
+    assert any(line.startswith("schedule steps 6 -> 9: the learning rate was") for line in lines)

@@ -21,8 +21,10 @@ except ImportError:         # (not on every system)
     fcntl = None
 
 
-# What does no harm in a folder that a command fills: hidden files (not git's), and logs.
-HARMLESS = re.compile(r"\.(?!git$).*|lost\+found"
+# What does no harm in a folder that a command fills: marks of git, macOS, disks, notebooks and
+# launchers, what check_can_make tries, and logs.
+HARMLESS = re.compile(r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
+                      r"|\.(nfs|try-)\w+|lost\+found"
                       r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
 
 
@@ -65,7 +67,7 @@ def check_can_make(out: str, flag: str = "--out") -> None:
         if path.is_file():
             return              # (the message that it is a file comes later)
         there = next(p for p in (path, *path.parents) if p.exists())
-        os.rmdir(tempfile.mkdtemp(dir=there, prefix="."))
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".try-"))
     except OSError as e:
         raise ConfigError(f"{flag} {out}: cannot be made there ({there}: {e.strerror})") from None
 

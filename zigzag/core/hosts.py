@@ -32,7 +32,7 @@ import jax
 from jax._src import distributed  # (the processes' key-value store has no public name)
 from jax.experimental import multihost_utils
 
-from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.core.files import take_back_all
 from zigzag.core.flags import exit_line
 
@@ -350,7 +350,7 @@ def exit_together() -> Iterator[None]:
         if not jax.distributed.is_initialized() or _depth > 1:
             raise
         status, line = exit_line(e)
-        if not line and LOST.search(str(e)):
+        if (not line or isinstance(e, RunError)) and LOST.search(str(e)):
             line = (f"error: another process has ended, and says why if it could ({one_line(e)}); "
                     f"{CONTINUES}")
         print(line or traceback.format_exc(), file=sys.stderr, flush=True)

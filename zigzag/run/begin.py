@@ -53,8 +53,12 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
     continuing.check_rates(config, schedule_of, trainer.old_config)
     if config.out:
         check_kept(program.saved(program.state))
-    if not plan.schedule:
-        continuing.check_learns(config, trainer.old_config, trainer.learning_rate)
+    if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
+        continuing.check_steps({"steps": config.steps}, config.out)
+        for line in [*continuing.first_lines(
+                config, trainer.old_config,
+                None if plan.schedule else trainer.learning_rate)][1:]:
+            say.line(line)              # (`prepare` prints the first)
     first, of_first = frozen_state(program, weights)
     rates = continuing.rates(config, schedule_of(config))
     folder = open_folder(program, trainer, facts | of_first, rates, say, tokenizer)

@@ -67,6 +67,10 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
         check({name: asked[name] for name in trainer.facts_of(old) if name in asked})
         raise
     check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
+    words = [word for word in given.get("change", ()) if word != "data"]
+    if words and not config.epochs and config.steps <= (at := newest_step(out)):
+        raise ConfigError(f"--change {' '.join(words)}: --out {out} has made its {at:,} steps, so "
+                          f"nothing would be learned with it; give --steps too")
     return config
 
 
@@ -197,23 +201,24 @@ def check_learns(config: Any, read: Callable, learning_rate: Callable) -> None:
                           f"{config.steps} steps (--lr X --change lr decay: with another peak)")
 
 
-def first_lines(config: Any, read: Callable, learning_rate: Callable) -> Iterator[str]:
+def first_lines(config: Any, read: Callable, learning_rate: Callable | None) -> Iterator[str]:
     """Yield the lines to print when `config` continues the run in config.out, whose configuration
-    so far is read(out). learning_rate(config, step) is train.py's."""
-    if not (Path(config.out) / "config.json").exists():
+    so far is read(out). learning_rate(config, step) is train.py's; None if fit has a schedule."""
+    if not config.out or not (Path(config.out) / "config.json").exists():
         return
     old, at = read(config.out), newest_step(config.out)
     if at > config.steps:
         raise ConfigError(f"--epochs: {config.steps:,} steps, and --out {config.out} is at step "
                           f"{at:,} already; give more epochs, or leave --epochs out")
-    check_learns(config, read, learning_rate)
+    if learning_rate:
+        check_learns(config, read, learning_rate)
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
         "" if at else ", from its beginning")
     of_rate = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
     changed = [f"{name} {_shown(getattr(old, name))} -> {_shown(getattr(config, name))}"
                for name in ["steps", "warmup", "lr", *of_rate]
                if getattr(old, name) != getattr(config, name)]
-    if changed and 0 < at < config.steps:
+    if changed and learning_rate and 0 < at < config.steps:
         before, after = (float(learning_rate(c, jnp.int32(step)))
                          for c, step in ((old, at - 1), (config, at)))
         yield (f"schedule {', '.join(dict.fromkeys(changed))}: the learning rate was {before:.1e} "
