@@ -226,7 +226,8 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     """Make the folder `out`, unless it holds something else. Returns what an encoding that goes on
     there must have in common with the one that was interrupted."""
     if options.form == "messages" and not has_template(getattr(tokenizer, "folder", None)):
-        none = f" (no chat_template in {tokenizer.folder})" * hasattr(tokenizer, "folder")
+        folder = getattr(tokenizer, "folder", None)
+        none = f" (no chat_template in {folder})" if folder else ""
         raise ConfigError(f"{files[0].path} has conversations, which need {WHOSE_TEMPLATE}{none}")
     # (The standard input is a new file each time.)
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else

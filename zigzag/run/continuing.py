@@ -67,10 +67,10 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
         check({name: asked[name] for name in trainer.facts_of(old) if name in asked})
         raise
     check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
-    words = [word for word in given.get("change", ()) if word != "data"]
-    if words and not config.epochs and config.steps <= (at := newest_step(out)):
-        raise ConfigError(f"--change {' '.join(words)}: --out {out} has made its {at:,} steps, so "
-                          f"nothing would be learned with it; give --steps too")
+    if "lr" in given.get("change", ()) and not config.epochs and (
+            config.steps <= (at := newest_step(out))):
+        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
+                          f"be learned with this rate; give --steps too")
     return config
 
 
