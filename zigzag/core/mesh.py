@@ -293,7 +293,8 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
 
 def split_rows(tree: Any, count: int) -> Any:
     """Reshape each array [B, ...] to [count, B / count, ...]."""
-    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), tree)
+    # (Not -1: nothing follows from the size of an array without elements, [B, 0].)
+    return jax.tree.map(lambda a: a.reshape(count, len(a) // count, *a.shape[1:]), tree)
 
 
 def add_to(total: Any, more: Any) -> Any:
