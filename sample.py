@@ -44,7 +44,6 @@ from jax import Array
 
 import networks
 import shard
-from zigzag.core import hosts
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import keep_compiled, mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
@@ -236,7 +235,6 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
-    hosts.end_at_sigterm()
     if flags.model:
         c = networks.hf_config(flags.model)
         check_writes(networks.network_of(c), c, f"--model {flags.model}", mesh)

@@ -105,7 +105,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, any_loss, count_of_other_time
+from zigzag.core.errors import ConfigError, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     BATCH_AXES,
@@ -129,7 +129,7 @@ from zigzag.parallel import attention, likeliest, overlap, pipeline, ring_kernel
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
-from zigzag.parallel.pipeline import astype, pick, skip_idle, time_of_stage
+from zigzag.parallel.pipeline import astype, needs_all_time, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
     capped,
     chunked_sums,
@@ -518,15 +518,6 @@ def sum_over_time(x: Array) -> Array:
     """The sum over all of the time, from each device's sum over its own part."""
     needs_all_time("sum_over_time")
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
-
-
-def needs_all_time(function: str) -> None:
-    """Refuse a function that needs all of the time where a stage of a pipeline has only a part of
-    it: in the head of a pipelined_loss."""
-    if PART_OF_TIME.value:
-        raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
-                          f"shard.{function}, and each stage has a part of the time; give "
-                          f"pipelined_loss all_time=True; {any_loss()}")
 
 
 def slots_of(tokens: Array) -> Array:

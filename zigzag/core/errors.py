@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 def any_loss(*axes: str) -> str:
-    """Said where a loss cannot run on these axes (tensor, or tensor=2): on which others it can."""
+    """The end of a refusal of these axes (tensor, or tensor=2): the axes that any loss can use."""
     others = [axis for axis in ("data", "fsdp", "tensor")
               if axis not in {text.partition("=")[0] for text in axes}]
     where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"

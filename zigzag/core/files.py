@@ -64,8 +64,6 @@ def check_can_make(out: str, flag: str = "--out") -> None:
     spent on what it is to hold. (Only making something there shows it, also to root.)"""
     path = there = Path(out).absolute()
     try:
-        if path.is_file():
-            return              # (the message that it is a file comes later)
         there = next(p for p in (path, *path.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".try-"))
     except OSError as e:

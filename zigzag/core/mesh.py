@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.hosts import end_at_sigterm
 
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
@@ -139,7 +140,9 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
     """The mesh of --mesh and --shards, with simulated CPU devices if there is no accelerator."""
     sizes = mesh_sizes(text, shards)
     simulate_devices(math.prod(sizes.values()))
-    return make_mesh(**sizes)
+    mesh = make_mesh(**sizes)
+    end_at_sigterm()
+    return mesh
 
 
 def keep_compiled(least: float = 1.0) -> None:
@@ -293,7 +296,7 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
 
 def split_rows(tree: Any, count: int) -> Any:
     """Reshape each array [B, ...] to [count, B / count, ...]."""
-    # (Not -1: nothing follows from the size of an array without elements, [B, 0].)
+    # (Not -1, which numpy cannot infer for an array without elements, [B, 0].)
     return jax.tree.map(lambda a: a.reshape(count, len(a) // count, *a.shape[1:]), tree)
 
 

@@ -46,6 +46,7 @@ from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
     appears,
+    check_can_make,
     check_others,
     lock,
     run_has_begun,
@@ -166,6 +167,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
+    check_can_make(out)
     if not (folder / "config.json").exists():
         return check_others(folder, "--out", "train.py", _is_of_beginning)
     old = json.loads(json.dumps(read_old(out)))

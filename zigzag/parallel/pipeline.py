@@ -31,9 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, any_loss
 from zigzag.core.mesh import (
     OVERLAP,
+    PART_OF_TIME,
     SAID,
     add_to,
     ambient,
@@ -225,6 +226,15 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     if not can_skip(sizes, OVERLAP.value):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
+
+
+def needs_all_time(function: str) -> None:
+    """Refuse a function of shard.py in the head of a pipelined loss, where a stage has only a part
+    of the time."""
+    if PART_OF_TIME.value:
+        raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
+                          f"shard.{function}, and each stage has a part of the time; give "
+                          f"pipelined_loss all_time=True; {any_loss()}")
 
 
 def time_of_stage(tree: Any, x: Array) -> Any:

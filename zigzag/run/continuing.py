@@ -8,7 +8,6 @@
     hold           a warmup or decay that has ended stays ended when a run gets more steps
     rates          some rates of a run, which are recorded
     check_rates    refuse a learning rate that was edited since
-    check_learns   refuse further updates with a rate of 0
     first_lines    the first lines to print: which run continues from which step, and its schedule
     changes_text   the changes made by --change, as text
 """
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError, as_given
-from zigzag.core.files import check_can_make
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
@@ -45,8 +43,6 @@ def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
     if given.get("bench") or given.get("topology"):
         return trainer.config_of_flags(given)
     out = given.get("out", trainer.config.out)
-    if out and "://" not in out:
-        check_can_make(out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
     check_change(given, out, is_run, trainer)
     if not is_run:
@@ -132,8 +128,6 @@ def hold(config: Any, read: Callable) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
-    if config.out and jax.process_index() == 0:
-        check_can_make(config.out)
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
         old, at = read(config.out), newest_step(config.out)
@@ -184,15 +178,11 @@ def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
                 f"change=('lr',))")
 
 
-def check_learns(config: Any, read: Callable, learning_rate: Callable) -> None:
-    """Refuse more updates for the run in config.out if its rate would be 0 in all of them: they
-    would change nothing. learning_rate(config, step) is train.py's."""
-    is_run = config.out and not jax.process_index() and (Path(config.out) / "config.json").exists()
-    at = newest_step(config.out) if is_run else 0
-    if not 0 < at < config.steps:
-        return
-    old, to_come = read(config.out), (at, (at + config.steps) // 2)
-    if config.lr and config.steps > old.steps and not any(
+def _check_learns(config, old, at, learning_rate):
+    """Refuse more updates than the run `old`, now at step `at`, was to make, if their rate would be
+    0: they would change nothing."""
+    to_come = (at, (at + config.steps) // 2)
+    if config.lr and 0 < at < config.steps > old.steps and not any(
             float(learning_rate(config, jnp.int32(step))) > 0 for step in to_come):
         ended = config.decay_steps or old.steps
         raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
@@ -211,7 +201,7 @@ def first_lines(config: Any, read: Callable, learning_rate: Callable | None) -> 
         raise ConfigError(f"--epochs: {config.steps:,} steps, and --out {config.out} is at step "
                           f"{at:,} already; give more epochs, or leave --epochs out")
     if learning_rate:
-        check_learns(config, read, learning_rate)
+        _check_learns(config, old, at, learning_rate)
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
         "" if at else ", from its beginning")
     of_rate = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]

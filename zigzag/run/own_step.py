@@ -216,10 +216,11 @@ class OwnStep:
         known = {n: d for n, d in self.places.items() if n in call.trees}
         exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
         rows = jax.tree.leaves(call.batch)[0].shape[0]
+        timed = {name: said for name, said in self.timed.items() if name in call.batch}
         with naming(str(call)):
             plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                              call.loss, call.batch, exactly, number not in self.as_one_device,
-                             schedule=self.schedule, learned=call.name, timed=self.timed)
+                             schedule=self.schedule, learned=call.name, timed=timed)
         paths, decisions, tree = flatten(plan.decisions)
         reasons = {path: d.reason for path, d in by_path(known).items()}
         return dataclasses.replace(plan, decisions=jax.tree.unflatten(tree, [

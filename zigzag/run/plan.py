@@ -233,8 +233,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     beside others that are constants, or "". timed: fit's, which arrays of a batch have time."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
-    check_time(batch, mesh, timed if learned is None else {
-        name: said for name, said in timed.items() if name in batch})
+    check_time(batch, mesh, timed)
     if network:
         check_rows(config, network)
     if schedule:
